@@ -13,7 +13,7 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec, rotation_of
-from kvalign.models.identity import embedding_fingerprint
+from kvalign.models.identity import embedding_fingerprint, identity
 from kvalign.models.loading import LoadedModel
 
 SPLITS = ("train", "val")
@@ -46,7 +46,9 @@ class RecordingConfig(BaseModel):
     """Config of a recording, `config.json`: the text, the model and the shapes.
 
     Attributes:
-        embedding_fingerprint: of the model (`probe` in recordings of version 0.1).
+        identity: of the model (`kvalign.models.identity`); None in older recordings.
+        embedding_fingerprint: of the model (`probe` in recordings of version 0.1), for the config
+            of an aligner.
         stale: description of the stale keys and values.
         shapes: of a chunk's tensors, by number evicted: L, H, S, D.
         chunks_per_shard: chunks in each shard but the last of a split.
@@ -58,6 +60,7 @@ class RecordingConfig(BaseModel):
     format: Literal[1] = 1
     settings: RecordedSettings
     model: ModelSpec
+    identity: Text | None = None
     embedding_fingerprint: Annotated[
         tuple[float, ...], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
     ]
@@ -110,6 +113,7 @@ def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig
     return RecordingConfig(
         settings=recorded,
         model=spec,
+        identity=identity(loaded.model),
         embedding_fingerprint=embedding_fingerprint(loaded.model),
         stale=rotated if rotation_of(loaded.model) else "keys and values as encoded",
         shapes=shapes,

@@ -32,6 +32,7 @@ from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
+from kvalign.models.identity import say_weak
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.prefix_tokens import prefix_ids
 
@@ -73,7 +74,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         free=_FREE + ("versions",) * is_finished,
         config_name=CONFIG,
         result_name=MANIFEST,
-        read_config=lambda path: read_checked(RecordingConfig, path).model_dump(mode="json"),
+        read_config=lambda path: _as_now(path, config).model_dump(mode="json"),
     )
     if run.state() == "finished":
         return open_store(settings.folder)
@@ -98,6 +99,15 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
         run.finish(_manifest(shards, config).model_dump(mode="json"))
     return open_store(settings.folder)
+
+
+def _as_now(path: Path, config: RecordingConfig) -> RecordingConfig:
+    """The config in a folder; one of 0.2, which has no identity, with that of the new config."""
+    there = read_checked(RecordingConfig, path)
+    if there.identity is not None:
+        return there
+    say_weak()
+    return there.model_copy(update={"identity": config.identity})
 
 
 def _pieces(settings: RecordSettings, loaded: LoadedModel) -> Iterator[list[int]]:

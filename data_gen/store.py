@@ -26,6 +26,7 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_whole
 from kvalign.foundation.folders import MANIFEST, folder_of, newest_first
+from kvalign.models.identity import identity_of, say_weak
 
 CONFIG = "config.json"
 
@@ -158,6 +159,25 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
                 "the same gen-data command again"
             )
     return store
+
+
+def check_model(store: Store) -> None:
+    """Raise UserError if the model of a recording has other weights now. A model that is not here
+    is not missed.
+    """
+    name, said = store.config.model.name, store.config.identity
+    if said is None:
+        say_weak()
+        return
+    try:
+        now = identity_of(name)
+    except UserError:
+        return
+    if now != said:
+        raise UserError(
+            f"{store.folder} was recorded with other weights than {name} has now: record again "
+            "into another --out, and name it with --data"
+        )
 
 
 def newest_recording(model: str) -> Path:

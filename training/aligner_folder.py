@@ -17,7 +17,8 @@ from kvalign.foundation.memory import check_room
 from kvalign.foundation.settings import Settings, check_output
 
 OVERWRITE = "give --overwrite or another --out"
-
+IDENTITY = "identity"
+"""Entry of the data in a record: the identity of the model; not in records of version 0.2."""
 
 BYTES_A_WEIGHT = 16  # in training: itself, its gradient and two moments, in float32
 

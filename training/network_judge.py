@@ -20,10 +20,10 @@ from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked
-from kvalign.models.identity import has_fingerprint
+from kvalign.models.identity import is_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.prefix_tokens import prefix_ids
-from kvalign.training.aligner_folder import save
+from kvalign.training.aligner_folder import IDENTITY, save
 from kvalign.training.judge import ROW_LABELS, judge, num_judged_tokens
 from kvalign.training.text import Text
 
@@ -85,7 +85,8 @@ def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     """The model that networks were made for; UserError if it is not there any more."""
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
     loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu")
-    if not has_fingerprint(loaded.model, config.embedding_fingerprint):
+    said = next(iter(config.training.values()))["data"].get(IDENTITY)
+    if not is_of(loaded.model, said, config.embedding_fingerprint):
         raise UserError(f"{config.base_model} has other weights than at the time of the recording")
     return loaded
 

@@ -24,14 +24,14 @@ from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.data_gen.corpora import hub_datasets
-from kvalign.data_gen.store import Store, newest_recording, open_store
+from kvalign.data_gen.store import Store, check_model, newest_recording, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
-from kvalign.training.aligner_folder import OVERWRITE, new_aligner, record_of, save
+from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
@@ -66,6 +66,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     store = open_store(data, verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
         raise UserError(f"--model is {settings.model}, but {data} was recorded with {recorded}")
+    check_model(store)
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
     has_aligner = (out / CONFIG).exists()
     trained = networks_in(out) if has_aligner else {}
@@ -130,8 +131,10 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
 def describe_data(store: Store) -> dict[str, Any]:
     """Return the fields of a recording for an aligner's config and card."""
     names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
+    identity = store.config.identity
     return {
         "model": store.config.model.name,
+        **({IDENTITY: identity} if identity else {}),
         **store.config.settings.model_dump(include=names),
         "num_rows": store.manifest.num_rows,
         "manifest_sha256": sha256(store.folder / MANIFEST),

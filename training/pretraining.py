@@ -39,6 +39,7 @@ from kvalign.foundation.files import (
 from kvalign.foundation.memory import check_room
 from kvalign.foundation.runs import ResumableRun, held_back, keeping
 from kvalign.foundation.settings import keywords_of
+from kvalign.models.identity import identity_of
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
@@ -96,7 +97,13 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
 
 def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir = settings.out / "training"
-    resumable = ResumableRun(work_dir / "run", {"settings": settings.as_dict()}, free=_FREE)
+    first = {"init_identity": settings.init and identity_of(str(settings.init))}
+    resumable = ResumableRun(
+        work_dir / "run",
+        {"settings": settings.as_dict(), **first},
+        free=_FREE,
+        read_config=lambda path: first | read_json(path),  # 0.2 wrote only the name of the first
+    )
     if resumable.state() == "new":
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings
     tokenizer = open_tokenizer(settings)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvalign.data_gen.store import newest_recording, open_store
+from kvalign.data_gen.store import check_model, newest_recording, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError
 from kvalign.foundation.files import locked
@@ -57,6 +57,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         progress.say(f"recording: {data}")
         settings = dataclasses.replace(settings, data=data)
     store = open_store(data)
+    check_model(store)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
     values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     config = {"settings": values, "data": describe_data(store)}

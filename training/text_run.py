@@ -17,11 +17,18 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import read_checked
-from kvalign.models.identity import has_fingerprint
+from kvalign.models.identity import identity, is_of
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.training.aligner_folder import check_free, new_aligner, record_of, save
+from kvalign.training.aligner_folder import (
+    IDENTITY,
+    OVERWRITE,
+    check_free,
+    new_aligner,
+    record_of,
+    save,
+)
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text, read
@@ -72,8 +79,12 @@ def train_on_text(
         loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
     model, longest = loaded.model, loaded.spec.context_len
     if done is not None:
-        if not has_fingerprint(model, done.embedding_fingerprint):  # the model was made anew
-            check_free(out, settings.overwrite)
+        said = done.training[settings.kvs[0]]["data"].get(IDENTITY)
+        if not is_of(model, said, done.embedding_fingerprint):
+            raise ExistsError(
+                f"{out} holds an aligner that was trained with other weights than "
+                f"{settings.model} has now: {OVERWRITE}"
+            )
         progress.say(f"{out} already has this, finished: nothing to do")
         return {kv: done.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
@@ -102,7 +113,7 @@ def train_on_text(
     aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)
     weights = deepcopy(aligner.state_dict())
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
-    data["text_sha256"] = text_sha256(corpora)
+    data |= {"text_sha256": text_sha256(corpora), IDENTITY: identity(model)}
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)

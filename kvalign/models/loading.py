@@ -54,7 +54,7 @@ def load_model(
     device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
     dtype, weights = precision_of(device, dtype, weights)
     progress.phase(f"loading {name}")
-    source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
+    source = source_of(name)
     check_device(device)
     file = gguf_file.find(source)
     config = gguf_file.config_of(file) if file else model_folder.config_of(name, source)
@@ -77,6 +77,11 @@ def load_model(
         packed.pack(model, weights)
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
+
+
+def source_of(name: str) -> str:
+    """The folder of a shipped or fetched model; any other name unchanged."""
+    return str(checkpoints.model_path(name) or fetched.model_path(name) or name)
 
 
 def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str]:

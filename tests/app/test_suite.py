@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.other_weights import change, copy_of
 from helpers.results_example import documents
 
 from kvalign.app.cli.main import main
@@ -71,6 +72,36 @@ def test_finished_cells_are_kept(own, tmp_path, capfd):
     page = (tmp_path / "moved/report.html").read_text()
     assert "--keep moved/losses" in page and "{out}" not in page  # to be copied as they stand
     assert "Changed for this run" not in page
+
+
+def test_a_cell_is_kept_as_long_as_its_model_has_the_same_weights(own, tmp_path, capfd):
+    folder = copy_of("llama-mini", tmp_path / "m")
+    argv = ["eval", "run", "own.yaml", "--out", "results", "--override", "--model m"]
+
+    def ran():
+        before = len(own)
+        assert main(argv) == 0
+        return len(own) - before, capfd.readouterr().err
+
+    def perplexity():
+        return read(tmp_path / "results").documents["short"]["rows"][0]["perplexity"]
+
+    assert ran()[0] == 2
+    first = perplexity()
+    assert ran()[0] == 0
+    change(folder)
+    num, said = ran()
+    assert num == 2 and "short runs again: m has other weights now" in said
+    assert perplexity() != first
+    shutil.rmtree(folder)
+    assert ran()[0] == 0, "which weights it had is not known here"
+    copy_of("gpt2-mini", folder)
+    for path in (tmp_path / "results").glob("*.json"):
+        document = json.loads(path.read_text())
+        del document["identity"]
+        path.write_text(json.dumps(document))
+    num, said = ran()
+    assert num == 0 and "2 cells in results were finished by kvalign 0.2" in said
 
 
 def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):

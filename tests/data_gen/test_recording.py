@@ -21,6 +21,7 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
+from kvalign.models.identity import say_weak
 from kvalign.models.loading import LoadedModel
 
 
@@ -180,8 +181,8 @@ def test_another_recording_is_refused(gpt2, wrap, settings, tmp_path):
     with pytest.raises(UserError, match=r"num_evicted is \[1, 3\] there, \[1\] now"):
         record(settings(num_evicted=(1,)), loaded=gpt2)
     other = tiny_model("gpt2")
-    other.transformer.wte.weight.mul_(2)
-    with pytest.raises(UserError, match="embedding_fingerprint is"):
+    other.transformer.h[1].mlp.c_proj.weight[2, 3] += 1
+    with pytest.raises(UserError, match="identity is"):
         record(settings(), loaded=wrap(other))
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
@@ -190,19 +191,26 @@ def test_another_recording_is_refused(gpt2, wrap, settings, tmp_path):
     assert open_store(store.folder).manifest == store.manifest
 
 
-def test_recordings_of_version_0_1_are_read_and_resumed(gpt2, settings):
-    """Their config has the embedding's fingerprint as `probe`."""
+def test_recordings_of_version_0_1_are_read_and_resumed(gpt2, wrap, settings, caplog):
+    """Their config has the embedding's fingerprint as `probe`, and no identity of the model."""
     store = record(settings(), loaded=gpt2)
     expected = _bytes(store.folder)
     config = json.loads((store.folder / "config.json").read_text())
     config["probe"] = config.pop("embedding_fingerprint")
+    del config["identity"]
     config["versions"]["kvalign"] = "0.1.0"
     old = json.dumps(config)
     (store.folder / "config.json").write_text(old)
     assert open_store(store.folder, verify=True).config.embedding_fingerprint == tuple(
         config["probe"]
     )
+    say_weak.cache_clear()
     assert record(settings(), loaded=gpt2).manifest == store.manifest
+    assert "says of its model only 16 embedding weights" in caplog.text
+    other = tiny_model("gpt2")
+    other.transformer.wte.weight.mul_(2)
+    with pytest.raises(UserError, match="embedding_fingerprint is"):
+        record(settings(), loaded=wrap(other))
     config["versions"]["kvalign"] = store.config.versions["kvalign"]
     (store.folder / "config.json").write_text(json.dumps(config))
     (store.folder / "manifest.json").unlink()

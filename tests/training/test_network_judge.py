@@ -67,6 +67,16 @@ def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
         assert Aligner.from_pretrained(folder).value.fc3.weight.any()
 
 
+def test_networks_are_judged_by_the_weights_that_were_recorded(folder, capsys):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in config["training"].values():
+        part["data"]["identity"] = "0" * 32
+    path.write_text(json.dumps(config))
+    judge_networks(folder, "cpu")
+    assert "not judged by streams: gpt2-mini has other weights" in capsys.readouterr().err
+
+
 def test_the_text_is_what_follows_the_recording(monkeypatch):
     monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer

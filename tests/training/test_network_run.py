@@ -1,5 +1,6 @@
 """Training an aligner: equalities of the network, what training keeps, resumes and refuses."""
 
+import copy
 import json
 import os
 import shutil
@@ -11,7 +12,10 @@ from helpers.tiny_store import Recorded, record_tiny
 from kvalign.aligners import Aligner, NetworkAligner, RealignNet
 from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
-from kvalign.training import network_fit, network_run, train_network
+from kvalign.foundation.errors import UserError
+from kvalign.models import identity
+from kvalign.models.model_folder import quiet
+from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import losses
 from kvalign.training.network_rows import InOrder, gather
@@ -335,3 +339,34 @@ def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settin
     x = torch.randn(1, 2, 5, aligner.config.head_dim)
     assert not aligner.key.correction(x, 0).any()
     assert "| 1.5 | no |" in (settings.out / "README.md").read_text()
+
+
+def test_a_recording_of_other_weights_is_refused(recorded, make_settings, tmp_path, monkeypatch):
+    """For networks and for sweeps, where the model is here to compare with."""
+    monkeypatch.chdir(tmp_path)
+    model = copy.deepcopy(recorded.model)
+    with quiet():
+        model.save_pretrained("tiny")
+    (result, _) = train_network(make_settings()).values()
+    assert result["data"]["identity"] == recorded.store.config.identity
+    model.transformer.h[1].mlp.c_proj.weight.data[2, 3] += 1
+    with quiet():
+        model.save_pretrained("tiny")
+    for begin in (
+        lambda: train_network(make_settings()),
+        lambda: tune_network(target="key", data=recorded.folder, out=tmp_path / "sweep"),
+    ):
+        with pytest.raises(UserError, match="recorded with other weights than tiny has now"):
+            begin()
+
+
+def test_a_recording_of_0_2_is_taken_with_a_line(recorded, make_settings, tmp_path, caplog):
+    folder = tmp_path / "caches"
+    shutil.copytree(recorded.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["identity"]
+    (folder / "config.json").write_text(json.dumps(config))
+    identity.say_weak.cache_clear()
+    (result, _) = train_network(make_settings(data=folder)).values()
+    assert "identity" not in result["data"]
+    assert "says of its model only 16 embedding weights" in caplog.text

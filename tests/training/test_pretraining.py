@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvalign.data_gen.facts import ANSWER, WORDS
-from kvalign.foundation.errors import Interrupted
+from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
@@ -246,6 +247,23 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             pretrain(tiny(text, tmp_path / "c", **{**still, **changes}))
+
+
+def test_a_run_that_began_with_other_weights_does_not_go_on(text, tmp_path):
+    first, run = tmp_path / "a", dict(init=tmp_path / "a", num_tokens=64)
+    pretrain(tiny(text, first))
+    pretrain(tiny(text, tmp_path / "b", **run))
+    described = tmp_path / "b/training/run/run.json"
+    before = described.read_text()
+    there = load_file(first / "model.safetensors")
+    there["transformer.h.0.mlp.c_proj.weight"][0, 0] += 1
+    save_file(there, first / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="other settings .init_identity is '"):
+        pretrain(tiny(text, tmp_path / "b", **run))
+    values = json.loads(before)
+    del values["init_identity"]  # as 0.2 wrote it
+    described.write_text(json.dumps(values))
+    pretrain(tiny(text, tmp_path / "b", **run))
 
 
 def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):

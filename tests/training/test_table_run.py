@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.other_weights import change, copy_of
 from helpers.smaller import INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
@@ -16,6 +17,7 @@ from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
+from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import hat_functions, stream_loss, tune, validate
@@ -174,6 +176,27 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert "already holds an aligner" in capfd.readouterr().err
     argv = ["generate", "--prompt", "The", "--cache-size", "40", "--max-new-tokens", "60"]
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
+
+
+def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, little_work):
+    """The embedding is the same. What 0.2 trained says nothing of the other weights."""
+    folder, out = copy_of("llama-mini", tmp_path / "m"), tmp_path / "aligner"
+    train = ["train", "--aligner-kind", "table", *SMALL, "--model", str(folder), "--no-judge"]
+    train += ["--out", str(out)]
+    for _ in range(2):
+        assert main(train) == 0
+    assert "already has this, finished: nothing to do" in capfd.readouterr().err
+    change(folder)
+    assert main(train) == 2
+    assert f"was trained with other weights than {folder} has now: give" in capfd.readouterr().err
+    config = json.loads((out / "config.json").read_text())
+    for part in config["training"].values():
+        del part["data"]["identity"]
+    (out / "config.json").write_text(json.dumps(config))
+    identity.say_weak.cache_clear()
+    assert main(train) == 0
+    assert "already has this, finished: nothing to do" in capfd.readouterr().err
+    assert "says of its model only 16 embedding weights" in caplog.text
 
 
 @pytest.mark.parametrize("objective", [pytest.param("kl", marks=pytest.mark.slow), "projected"])

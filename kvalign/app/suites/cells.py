@@ -8,7 +8,7 @@ from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
 from kvalign.app.inventory.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS, READERS
-from kvalign.eval.report.suite_file import Suite, parse_suite_text
+from kvalign.eval.report.suite_file import OUT, Suite, parse_suite_text
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text
 from kvalign.foundation.settings import Settings
@@ -24,6 +24,13 @@ class Cell:
     command: str  # `kvalign` first; {out} stands for the folder of the results, which may be moved
     is_preparation: bool = False  # others need it; what it prints may be any JSON document
     settings: Settings = field(default_factory=Settings)  # of the command; a script has none
+
+    def model(self, out: Path) -> str | None:
+        """Name of the model that it loads, if it loads one; what only reads a document does not."""
+        words = shlex.split(self.command)[1:]
+        is_reader = words[:1] == [catalogue.FAMILY] and words[1] in READERS
+        name = None if is_reader else getattr(self.settings, "model", None)
+        return name and name.replace(OUT, str(out))
 
 
 def read_suite(name: str) -> str:

@@ -1,8 +1,9 @@
 """Suites: a file of named commands. Each is a cell, and its result is one document in a folder.
 
 Each cell runs in its own process, so that its memory and its threads are measured alone and its
-command can be repeated by hand. A cell is finished when its document exists. An interrupted run
-continues with the next cell, and `eval perplexity --keep` within its cell.
+command can be repeated by hand. A cell is finished when its document exists, and is kept as long as
+its model has the same weights. An interrupted run continues with the next cell, and `eval
+perplexity --keep` within its cell.
 """
 
 import json
@@ -27,10 +28,13 @@ from kvalign.foundation.files import locked, read_json, write_text
 from kvalign.foundation.runs import keeping
 
 NOT_RUN = "not run"
+_IDENTITY = "identity"
+"""Entry of a document: the identity of the cell's model; empty if it was not known."""
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
-    """Run the cells whose document is missing, preparations first and in order.
+    """Run the cells whose document is missing, or whose model has other weights than at the time
+    of it, preparations first and in order.
 
     Errors in the suite, its commands or the folder are raised before any work. Finished cells are
     kept when one fails. Where the hub is away, the cells that need it are left out; UserError if
@@ -41,7 +45,9 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
-    missing = [cell for cell in cells if not is_finished(cell, settings.out)]
+    finished = [cell for cell in cells if is_finished(cell, settings.out)]
+    outdated = with_other_weights(finished, settings.out)
+    missing = [cell for cell in cells if cell not in finished or cell in outdated]
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
@@ -79,10 +85,12 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
         if cell not in parallel:
             command = filled_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
-            keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
+            identity = _identity_of(cell, settings.out)  # as it begins
+            keep(cell, settings.out, run_cell(cell.command, settings.out), changed, identity)
     if parallel:
+        identities = {cell.name: _identity_of(cell, settings.out) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
-            keep(cell, settings.out, output, changed)
+            keep(cell, settings.out, output, changed, identities[cell.name])
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -124,6 +132,38 @@ def is_finished(cell: Cell, out: Path) -> bool:
     return True
 
 
+def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
+    """The finished cells whose model has other weights now, with a line for each."""
+    found, num_unknown, now = [], 0, dict[str | None, str]()
+    for cell in finished:
+        if (name := cell.model(out)) is None:
+            continue
+        said = read_json(_path(cell, out)).get(_IDENTITY)
+        num_unknown += said is None
+        if said and name not in now:
+            now[name] = _identity_of(cell, out)
+        if said and now[name] and now[name] != said:
+            print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
+            found.append(cell)
+    if num_unknown:
+        print(
+            f"{num_unknown} cells in {out} were finished by kvalign 0.2, which did not write down "
+            "the weights of their models: whether these are still the same is not known",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _identity_of(cell: Cell, out: Path) -> str:
+    """The identity of a cell's model now; empty without one, or if it is not here."""
+    from kvalign.models.identity import identity_of
+
+    try:
+        return identity_of(name) if (name := cell.model(out)) else ""
+    except UserError:
+        return ""
+
+
 def run_cell(command: str, out: Path) -> str:
     """Run a cell's command in its own process and return its output, a JSON document. UserError if
     it was refused, RunError if it failed; its own message is on stderr.
@@ -138,11 +178,13 @@ def run_cell(command: str, out: Path) -> str:
     return done.stdout
 
 
-def keep(cell: Cell, out: Path, output: str, changed: str = "") -> None:
-    """Write a cell's output as its document, with the run's changes to the suite."""
+def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = "") -> None:
+    """Write a cell's output as its document, with the run's changes to the suite and the identity
+    of its model.
+    """
     printed = json.loads(output)
     document: dict[str, Any] = {"result": printed} if cell.is_preparation else printed
-    document["command"] = cell.command
+    document |= {"command": cell.command, _IDENTITY: identity}
     if changed:
         document["changed"] = changed
     path = _path(cell, out)
