@@ -39,6 +39,8 @@ class DecodeStep:
         birth: the token's cache slot, in rows of equal length.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
+        newest: positions of the token's key, as of `Step.at`.
+        all_visible: those of all entries for attention.
     """
 
     slot: int
@@ -46,6 +48,8 @@ class DecodeStep:
     birth: slice
     position_ids: Tensor
     at: Tensor
+    newest: slice | Tensor
+    all_visible: slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,16 @@ class Step:
             segment=segment,
         )
 
+    def at(self, num: int, num_new: int = 0) -> slice | Tensor:
+        """Positions of `num` entries, of which so many are new: a slice, or [B, 1, S] if those of
+        rows differ.
+        """
+        if len(set(self.positions)) == 1:
+            end = self.positions[0] + num_new
+            return slice(end - num, end)
+        ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
+        return ends + torch.arange(-num, 0, device=self.device)
+
     def alike_rows(self) -> list[slice]:
         """All rows if their entries have equal positions, else each."""
         num = len(self.seen)
@@ -189,4 +203,6 @@ class Step:
             birth=slice(self.births[0], self.births[0] + 1),
             position_ids=position_ids,
             at=position_ids[:, None],
+            newest=self.at(1, 1),
+            all_visible=self.at(self.num_visible, 1),
         )

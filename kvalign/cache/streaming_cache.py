@@ -101,18 +101,17 @@ class StreamingCache(FixedSizeCache):
         moved = [self.frame.num_moved(n) for n in step.seen]
         shifts = [now - before for now, before in zip(moved, self._moved, strict=True)]
         self._moved = moved
-        if any(shifts) and (self.realigner.moves or self.realigner.runs_on):
+        runs_on = self.realigner.runs_on and not self.stores_bare
+        if any(shifts) and (self.realigner.moves or runs_on):
             for layer in self.attention:
                 layer.move(step, shifts)
 
     def _write_sinks(self, step: Step) -> None:
         """Write the sinks in front of the window again, rotated to follow it."""
-        form = self.sinks.form
+        rotation = None if self.stores_bare else self.realigner.rotation
         for device, (keys, values) in self.sinks.held.items():
-            if self.realigner.rotation is not None:
-                keys = form.read(keys)
-                keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
-                keys = form.stored(keys)
+            if rotation is not None:
+                keys = rotation.shift_layers(keys, -step.behind_rows, dim=0)
             for layer in self.attention:
                 if layer.device == device:
                     layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))

@@ -22,6 +22,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.stored_step import StoredStep
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
+from kvalign.models.key_bases import KeyBases, key_bases
 
 
 class Cached(Method):
@@ -49,12 +50,16 @@ class Cached(Method):
         if self.sizes.memory:
             return self._memory_cache(self.sizes)
         if self.sizes.is_oldest:
-            return StreamingCache(self.spec, self.sizes, self.places_by)
+            return StreamingCache(self.spec, self.sizes, self.places_by, self._bases)
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     def _memory_cache(self, sizes: CacheSizes) -> MemoryCache:
         of_model, grows = (self.model.config, self.num_positions), self.compiled is None
-        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows)
+        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
+
+    @property
+    def _bases(self) -> KeyBases | None:
+        return key_bases(self.model) if self.sizes.cache_dtype == "int8" else None
 
     def takes_memory(self, num: int) -> bool:
         """Return whether a stream with these sizes could have a memory of so many tokens."""

@@ -1,0 +1,44 @@
+"""Keys as 8 bits hold them: without the rotation of their position, and without a base.
+
+    key at position p = R(p) (base + what is stored)
+
+So an entry is rounded once, and in one way: whether a step, a prefill chunk or a segment wrote it,
+and wherever it is read later. The base is the key that a head gives for an input of zeros: a key
+bias. In some models (Qwen2) it is many times as large as the rest, which one scale could not hold
+beside it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvalign.models.rope import Rotation
+
+At = slice | Tensor
+"""Positions of S entries: a slice, or [..., S] int64."""
+
+
+@dataclass(frozen=True)
+class BareKeys:
+    """Form of the keys of a layer.
+
+    Args:
+        rotation: of the layer's keys; None if they do not rotate.
+        base: [H, 1, D] float32; None: 0.
+    """
+
+    rotation: Rotation | None = None
+    base: Tensor | None = None
+
+    def of(self, keys: Tensor, at: At) -> Tensor:
+        """What is stored of keys [..., H, S, D] at these positions, in float32."""
+        keys = keys.float()
+        if self.rotation is not None:
+            keys = self.rotation.turn_to(at, keys.device).inverse(keys)
+        return keys if self.base is None else keys - self.base.to(keys.device)
+
+    def placed(self, bare: Tensor, at: At) -> Tensor:
+        """Keys at these positions, from what is stored of them, [..., H, S, D] float32."""
+        if self.base is not None:
+            bare = bare + self.base.to(bare.device)
+        return bare if self.rotation is None else self.rotation.turn_to(at, bare.device)(bare)
