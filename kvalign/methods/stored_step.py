@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.lasting import lasting
 from kvalign.methods.step_file import Run, has_compiler, is_read_by_kernel, load_or_make, tensors_of
+from kvalign.models.rope import Rotation
 
 _KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
 
@@ -36,6 +38,7 @@ class StoredStep:
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
         self._weights: dict[str, Tensor] = {}  # which they read where they lie
         self._cache: Callable[[], Cache | None] = lambda: None
+        self._turned: Tensor | None = None
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -71,6 +74,8 @@ class StoredStep:
         entries = [layer.entries for layer in cache.attention]
         if is_read_by_kernel(self.model, entries[0].data.keys):
             seen = [x for buffer in entries for x in buffer.data]
+            if cache.stores_bare and (rotation := cache.realigner.rotation) is not None:
+                seen.append(self._turns(rotation, cache.sizes.first_input_len))
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -82,10 +87,18 @@ class StoredStep:
             return None
         return [ids, step.decode.position_ids, *at, *seen]
 
+    def _turns(self, rotation: Rotation, num: int) -> Tensor:
+        """The turns of keys at so many places, as our kernel takes them."""
+        if self._turned is None or self._turned.shape[2] != num:
+            turn = rotation.turn_to(slice(0, num), torch.device("cpu"))
+            with lasting():
+                self._turned = torch.stack([turn.cos, turn.sin])[None]
+        return self._turned
+
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, of the weights that the model has as a stream begins."""
         if self._cache() is not cache:
-            weights = tensors_of(self.model)
+            weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
             if _places(weights) != _places(self._weights):
                 self._runs.clear()
             self._weights, self._cache = weights, weakref.ref(cache)

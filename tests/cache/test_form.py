@@ -88,7 +88,7 @@ def test_the_bytes_of_an_entry(models, ids):
     dim = models["llama"].config.head_dim
     state, floats = method.state(), plain.state()
     kinds = {name.split(".")[1] for name in state.keys() - {"seen"}}
-    assert kinds == {"entries", "sinks", "memory", "base"}
+    assert kinds == {"bare", "bare_sinks", "memory", "base"}
     for name in [name for name in state if name != "seen" and not name.endswith(".base")]:
         assert state[name].dtype == torch.int8 and state[name].shape[-1] == dim + 4
         assert state[name].shape[:3] == floats[name].shape[:3]
@@ -149,7 +149,7 @@ def test_scales_that_are_no_numbers_are_refused(models, ids):
     method = new(models["llama"])
     method.feed(ids)
     state = method.state()
-    wrong = KV(*(state[f"1.entries.{j}"].clone() for j in range(2)))
+    wrong = KV(*(state[f"1.bare.{j}"].clone() for j in range(2)))
     wrong.values.view(torch.float32)[0, 0, 3, -1] = torch.nan
-    with pytest.raises(UserError, match=r"a stream's 1.entries.1 has scales that are not finite"):
-        new(models["llama"]).restore(state | {"1.entries.1": wrong.values})
+    with pytest.raises(UserError, match=r"a stream's 1.bare.1 has scales that are not finite"):
+        new(models["llama"]).restore(state | {"1.bare.1": wrong.values})
