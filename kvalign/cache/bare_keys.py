@@ -9,13 +9,31 @@ beside it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from kvalign.models import kernel
 from kvalign.models.rope import Rotation
 
 At = slice | Tensor
 """Positions of S entries: a slice, or [..., S] int64."""
+
+
+class InSight(NamedTuple):
+    """The entries that one query of each row sees: the last ones up to a slot of the buffers.
+
+    Attributes:
+        newest: [1] int64, the slot.
+        visible: [B] int64, their number.
+        behind: position of the first of them; a number, or [B, 1, 1] int64.
+        turns: of as many places, as our kernel takes them; None: keys do not turn.
+    """
+
+    newest: Tensor
+    visible: Tensor
+    behind: int | Tensor
+    turns: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -42,3 +60,15 @@ class BareKeys:
         if self.base is not None:
             bare = bare + self.base.to(bare.device)
         return bare if self.rotation is None else self.rotation.turn_to(at, bare.device)(bare)
+
+    def attend(
+        self, seen: InSight, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of queries [B, H, 1, D] by our kernel, which reads all slots of a buffer as
+        they are stored: [B, 1, H, D].
+        """
+        if seen.turns is not None and self.rotation is not None:  # which count from the first
+            query = self.rotation.shift(query, seen.behind)
+        base = None if self.base is None else self.base[:, 0]
+        of_query = seen.newest, seen.visible, query, keys, values, scale
+        return kernel.attend(*of_query, seen.turns, base)

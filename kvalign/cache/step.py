@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from kvalign.cache.bare_keys import InSight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec, window_of
@@ -41,6 +42,7 @@ class DecodeStep:
         at: [B, 1, 1] int64, the same in another shape.
         newest: positions of the token's key, as of `Step.at`.
         all_visible: those of all entries for attention.
+        in_sight: these entries for our kernel, where it reads them as they are stored.
     """
 
     slot: int
@@ -50,6 +52,7 @@ class DecodeStep:
     at: Tensor
     newest: slice | Tensor
     all_visible: slice | Tensor
+    in_sight: InSight | None
 
 
 @dataclass(frozen=True)
@@ -194,8 +197,15 @@ class Step:
         """Return whether it can be the usual pass: one token in rows that have their sinks."""
         return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
-    def as_decode(self, slot: int) -> DecodeStep:
-        """The usual pass that writes this slot of the buffers."""
+    def as_decode(self, slot: int, turns: Tensor | None, by_kernel: bool) -> DecodeStep:
+        """The usual pass that writes this slot of the buffers; for our kernel with the turns of
+        places.
+        """
+        in_sight = None
+        if by_kernel:
+            visible = torch.tensor([n + 1 for n in self.stored])
+            behind = self.behind[0] if len(set(self.behind)) == 1 else self.behind_rows
+            in_sight = InSight(torch.tensor([slot]), visible, behind, turns)
         position_ids = torch.tensor(self.positions, device=self.device)[:, None]
         return DecodeStep(
             slot=slot,
@@ -205,4 +215,5 @@ class Step:
             at=position_ids[:, None],
             newest=self.at(1, 1),
             all_visible=self.at(self.num_visible, 1),
+            in_sight=in_sight,
         )

@@ -109,6 +109,10 @@ class WindowLayer(StreamingLayer):
             else:
                 self.sources.put(decode.slot, anchored)
         self.entries.put(decode.slot, KV(*self.entries.form.stored_at(*stored, decode.newest)))
+        if decode.in_sight is not None:
+            keys, values = self.entries.data.map(Tensor.detach)
+            attend = partial(self.entries.form.bare.attend, decode.in_sight)
+            return KV(mark(keys, attend), values)
         first = decode.slot + 1 - decode.num_visible
         found = self.entries.read(first, decode.num_visible, decode.all_visible)
         if realigner.reads:

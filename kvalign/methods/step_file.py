@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.cache import bare_keys, form
-from kvalign.cache.bare_keys import BareKeys
+from kvalign.cache.bare_keys import BareKeys, InSight
 from kvalign.cache.form import Form
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -85,34 +85,24 @@ class _Layer(CacheLayerMixin):
         entries: tuple[Tensor, Tensor],
         form: Form,
         position_ids: Tensor,
-        at: tuple[Tensor, Tensor] | None,
-        turns: Tensor | None,
+        seen: InSight | None,
     ):
         self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
-        self.form, self.newest, self.at, self.turns = form, position_ids[:, None], at, turns
+        self.form, self.at, self.seen = form, position_ids[:, None], seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stored = self.form.stored_at(key_states, value_states, self.newest)
+        stored = self.form.stored_at(key_states, value_states, self.at)
         pairs = zip(self.entries, stored, strict=True)
-        if self.at is None:
+        if self.seen is None:
             for x, new in pairs:
                 x.narrow(2, self.length - 1, 1).copy_(new)
-            return self.form.read_at(*self.entries, self.newest + torch.arange(1 - self.length, 1))
+            return self.form.read_at(*self.entries, self.at + torch.arange(1 - self.length, 1))
         for x, new in pairs:
-            x.index_copy_(2, self.at[0], new)
-        attention.mark(self.entries[0], self._attend)
+            x.index_copy_(2, self.seen.newest, new)
+        attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
         return self.entries
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        assert self.at is not None
-        newest, visible = self.at
-        base, rotation = self.form.bare.base, self.form.bare.rotation
-        if self.turns is not None and rotation is not None:  # places count from the first in sight
-            query = rotation.shift(query, self.newest - visible[:, None, None] + 1)
-        bases = None if base is None else base[:, 0]
-        return kernel.attend(newest, visible, query, keys, values, scale, self.turns, bases)
 
     def get_seq_length(self) -> int:
         return self.length - 1
@@ -156,11 +146,13 @@ class _Step(nn.Module):
     ) -> Tensor:
         is_ours = is_read_by_kernel(self.model, entries[0])
         *entries, turns = entries if len(entries) % 2 else (*entries, None)
-        at, layers = (newest, visible) if is_ours else None, []
+        behind, seen, layers = position_ids - visible[:, None] + 1, None, []
+        if is_ours:
+            seen = InSight(newest, visible, behind[:, None], turns)
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=True)):
             bare = self._bare_keys(i) if self.is_int8 else BareKeys()
             form = Form(self.model.dtype, self.is_int8, bare)
-            layers.append(_Layer(pair, form, position_ids, at, turns))
+            layers.append(_Layer(pair, form, position_ids, seen))
         cache = Cache(layers=layers)
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits

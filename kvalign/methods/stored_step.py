@@ -16,9 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.foundation.lasting import lasting
 from kvalign.methods.step_file import Run, has_compiler, is_read_by_kernel, load_or_make, tensors_of
-from kvalign.models.rope import Rotation
 
 _KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
 
@@ -38,7 +36,6 @@ class StoredStep:
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
         self._weights: dict[str, Tensor] = {}  # which they read where they lie
         self._cache: Callable[[], Cache | None] = lambda: None
-        self._turned: Tensor | None = None
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -74,8 +71,8 @@ class StoredStep:
         entries = [layer.entries for layer in cache.attention]
         if is_read_by_kernel(self.model, entries[0].data.keys):
             seen = [x for buffer in entries for x in buffer.data]
-            if cache.stores_bare and (rotation := cache.realigner.rotation) is not None:
-                seen.append(self._turns(rotation, cache.sizes.first_input_len))
+            if cache.stores_bare and cache.turns is not None:
+                seen.append(cache.turns)
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -86,14 +83,6 @@ class StoredStep:
         else:
             return None
         return [ids, step.decode.position_ids, *at, *seen]
-
-    def _turns(self, rotation: Rotation, num: int) -> Tensor:
-        """The turns of keys at so many places, as our kernel takes them."""
-        if self._turned is None or self._turned.shape[2] != num:
-            turn = rotation.turn_to(slice(0, num), torch.device("cpu"))
-            with lasting():
-                self._turned = torch.stack([turn.cos, turn.sin])[None]
-        return self._turned
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, of the weights that the model has as a stream begins."""
