@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.buffer import KV
 from kvalign.cache.foreign import ForeignCalls
 from kvalign.cache.realigner import Realigner
@@ -32,6 +33,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import Whole
 from kvalign.models.architectures import ModelSpec
+from kvalign.models.key_bases import KeyBases
 
 
 class FixedSizeCache(Saving, ForeignCalls):
@@ -42,6 +44,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         spec: the model, from `kvalign.models.spec_of(model.config)`.
         sizes: how many entries it keeps and evicts, and which.
         realigner: keeps the kept entries right; None leaves them unchanged.
+        bases: of the keys that 8 bits store (`kvalign.models.key_bases`); None: 0.
 
     Attributes:
         seen: number of tokens that each row has been fed.
@@ -54,7 +57,13 @@ class FixedSizeCache(Saving, ForeignCalls):
         UserError: more entries than the model has positions for.
     """
 
-    def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None = None,
+        bases: KeyBases | None = None,
+    ):
         expect("spec", spec, ModelSpec, "a ModelSpec: kvalign.models.spec_of(model.config)")
         expect("sizes", sizes, CacheSizes, "CacheSizes")
         sizes.check_fits(spec)
@@ -65,6 +74,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 f"cache_dtype int8 does not work here: entries of {spec.name or 'this model'} are "
                 "computed again when they move, and would be rounded each time"
             )
+        self.bases = bases
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
         self._whole = Whole()
@@ -98,6 +108,22 @@ class FixedSizeCache(Saving, ForeignCalls):
     def num_evictions(self) -> int:
         """Number of evictions of the longest row."""
         return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
+
+    @property
+    def stores_bare(self) -> bool:
+        """Return whether keys are stored without their rotation."""
+        return self.sizes.cache_dtype == "int8"
+
+    def bare_keys(self, layer_idx: int) -> BareKeys:
+        """What 8 bits hold of a layer's keys. Those that a table reads have no mean, and so no
+        base.
+        """
+        rotation, bases = self.realigner.rotation, self.bases
+        has_base = bases is not None and not self.realigner.reads
+        return BareKeys(
+            None if rotation is None else rotation.at(layer_idx),
+            bases.get(layer_idx) if has_base else None,
+        )
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvalign.cache.bare_keys import At
 from kvalign.cache.form import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
@@ -103,14 +104,14 @@ class KVBuffer:
         assert num <= self.end
         return self.data.slots(self.end - num, num)
 
-    def read(self, slot: int, num: int, rows: slice = slice(None)) -> KV:
-        """Entries [B, H, num, D] of the slots from this one on."""
-        return self.data.slots(slot, num).rows(rows).map(self.form.read)
+    def read(self, slot: int, num: int, at: At) -> KV:
+        """Entries [B, H, num, D] of the slots from this one on, for keys at the positions `at`."""
+        return KV(*self.form.read_at(*self.data.slots(slot, num), at))
 
-    def last(self, num: int, rows: slice = slice(None)) -> KV:
-        """The newest entries [B, H, num, D]."""
+    def last(self, num: int, at: At) -> KV:
+        """The newest entries [B, H, num, D], for keys at the positions `at`."""
         assert num <= self.end
-        return self.read(self.end - num, num, rows)
+        return self.read(self.end - num, num, at)
 
     def make_room(self, num_kept: int, num_new: int) -> None:
         """Make room for `num_new` more after the `num_kept` last ones."""
@@ -120,18 +121,18 @@ class KVBuffer:
             self._compact(num_kept, num_kept + num_new)
 
     def put(self, slot: int, new: KV, rows: slice = slice(None)) -> None:
-        """Write entries [B, H, T, D] into the slots from this one on."""
-        self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new.map(self.form.stored))
+        """Write entries, as they are stored, into the slots from this one on."""
+        self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new)
 
     def write(self, new: KV) -> None:
-        """Write new entries [B, H, T, D] after the last; there is room."""
+        """Write new entries, as they are stored, after the last; there is room."""
         num = new.keys.shape[2]
         assert self.end + num <= self.data.keys.shape[2]
         self.put(self.end, new)
         self.end += num
 
     def rewrite(self, new: KV, rows: slice = slice(None)) -> None:
-        """Write entries [B, H, S, D] over the newest S."""
+        """Write entries, as they are stored, over the newest."""
         self.put(self.end - new.keys.shape[2], new, rows)
 
     def replace(self, stored: KV) -> None:

@@ -3,7 +3,7 @@
     int8    [ D numbers from -127 to 127 | 4 bytes: their scale in float32 ]    x = scale * number
 
 Each key and each value of an entry and a head has a scale of its own, made once from its greatest
-number. What is stored is always copied as it is: only a key that turns is rounded again.
+number. Keys are stored bare (`bare_keys.py`), so nothing is ever rounded again.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvalign.cache.bare_keys import At, BareKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
 
@@ -25,10 +26,12 @@ class Form:
     Args:
         dtype: of entries as attention reads them.
         is_int8: whether they are stored in 8 bits.
+        bare: what 8 bits hold of keys.
     """
 
     dtype: torch.dtype
     is_int8: bool
+    bare: BareKeys = BareKeys()
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -55,20 +58,36 @@ class Form:
         numbers = (x / scale.clamp_min(_TINY)).round_().to(torch.int8)
         return torch.cat([numbers, scale.view(torch.int8)], -1)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """Keys or values [..., D] as they are read again."""
-        return self.read(self.stored(x)) if self.is_int8 else x
-
     def read(self, stored: Tensor) -> Tensor:
-        """Keys or values [..., D] from what is stored: a view, or what int8 stands for."""
+        """Values, or keys as they are bare, [..., D] from what is stored: a view, or what int8
+        stands for.
+        """
         if not self.is_int8:
             return stored
         return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
 
+    def stored_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """Entries [B, H, S, D] with keys at these positions, as they are stored."""
+        keys = self.bare.of(keys.detach(), at) if self.is_int8 else keys
+        return self.stored(keys), self.stored(values)
 
-def form_of(sizes: CacheSizes, dtype: torch.dtype) -> Form:
+    def read_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """Entries [B, H, S, D] with keys at these positions, from what is stored."""
+        if not self.is_int8:
+            return keys, values
+        bare = keys[..., :-_SCALE] * _scales(keys)
+        return self.bare.placed(bare, at).to(self.dtype), self.read(values)
+
+    def rounded_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """New entries with keys at these positions, as they are read later."""
+        if not self.is_int8:
+            return keys, values
+        return self.read_at(*self.stored_at(keys, values, at), at)
+
+
+def form_of(sizes: CacheSizes, dtype: torch.dtype, bare: BareKeys | None = None) -> Form:
     """Form of the entries of a cache, for a model of this dtype."""
-    return Form(dtype, sizes.cache_dtype == "int8")
+    return Form(dtype, sizes.cache_dtype == "int8", bare or BareKeys())
 
 
 def is_finite(stored: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.cache.buffer import KV, Part, cat
-from kvalign.cache.form import form_of
+from kvalign.cache.form import Form
 from kvalign.cache.recall import COMPARED, Asking, Found, Lost
 from kvalign.cache.search import alike_newer, at, products
 from kvalign.cache.segments import SEGMENT_LEN
@@ -50,23 +50,22 @@ class Memory(Part):
     Args:
         like: entries of the shape [B, H, ?, D].
         sizes: of the cache.
+        form: of the stored entries.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
 
     Attributes:
-        form: of the stored entries.
         held: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
         alike: cosine of two keys from which the older entry is not taken back.
     """
 
-    def __init__(self, like: KV, sizes: CacheSizes, grows: bool = True):
-        self.sizes, self.grows, self.alike = sizes, grows, ALIKE
+    def __init__(self, like: KV, sizes: CacheSizes, form: Form, grows: bool = True):
+        self.sizes, self.form, self.grows, self.alike = sizes, form, grows, ALIKE
         # A segment is written before its first query looks for what its last tokens overwrite.
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
-        self.form = form_of(sizes, like.keys.dtype)
         self.held = like.map(lambda x: self.form.empty(x, 0))
         with lasting():
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
@@ -75,7 +74,7 @@ class Memory(Part):
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
-        self.put(seen, new.map(self.form.stored))
+        self.put(seen, KV(*self.form.stored_at(*new, slice(0))))
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""
@@ -137,6 +136,10 @@ class Memory(Part):
             found = self._find_by_kernel(asked.float(), self.sketch, lost)
         else:
             found = self._find_by_torch(asked.to(self.form.dtype), lost)
+        base = self.form.bare.base
+        if base is not None:
+            keys = found.entries.keys + base.to("cpu")[:, None]
+            found = found._replace(entries=found.entries._replace(keys=keys))
         return found.to(queries.device, self.form.dtype)
 
     def _find_by_torch(self, queries: Tensor, lost: Lost) -> Found:

@@ -24,6 +24,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
 from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install
+from kvalign.models.key_bases import KeyBases
 from kvalign.models.rope import RotationByLayer
 
 
@@ -37,6 +38,7 @@ class MemoryCache(StreamingCache):
         config: of the model, whose attention passes on its queries.
         num_positions: number of possible original positions.
         grows: whether memories grow with their contents (see `Memory`).
+        bases: see `FixedSizeCache`.
 
     Attributes:
         asking: the layers that take evicted entries back; the others keep their whole window.
@@ -53,6 +55,7 @@ class MemoryCache(StreamingCache):
         config: PretrainedConfig,
         num_positions: int | None,
         grows: bool = True,
+        bases: KeyBases | None = None,
     ):
         name = spec.name or "this model"
         if spec.model_type not in REGISTERED:
@@ -87,7 +90,7 @@ class MemoryCache(StreamingCache):
             raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.recalls, self.grows = Recalls(sizes, born, places), grows
         self._num_pending = 0  # tokens fed one by one that are not in the memories yet
-        super().__init__(spec, sizes, realigner)
+        super().__init__(spec, sizes, realigner, bases)
         if not is_free:
             self.frame = places.frame
         install(config)

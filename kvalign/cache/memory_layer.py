@@ -8,12 +8,14 @@ without a memory, and computes its token at the same position.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self, final
 
 import torch
 from torch import Tensor
 
+from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.buffer import KV
 from kvalign.cache.layer import Owner
 from kvalign.cache.memory import Memory
@@ -46,7 +48,8 @@ class MemoryLayer(WindowLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.memory = Memory(KV(key_states, value_states), self.sizes, self.grows)
+        form = replace(self.entries.form, bare=BareKeys(base=self.entries.form.bare.base))
+        self.memory = Memory(KV(key_states, value_states), self.sizes, form, self.grows)
 
     def reset(self) -> None:
         super().reset()
@@ -72,7 +75,10 @@ class MemoryLayer(WindowLayer):
         """Put the window's newest entries into the memory: those of `num` tokens of each row after
         `seen`, at the positions `at` [B, 1, num].
         """
-        entries, realigner = self.sources.last(num), self.cache.realigner
+        entries, realigner = self.sources.stored(num), self.cache.realigner
+        if self.memory.form.is_int8:  # they are stored bare, and there without a position
+            self.memory.put(seen, entries)
+            return
         if realigner.runs_on:
             assert realigner.rotation is not None
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)

@@ -1,24 +1,41 @@
 """State of a cache as named tensors, to be restored in a cache made with the same arguments."""
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.form import is_finite
+from kvalign.cache.bare_keys import BareKeys
+from kvalign.cache.form import form_of, is_finite
 from kvalign.cache.rows import Rows
 from kvalign.cache.saved import expect_tensor
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.state_layer import restore_states
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
+
+
+_OLDER = {
+    new.format(j): old.format(j)
+    for new, old in (("bare.{}", "entries.{}"), ("bare_sinks.{}", "sinks.{}"))
+    for j in range(2)
+}
+"""Names that 8 bits had in version 0.2, where keys were not bare."""
 
 
 class Saving(Rows):
     """Saving and restoring of a cache."""
 
     attention: list[Any]
+    sizes: CacheSizes
+    frame: CacheSizes
+
+    @abstractmethod
+    def bare_keys(self, layer_idx: int) -> BareKeys:
+        """What 8 bits hold of a layer's keys."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -63,10 +80,25 @@ class Saving(Rows):
                 i: int = i,
             ) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
-                tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
+                is_older = dtype == torch.int8 and f"{i}.bare.0" not in state
+                given = _OLDER.get(name, name) if is_older else name
+                tensor = expect_tensor(state, f"{i}.{given}", of_rows, dtype)
                 if dtype == torch.int8 and not is_finite(tensor):
-                    raise UserError(f"a stream's {i}.{name} has scales that are not finite")
+                    raise UserError(f"a stream's {i}.{given} has scales that are not finite")
+                if is_older and name.endswith(".0"):
+                    tensor = self._bare(i, name, tensor, seen)
                 return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)
         self._hold(seen)
+
+    def _bare(self, layer_idx: int, name: str, keys: Tensor, seen: list[int]) -> Tensor:
+        """What is stored of the keys of a layer that were stored with their rotation and base."""
+        bare, at = self.bare_keys(layer_idx), slice(0, keys.shape[2])
+        form = form_of(self.sizes, torch.float32, bare)
+        if name.startswith("memory"):
+            form = replace(form, bare=replace(bare, rotation=None))
+        elif name.startswith("bare."):
+            ends = torch.tensor([n - self.frame.num_moved(n) for n in seen])[:, None, None]
+            at = ends + torch.arange(-keys.shape[2], 0)
+        return form.stored_at(form.read(keys), keys.new_empty(0), at)[0]

@@ -27,7 +27,7 @@ class Sinks(Part):
     @lasting()
     def make(self, like: KV, form: Form) -> None:
         """Allocate the sinks of a layer whose entries [B, H, ?, D] are like these."""
-        num_layers, num_sinks, self.form = self.num_layers, self.num_sinks, form
+        num_layers, num_sinks = self.num_layers, self.num_sinks
         if like.keys.device not in self.held:
             one = like.map(lambda x: form.empty(x, num_sinks))
             self.held[like.keys.device] = one.map(lambda x: x.new_zeros(num_layers, *x.shape))
@@ -36,8 +36,8 @@ class Sinks(Part):
         """Sinks of a layer, as they are stored."""
         return self.held[device].map(lambda x: x[layer])
 
-    def add(self, layer: int, step: Step, new: KV) -> None:
-        """Add the sinks among new entries [B, H, T, D]."""
+    def add(self, layer: int, step: Step, new: KV, form: Form) -> None:
+        """Add the sinks among new entries [B, H, T, D] of a layer."""
         if min(step.seen) >= self.num_sinks:
             return
         own = self.of(layer, new.keys.device)
@@ -45,8 +45,10 @@ class Sinks(Part):
             num = min(step.num_new, self.num_sinks - seen)
             if num <= 0:
                 continue
-            for sinks, x in zip(own, new, strict=True):
-                sinks[row, :, seen : seen + num] = self.form.stored(x[row, :, :num].detach())
+            first = (x[row, :, :num].detach() for x in new)
+            kept = form.stored_at(*first, slice(seen, seen + num))
+            for sinks, x in zip(own, kept, strict=True):
+                sinks[row, :, seen : seen + num] = x
 
     @lasting()
     def select(self, rows: Tensor) -> None:

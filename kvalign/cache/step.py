@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from kvalign.cache.bare_keys import InSight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec, window_of
@@ -39,6 +40,9 @@ class DecodeStep:
         birth: the token's cache slot, in rows of equal length.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
+        newest: positions of the token's key, as of `Step.at`.
+        all_visible: those of all entries for attention.
+        in_sight: these entries for our kernel, where it reads them as they are stored.
     """
 
     slot: int
@@ -46,6 +50,9 @@ class DecodeStep:
     birth: slice
     position_ids: Tensor
     at: Tensor
+    newest: slice | Tensor
+    all_visible: slice | Tensor
+    in_sight: InSight | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,16 @@ class Step:
             segment=segment,
         )
 
+    def at(self, num: int, num_new: int = 0) -> slice | Tensor:
+        """Positions of `num` entries, of which so many are new: a slice, or [B, 1, S] if those of
+        rows differ.
+        """
+        if len(set(self.positions)) == 1:
+            end = self.positions[0] + num_new
+            return slice(end - num, end)
+        ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
+        return ends + torch.arange(-num, 0, device=self.device)
+
     def alike_rows(self) -> list[slice]:
         """All rows if their entries have equal positions, else each."""
         num = len(self.seen)
@@ -180,8 +197,15 @@ class Step:
         """Return whether it can be the usual pass: one token in rows that have their sinks."""
         return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
-    def as_decode(self, slot: int) -> DecodeStep:
-        """The usual pass that writes this slot of the buffers."""
+    def as_decode(self, slot: int, turns: Tensor | None, by_kernel: bool) -> DecodeStep:
+        """The usual pass that writes this slot of the buffers; for our kernel with the turns of
+        places.
+        """
+        in_sight = None
+        if by_kernel:
+            visible = torch.tensor([n + 1 for n in self.stored])
+            behind = self.behind[0] if len(set(self.behind)) == 1 else self.behind_rows
+            in_sight = InSight(torch.tensor([slot]), visible, behind, turns)
         position_ids = torch.tensor(self.positions, device=self.device)[:, None]
         return DecodeStep(
             slot=slot,
@@ -189,4 +213,7 @@ class Step:
             birth=slice(self.births[0], self.births[0] + 1),
             position_ids=position_ids,
             at=position_ids[:, None],
+            newest=self.at(1, 1),
+            all_visible=self.at(self.num_visible, 1),
+            in_sight=in_sight,
         )

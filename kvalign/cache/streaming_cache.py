@@ -11,6 +11,7 @@ are written in front of it again. The next position stays in range however long 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
+from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import install, own_mask
 
@@ -46,10 +48,12 @@ class StreamingCache(FixedSizeCache):
 
     Attributes:
         ahead: result of `read_ahead`, until any other token comes; None: nothing.
+        by_kernel: whether our kernel reads entries of 8 bits in decode steps, as they are stored.
     """
 
     attention: list[WindowLayer]
     ahead: Ahead | None
+    by_kernel = False
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = Sinks(spec.num_layers, self.sizes.num_sinks)
@@ -74,6 +78,15 @@ class StreamingCache(FixedSizeCache):
         first = self.sizes.num_sinks
         return tokens if not dropped else torch.cat([tokens[:first], tokens[first + dropped :]])
 
+    @cached_property
+    @lasting()
+    def turns(self) -> Tensor | None:
+        """Turns of keys to all places, as our kernel takes them; None: they do not turn."""
+        if (rotation := self.realigner.rotation) is None:
+            return None
+        turn = rotation.turn_to(slice(0, self.sizes.first_input_len), torch.device("cpu"))
+        return torch.stack([turn.cos, turn.sin])[None]
+
     @property
     def stays(self) -> bool:
         """Return whether a step writes entries as they come and reads them as they lie."""
@@ -94,25 +107,25 @@ class StreamingCache(FixedSizeCache):
             return step
         if step.uneven is not None and not self.stays:
             return step
-        return replace(step, decode=step.as_decode(first.entries.end))
+        turns = self.turns if self.by_kernel else None
+        return replace(step, decode=step.as_decode(first.entries.end, turns, self.by_kernel))
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
         moved = [self.frame.num_moved(n) for n in step.seen]
         shifts = [now - before for now, before in zip(moved, self._moved, strict=True)]
         self._moved = moved
-        if any(shifts) and (self.realigner.moves or self.realigner.runs_on):
+        runs_on = self.realigner.runs_on and not self.stores_bare
+        if any(shifts) and (self.realigner.moves or runs_on):
             for layer in self.attention:
                 layer.move(step, shifts)
 
     def _write_sinks(self, step: Step) -> None:
         """Write the sinks in front of the window again, rotated to follow it."""
-        form = self.sinks.form
+        rotation = None if self.stores_bare else self.realigner.rotation
         for device, (keys, values) in self.sinks.held.items():
-            if self.realigner.rotation is not None:
-                keys = form.read(keys)
-                keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
-                keys = form.stored(keys)
+            if rotation is not None:
+                keys = rotation.shift_layers(keys, -step.behind_rows, dim=0)
             for layer in self.attention:
                 if layer.device == device:
                     layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))

@@ -37,7 +37,7 @@ class WindowLayer(StreamingLayer):
         """Allocate buffers for entries like these."""
         like, realigner = KV(key_states, value_states), self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        form = form_of(self.sizes, self.dtype)
+        form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
         self.buffers = [KVBuffer(like, self.sizes, form)]
         if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
             dtype = torch.float32 if realigner.recursive else self.dtype
@@ -65,33 +65,34 @@ class WindowLayer(StreamingLayer):
         if step.decode is not None:
             return self._take_one(step, new)
         realigner, segment = self.cache.realigner, step.segment
+        form, at = self.entries.form, step.at(step.num_new, step.num_new)
         # 1. What is kept of the new entries.
-        self.sinks.add(self.layer_idx, step, new)
+        self.sinks.add(self.layer_idx, step, new, form)
         if segment is not None:
-            new = KV(segment.turned(self.layer_idx, new.keys), new.values)
-        stored = self.without_position(step, new) if realigner.reads else new
-        if not step.is_single:  # attention is given what it will find stored
-            stored = stored.map(self.entries.form.rounded)
+            new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
+        anchored = self.without_position(step, new) if realigner.reads else new
+        stored = KV(*form.stored_at(*anchored, at))
         # 2. What attention sees of a prefill chunk: all that was there, and all of the chunk.
         found = None
         if segment is not None:
             num_sinks = min(step.sizes.num_sinks, step.seen[0])
             sinks = self.sinks.of(self.layer_idx, self.device).slots(0, num_sinks)
+            num = step.stored[0] - num_sinks
             found = cat(
                 [
-                    sinks.map(self.entries.form.read),
-                    self.entries.last(step.stored[0] - num_sinks),
-                    stored,
+                    form.read_at(*sinks, slice(0, num_sinks)),
+                    self.entries.last(num, step.at(num)),
+                    form.read_at(*stored, at),
                 ]
             )
             mark(found.keys, partial(segment.attend, self.layer_idx))
         elif step.num_new > 1:
-            found = cat([*self.pieces(step), new if realigner.reads else stored])
+            found = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
         # 3. They are written.
         self._write(step, stored, new)
         # 4. What attention sees of single tokens: a slice of what is stored.
         if found is None:
-            found = self.entries.last(step.num_visible)
+            found = self.entries.last(step.num_visible, step.at(step.num_visible, 1))
             if realigner.reads:
                 mark(found.keys, partial(realigner.attend, step, self.layer_idx))
         return found
@@ -107,9 +108,13 @@ class WindowLayer(StreamingLayer):
                 stored = anchored
             else:
                 self.sources.put(decode.slot, anchored)
-        self.entries.put(decode.slot, stored)
+        self.entries.put(decode.slot, KV(*self.entries.form.stored_at(*stored, decode.newest)))
+        if decode.in_sight is not None:
+            keys, values = self.entries.data.map(Tensor.detach)
+            attend = partial(self.entries.form.bare.attend, decode.in_sight)
+            return KV(mark(keys, attend), values)
         first = decode.slot + 1 - decode.num_visible
-        found = self.entries.read(first, decode.num_visible)
+        found = self.entries.read(first, decode.num_visible, decode.all_visible)
         if realigner.reads:
             mark(found.keys, partial(realigner.attend, step, self.layer_idx))
         return found
@@ -118,12 +123,27 @@ class WindowLayer(StreamingLayer):
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the
         positions to which the new ones have run on.
         """
-        realigner, num = self.cache.realigner, step.stored[0]
-        num_sinks, first = min(num, step.sizes.num_sinks), step.first_place
-        held = self.entries.last(num)
-        now = torch.arange(first, first + num - num_sinks, device=self.device)
+        num, first = step.stored[0], step.first_place
+        held = self.entries.last(num, step.at(num))
+        return self._as_read(step, held, min(num, step.sizes.num_sinks), first)
+
+    def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
+        """Return the new entries of a pass in parts, as attention will find them stored."""
+        form, num = self.entries.form, step.num_new
+        if not form.is_int8:  # it is the same but for the last digits
+            return [new]
+        held = KV(*form.read_at(*stored, step.at(num, num)))
+        num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
+        return self._as_read(step, held, num_sinks, step.births[0] + num_sinks)
+
+    def _as_read(self, step: Step, held: KV, num_sinks: int, first: int) -> list[KV]:
+        """Return sinks, and the entries behind them from the cache slot `first` on, as attention
+        sees them.
+        """
+        realigner, num = self.cache.realigner, held.keys.shape[2] - num_sinks
+        now = torch.arange(first, first + num, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
-        window = realigner.read(self.layer_idx, *held.slots(num_sinks, num - num_sinks), now, at)
+        window = realigner.read(self.layer_idx, *held.slots(num_sinks, num), now, at)
         return [held.slots(0, num_sinks), KV(*window).map(lambda x: x.to(self.dtype))]
 
     def move(self, step: Step, shifts: list[int]) -> None:
@@ -135,7 +155,7 @@ class WindowLayer(StreamingLayer):
                 continue
             num, first = step.stored[rows][0] - num_sinks, num_sinks + step.behind[rows][0]
             now = torch.arange(first, first + num, device=self.device)
-            source = self.sources.last(num, rows)
+            source = self.sources.stored(num).rows(rows)
             placed = realigner.place(self.layer_idx, *source, Move(shifts[rows][0], first, now))
             self.entries.rewrite(KV(*placed), rows)
             if realigner.recursive and self.sources is not self.entries:
@@ -174,7 +194,7 @@ class WindowLayer(StreamingLayer):
 
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
-            self.lazy_initialization(*layers[0].entries.last(0))
+            self.lazy_initialization(*layers[0].entries.last(0, slice(0, 0)))
         of_layers = [(layer.cache.num_stored, layer.buffers) for layer in layers]
         width = max(num for num, _ in of_layers)
         for j, buffer in enumerate(self.buffers):
@@ -183,21 +203,27 @@ class WindowLayer(StreamingLayer):
 
     def state(self) -> dict[str, Tensor]:
         num, sinks = self.cache.num_stored, self.sinks.of(self.layer_idx, self.device)
-        held = {"entries": self.entries.stored(num), "sinks": sinks}
+        held = dict(zip(_names(self.entries.form), (self.entries.stored(num), sinks), strict=True))
         if self.sources is not self.entries:
             held["sources"] = self.sources.stored(num)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         width, form = max(map(self.sizes.num_stored, seen)), form_of(self.sizes, dtype)
-        entries = read_kv(read, "entries", width, head_dim, form)
+        of_entries, of_sinks = _names(form)
+        entries = read_kv(read, of_entries, width, head_dim, form)
         self.lazy_initialization(*entries.slots(0, 0).map(form.read))
-        sinks = read_kv(read, "sinks", self.sizes.num_sinks, head_dim, form)
+        sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
         self.sinks.of(self.layer_idx, self.device).put(sinks)
         self.entries.replace(entries)
         if self.sources is not self.entries:
             sources = read_kv(read, "sources", width, head_dim, self.sources.form)
             self.sources.replace(sources)
+
+
+def _names(form: Form) -> tuple[str, str]:
+    """Names of entries and sinks in a state."""
+    return ("bare", "bare_sinks") if form.is_int8 else ("entries", "sinks")
 
 
 def read_kv(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.form import Form
 from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -22,6 +23,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.stored_step import StoredStep
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
+from kvalign.models.key_bases import KeyBases, key_bases
 
 
 class Cached(Method):
@@ -49,12 +51,29 @@ class Cached(Method):
         if self.sizes.memory:
             return self._memory_cache(self.sizes)
         if self.sizes.is_oldest:
-            return StreamingCache(self.spec, self.sizes, self.places_by)
+            cache = StreamingCache(self.spec, self.sizes, self.places_by, self._bases)
+            cache.by_kernel = self._is_read_by_kernel(cache)
+            return cache
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     def _memory_cache(self, sizes: CacheSizes) -> MemoryCache:
         of_model, grows = (self.model.config, self.num_positions), self.compiled is None
-        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows)
+        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
+
+    def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
+        """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""
+        model, reads = self.model, cache.realigner.reads
+        if not cache.stores_bare or reads or model.device.type != "cpu":
+            return False
+        width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
+        is_ours = step_file.is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
+        if is_ours:
+            install(model.config)
+        return is_ours
+
+    @property
+    def _bases(self) -> KeyBases | None:
+        return key_bases(self.model) if self.sizes.cache_dtype == "int8" else None
 
     def takes_memory(self, num: int) -> bool:
         """Return whether a stream with these sizes could have a memory of so many tokens."""

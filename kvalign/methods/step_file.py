@@ -21,15 +21,18 @@ from torch.export import Dim
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvalign.cache import form
+from kvalign.cache import bare_keys, form
+from kvalign.cache.bare_keys import BareKeys, InSight
 from kvalign.cache.form import Form
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
-from kvalign.models import attention, kernel, packed, packed_linear
-from kvalign.models.architectures import window_of
+from kvalign.models import attention, kernel, packed, packed_linear, rope
+from kvalign.models.architectures import rotation_of, spec_of, window_of
 from kvalign.models.fetched import cache_dir
+from kvalign.models.key_bases import key_bases
 from kvalign.models.levels import GROUP
+from kvalign.models.rope import Rotation
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +40,8 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 """Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the number [B] of
 entries that they see, and keys and values as each layer stores them: logits [B, 1, V]. The entries
 of the tokens are written. Our kernel is given all slots, [B, H, S, width of the form], and B and S
-may change; other attention the entries that the token of one row sees, [1, H, C + 1, width].
+may change; other attention the entries that the token of one row sees, [1, H, C + 1, width]. Where
+it turns keys of 8 bits, it is given their turns behind all others (`kvalign.models.kernel.attend`).
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -76,21 +80,28 @@ class _Layer(CacheLayerMixin):
     last.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, form: Form, at: tuple[Tensor, Tensor] | None):
-        self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
-        self.form, self.at = form, at
+    def __init__(
+        self,
+        entries: tuple[Tensor, Tensor],
+        form: Form,
+        position_ids: Tensor,
+        seen: InSight | None,
+    ):
+        self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
+        self.form, self.at, self.seen = form, position_ids[:, None], seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        pairs = zip(self.entries, map(self.form.stored, (key_states, value_states)), strict=True)
-        if self.at is None:
+        stored = self.form.stored_at(key_states, value_states, self.at)
+        pairs = zip(self.entries, stored, strict=True)
+        if self.seen is None:
             for x, new in pairs:
                 x.narrow(2, self.length - 1, 1).copy_(new)
-            return tuple(map(self.form.read, self.entries))
+            return self.form.read_at(*self.entries, self.at + torch.arange(1 - self.length, 1))
         for x, new in pairs:
-            x.index_copy_(2, self.at[0], new)
-        attention.mark(self.entries[0], partial(kernel.attend, *self.at))
+            x.index_copy_(2, self.seen.newest, new)
+        attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
         return self.entries
 
     def get_seq_length(self) -> int:
@@ -106,18 +117,43 @@ class _Layer(CacheLayerMixin):
 
 
 class _Step(nn.Module):
-    """Step as a function of tensors only."""
+    """Step as a function of tensors only.
 
-    def __init__(self, model: PreTrainedModel):
+    Args:
+        is_int8: whether entries have 8 bits: then the tensors of `BareKeys` are its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, is_int8: bool = False):
         super().__init__()
-        self.model = model
+        self.model, self.is_int8 = model, is_int8
+        self._layouts: list[str | None] = []
+        if not is_int8:
+            return
+        rotation, bases = rotation_of(model), key_bases(model)
+        for i in range(spec_of(model.config).num_layers):
+            of_layer = rotation and rotation.at(i)
+            self._layouts.append(of_layer and of_layer.layout)
+            self.register_buffer(f"inv_freq_{i}", of_layer and of_layer.inv_freq)
+            self.register_buffer(f"base_{i}", bases.get(i))
+
+    def _bare_keys(self, layer_idx: int) -> BareKeys:
+        layout = self._layouts[layer_idx]
+        inv_freq, base = (getattr(self, f"{x}_{layer_idx}") for x in ("inv_freq", "base"))
+        return BareKeys(None if layout is None else Rotation(inv_freq, layout=layout), base)
 
     def forward(
         self, ids: Tensor, position_ids: Tensor, newest: Tensor, visible: Tensor, *entries: Tensor
     ) -> Tensor:
-        pairs = zip(entries[::2], entries[1::2], strict=True)
-        at = (newest, visible) if is_read_by_kernel(self.model, entries[0]) else None
-        cache = Cache(layers=[_Layer(*pair, _form_of(self.model, pair[0]), at) for pair in pairs])
+        is_ours = is_read_by_kernel(self.model, entries[0])
+        *entries, turns = entries if len(entries) % 2 else (*entries, None)
+        behind, seen, layers = position_ids - visible[:, None] + 1, None, []
+        if is_ours:
+            seen = InSight(newest, visible, behind[:, None], turns)
+        for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=True)):
+            bare = self._bare_keys(i) if self.is_int8 else BareKeys()
+            form = Form(self.model.dtype, self.is_int8, bare)
+            layers.append(_Layer(pair, form, position_ids, seen))
+        cache = Cache(layers=layers)
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
 
@@ -134,6 +170,7 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
         and keys.shape[3] in map(_form_of(model, keys).width, kernel.DIMS)
         and model.dtype == torch.float32
         and kernel.is_here()
+        and (keys.dtype != torch.int8 or kernel.can_turn(rotation_of(model)))
     )
 
 
@@ -165,7 +202,7 @@ def _made(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
 ) -> Run | None:
     """The step, once a file has it and it gives the model's result."""
-    step, about = _Step(model), file.with_suffix(".json")
+    step, about = _Step(model, inputs[4].dtype == torch.int8), file.with_suffix(".json")
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
     def write(partial: Path) -> None:
@@ -202,8 +239,9 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
     if not is_read_by_kernel(model, inputs[4]):
         return None
     rows = {0: Dim("rows", min=2)} if len(inputs[0]) > 1 else {}
-    of_entries = rows | {2: Dim("slots", min=2)}
-    return rows, rows, {}, rows, tuple(of_entries for _ in inputs[4:])
+    of_entries = [rows | {2: Dim("slots", min=2)}] * (len(inputs[4:]) // 2 * 2)
+    of_turns = [{2: Dim("places", min=2)}] * (len(inputs[4:]) % 2)
+    return rows, rows, {}, rows, (*of_entries, *of_turns)
 
 
 def forget_old() -> None:
@@ -235,8 +273,8 @@ def _about(
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = __file__, form.__file__, packed.__file__, packed_linear.__file__, kernel.__file__
-    sources = (*map(Path, modules), *kernel.SOURCES)
+    modules = form, bare_keys, rope, packed, packed_linear, kernel
+    sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,
         "attention": model.config._attn_implementation,
@@ -251,9 +289,9 @@ def _about(
     }
 
 
-def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+def tensors_of(model: PreTrainedModel, is_int8: bool) -> dict[str, Tensor]:
     """Parameters and buffers by their names in a `_Step`."""
-    found = _Step(model)
+    found = _Step(model, is_int8)
     named = [
         *found.named_parameters(remove_duplicate=False),
         *found.named_buffers(remove_duplicate=False),

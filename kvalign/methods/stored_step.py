@@ -71,6 +71,8 @@ class StoredStep:
         entries = [layer.entries for layer in cache.attention]
         if is_read_by_kernel(self.model, entries[0].data.keys):
             seen = [x for buffer in entries for x in buffer.data]
+            if cache.stores_bare and cache.turns is not None:
+                seen.append(cache.turns)
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -85,7 +87,7 @@ class StoredStep:
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, of the weights that the model has as a stream begins."""
         if self._cache() is not cache:
-            weights = tensors_of(self.model)
+            weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
             if _places(weights) != _places(self._weights):
                 self._runs.clear()
             self._weights, self._cache = weights, weakref.ref(cache)

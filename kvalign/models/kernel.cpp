@@ -181,6 +181,27 @@ struct Attention {
   int64_t num_heads, num_queries, num_slots, newest;  // queries of a head of keys; the slot of the last entry
   float scale;
   Kind kind;  // of float32 or int8
+  const float *cosines, *sines, *bases;  // of int8: the turns of places, and what to add to keys; or none
+  int64_t num_pairs;
+
+  template <int VECTORS>
+  void place(const float* base, int64_t at, float* key) const {  // of int8, at its place among those that are visible
+    if (base)
+      for (int i = 0; i < VECTORS; i++) store(key + 16 * i, load(key + 16 * i) + load(base + 16 * i));
+    const float *c = cosines + at * num_pairs, *s = sines + at * num_pairs;
+    float* other = key + num_pairs;  // the other half; the rest of a key does not turn
+    int64_t j = 0;
+    for (; j + 16 <= num_pairs; j += 16) {
+      const Floats x = load(key + j), y = load(other + j);
+      store(key + j, x * load(c + j) - y * load(s + j));
+      store(other + j, fma(x, load(s + j), y * load(c + j)));
+    }
+    for (; j < num_pairs; j++) {
+      const float x = key[j], y = other[j];
+      key[j] = x * c[j] - y * s[j];
+      other[j] = x * s[j] + y * c[j];
+    }
+  }
 
   template <int VECTORS, Kind KIND>
   void head(int64_t h) {  // of all rows
@@ -193,15 +214,27 @@ struct Attention {
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
     Floats x[VECTORS];
-    for (int64_t first = 0; first < length; first += KEYS)
+    std::vector<float> placed(KIND == INT8 ? KEYS * dim : 0);
+    const float* base = bases ? bases + h % num_heads * dim : nullptr;
+    for (int64_t first = 0; first < length; first += KEYS) {
+      const int64_t end = std::min(first + KEYS, length);
+      Entries<VECTORS, FLOAT32> seen{k.from(first).first};
+      if (KIND == INT8) {
+        for (int64_t s = first; s < end; s++) {
+          k.copy(s, &placed[(s - first) * dim]);
+          place<VECTORS>(base, s, &placed[(s - first) * dim]);
+        }
+        seen.first = (const char*)placed.data();
+      }
       for (int64_t r = 0; r < num_queries; r++) {
         for (int i = 0; i < VECTORS; i++) x[i] = load(q + r * dim + 16 * i);
-        for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
-          Floats sum = x[0] * k.part(s, 0);
-          for (int i = 1; i < VECTORS; i++) sum = fma(x[i], k.part(s, i), sum);
-          scores[r * filled + s] = scale * total(k.scaled(s, sum));
+        for (int64_t s = first; s < end; s++) {
+          Floats sum = x[0] * seen.part(s - first, 0);
+          for (int i = 1; i < VECTORS; i++) sum = fma(x[i], seen.part(s - first, i), sum);
+          scores[r * filled + s] = scale * total(sum);
         }
       }
+    }
     for (int64_t r = 0; r < num_queries; r++) softmax(&scores[r * filled], filled);
     std::memset(to, 0, num_queries * dim * sizeof(float));
     for (int64_t first = 0; first < length; first += KEYS)
@@ -509,8 +542,9 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
 
 // Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
 SHIM aoti_torch_cpu_attend(AtenTensorHandle newest, AtenTensorHandle visible, AtenTensorHandle query,
-                           AtenTensorHandle keys, AtenTensorHandle values, double scale, AtenTensorHandle* result) {
-  for (const auto tensor : {visible, query, keys, values}) {
+                           AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle turns,
+                           AtenTensorHandle bases, double scale, AtenTensorHandle* result) {
+  for (const auto tensor : {visible, query, keys, values, turns, bases}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
@@ -521,7 +555,11 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle newest, AtenTensorHandle visible, At
   attention.out = data_of(*result), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
   attention.num_slots = size_of(keys, 2), attention.newest = *(int64_t*)data_of(newest);
-  attention.kind = kind_of(keys);
+  attention.kind = kind_of(keys), attention.num_pairs = size_of(turns, 3);
+  attention.cosines = data_of(turns), attention.sines = attention.cosines + size_of(turns, 2) * attention.num_pairs;
+  attention.bases = size_of(bases, 0) ? data_of(bases) : nullptr;
+  const int64_t most = *std::max_element(attention.visible, attention.visible + rows);
+  if (attention.num_pairs && size_of(turns, 2) < most) return AOTI_TORCH_FAILURE;
   return run_for(dim, attention, rows);
 }
 
@@ -544,10 +582,11 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
 void attend(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle result = nullptr;
   double scale;
-  std::memcpy(&scale, stack + 5, sizeof scale);
-  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]),
-                                           tensor(stack[4]), scale, &result);
-  give(stack, 5, error, result);
+  std::memcpy(&scale, stack + 7, sizeof scale);
+  const auto error =
+      aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]), tensor(stack[4]),
+                            tensor(stack[5]), tensor(stack[6]), scale, &result);
+  give(stack, 7, error, result);
 }
 
 // Of what kernel.py says of `find`, in its order.

@@ -27,6 +27,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.models.fetched import cache_dir
+from kvalign.models.rope import Rotation, RotationByLayer
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h"
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": f"{'AtenTensorHandle, ' * 5}double, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 7}double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
@@ -117,8 +118,9 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
-    attended = "Tensor newest, Tensor visible, Tensor query, Tensor keys, Tensor values"
-    library.define(f"attend({attended}, float scale) -> Tensor")
+    attended = ("newest", "visible", "query", "keys", "values", "turns", "bases")
+    given = ", ".join(f"Tensor {name}" for name in attended)
+    library.define(f"attend({given}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -158,7 +160,14 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def attend(
-    newest: Tensor, visible: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    newest: Tensor,
+    visible: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    turns: Tensor | None = None,
+    bases: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query of each row.
 
@@ -168,11 +177,25 @@ def attend(
         query: [B, H, 1, D] float32; D is one of `DIMS`.
         keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
             (`kvalign.cache.form`).
+        turns: [1, 2, P, N] float32: cosines and sines with which a key of int8 turns N pairs of its
+            numbers, `halves` of `kvalign.models.rope`, to its place among the entries that its row
+            sees. P is at least their number. None: keys do not turn.
+        bases: [H_kv, D] float32, what is added to keys of int8 before; None: 0.
 
     Returns:
         [B, 1, H, D] float32.
     """
-    return torch.ops.kvalign.attend(newest, visible, query.contiguous(), keys, values, scale)
+    turns = query.new_empty(1, 2, 0, 0) if turns is None else turns
+    bases = query.new_empty(0, 0) if bases is None else bases
+    of_query = query.contiguous(), keys, values, turns, bases
+    return torch.ops.kvalign.attend(newest, visible, *of_query, scale)
+
+
+def can_turn(rotation: Rotation | None) -> bool:
+    """Return whether `attend` can turn keys of int8 by this rotation of all layers."""
+    if rotation is None:
+        return True
+    return not isinstance(rotation, RotationByLayer) and rotation.layout == "halves"
 
 
 def find(

@@ -67,6 +67,11 @@ class Turn(NamedTuple):
         other = (second * self.cos + first * self.sin).to(keys.dtype)
         return join(turned, other, rest.expand(*turned.shape[:-1], -1))
 
+    @property
+    def inverse(self) -> "Turn":
+        """The move back."""
+        return Turn(self.cos, -self.sin, self.layout)
+
     def to(self, device: torch.device) -> "Turn":
         return Turn(self.cos.to(device), self.sin.to(device), self.layout)
 
@@ -82,6 +87,7 @@ class Rotation:
     def __init__(self, inv_freq: Tensor, is_bounded: bool = True, layout: str = "halves"):
         self.inv_freq, self.is_bounded, self.layout = inv_freq, is_bounded, layout
         self._turns: dict[tuple[int, torch.device], Turn] = {}
+        self._from_start: dict[torch.device, Turn] = {}
 
     def at(self, layer: int) -> "Rotation":
         """Rotation of a layer's keys."""
@@ -90,6 +96,19 @@ class Rotation:
     def turn(self, shift: Tensor) -> Turn:
         """Return a function that moves keys so many positions [..., S] towards the start."""
         return Turn.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
+
+    def turn_to(self, at: slice | Tensor, device: torch.device) -> Turn:
+        """Return a function that moves keys from position 0 to the positions `at`, [..., S] or a
+        slice of them.
+        """
+        if isinstance(at, Tensor):
+            return self.turn(-at.to(device))
+        turns = self._from_start.get(device)
+        if turns is None or len(turns.cos) < at.stop:
+            with lasting():
+                positions = torch.arange(1 << (at.stop - 1).bit_length(), device=device)
+                turns = self._from_start[device] = self.turn(-positions)
+        return Turn(turns.cos[at], turns.sin[at], self.layout)
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
         """Keys [..., S, D], moved `shift` positions towards the start."""

@@ -12,6 +12,7 @@ from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
 from kvalign.cache.buffer import KV
+from kvalign.cache.form import Form, form_of
 from kvalign.cache.memory import ALIKE, Memory
 from kvalign.cache.recall import Asking
 from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
@@ -24,6 +25,7 @@ from kvalign.models.architectures import FAMILIES
 from kvalign.models.rope import rerotate
 
 NUM, VOCAB = 150, 400
+FLOATS = Form(torch.float32, is_int8=False)
 SIZES = dict(cache_size=16, num_sinks=2, memory=60, num_recalled=6)
 WAYS = {
     "rotary": ["rotation", "table"],
@@ -101,7 +103,9 @@ def test_our_kernel_finds_what_pytorch_finds(
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
-    memories = Memory(held, sizes), Memory(held.map(Tensor.float), sizes)
+    memories = [
+        Memory(x, sizes, form_of(sizes, x.keys.dtype)) for x in (held, held.map(Tensor.float))
+    ]
     for memory in memories:
         memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
@@ -124,7 +128,7 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     rng = torch.Generator().manual_seed(0)
     held = KV(*(torch.randn(1, 2, 928, 16, generator=rng) for _ in range(2)))  # all slots
     held.keys[:, :, -64:] = torch.nan
-    memory = Memory(held, sizes)
+    memory = Memory(held, sizes, FLOATS)
     memory.write([sizes.num_sinks], held)
     seen = torch.tensor([[928 + sizes.num_sinks]])
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
@@ -258,7 +262,7 @@ def test_what_is_stored_is_what_was_evicted(ids):
     sizes = CacheSizes(16, 2, memory=20, num_recalled=6)
     rng = torch.Generator().manual_seed(0)
     entries = KV(*(torch.randn(2, 3, 1500, 4, generator=rng) for _ in range(2)))
-    memory = Memory(entries, sizes)
+    memory = Memory(entries, sizes, FLOATS)
     start = 0
     for num in (1, 1, 30, 512, 1, 400, 512, 43):
         memory.write([start, start], entries.slots(start, num))
@@ -280,7 +284,7 @@ def test_what_is_found_is_what_a_loop_finds(head_dim):
     entries = KV(*(torch.randn(2, 2, num, head_dim, generator=rng) for _ in range(2)))
     rows = []
     for row, n in enumerate(seen):  # each row its own tokens
-        rows.append(Memory(entries.rows(slice(row, row + 1)), sizes))
+        rows.append(Memory(entries.rows(slice(row, row + 1)), sizes, FLOATS))
         rows[row].write([0], entries.slots(0, n + 1).rows(slice(row, row + 1)))
     memory = rows[1]
     memory.join(rows[::-1])
