@@ -51,9 +51,8 @@ _EXACT, _ROUNDED = 1e-3, 0.1
 in float32, and where weights or entries are rounded, so that their products round inputs, too.
 """
 OTHER_LOGITS = (
-    "a stored step gives other logits than this model and is not taken: the model was changed after "
-    "it was loaded, or that of the step was; kvalign compile, on a model as it is loaded, makes the "
-    "step again"
+    "a stored step is not taken: it gives other logits than this model, which was changed after it "
+    "was loaded, or the model of the step was; kvalign compile makes the step again"
 )
 
 
@@ -170,7 +169,7 @@ def load_or_make(
                 if run is None or not _gives_logits_of(model, run, inputs):
                     run = _made(model, inputs, weights, file)
                 return run
-        except Exception as error:  # whatever a model has that export, or a full disk, does not take
+        except Exception as error:  # what export does not take, or a full disk
             why = next(iter(str(error).splitlines()), type(error).__name__)
             log.info("the step of this model cannot be stored: %s", why)
             return None

@@ -91,7 +91,8 @@ class StoredStep:
         """The compiled step, if there is one for the model as it is now."""
         had = self._runs
         if self._snapshot is None or not self._snapshot.holds():
-            self._snapshot, self._weights, self._runs = Snapshot(self.model), tensors_of(self.model), {}
+            self._snapshot, self._weights = Snapshot(self.model), tensors_of(self.model)
+            self._runs = {}
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
             asked = self.model, inputs, self._weights, self.makes
