@@ -1,14 +1,17 @@
 """State of a model that its compiled step contains, to see whether the model is still as it was."""
 
 import copy
+import sys
 from itertools import chain
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-_KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
+_KNOWN = {"torch", "transformers", "kvalign"} | sys.stdlib_module_names
+"""Packages whose modules and functions are as their names say."""
 _INERT = "transformers.utils.output_capturing"  # hooks that stay on a model and change nothing
 _OF_ANY = frozenset(vars(nn.Module()))  # names of the attributes of every module
 
@@ -37,9 +40,7 @@ class Code:
         transformers or KV-Align.
         """
         hooks, forwards = self._then
-        return not hooks and all(
-            one.__module__.split(".")[0] in _KNOWN for one in (*self._classes, *forwards)
-        )
+        return not hooks and _are_known([*self._classes, *forwards])
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         hooks = [*chain.from_iterable(map(dict.values, self._hooks))] if any(self._hooks) else []
@@ -51,9 +52,10 @@ class Snapshot:
     """State of a model at one time. Comparing it takes less than 0.1 ms for 400 modules, so it is
     done before each step.
 
-    It contains the modules, their attributes, their `Code`, the tensors and where they lie, and the
-    config. Weights that change where they lie do not count: a step reads them there. What it does
-    not see: other functions than `forward`, and what changes inside an attribute's value.
+    It contains the modules, their attributes, their `Code`, the functions of the files that define
+    their classes, the tensors and where they lie, and the config. Weights that change where they
+    lie do not count: a step reads them there. It does not see functions of other files, nor what
+    changes inside the value of an attribute.
     """
 
     def __init__(self, model: nn.Module):
@@ -64,6 +66,9 @@ class Snapshot:
         ]
         self._held = [*chain.from_iterable(map(dict.values, self._parts))]
         self._tensors = [one for one in self._held if isinstance(one, Tensor)]
+        files = [vars(sys.modules[name]) for name in {type(one).__module__ for one in modules}]
+        functions = (([k for k, x in one.items() if type(x) is FunctionType], one) for one in files)
+        self._functions = [(itemgetter(*names), values) for names, values in functions if names]
         # Nothing reads the numbers of nn.Linear, of which there are most.
         read = ((names_of(one), vars(one)) for one in modules if type(one) is not nn.Linear)
         self._read = [(itemgetter(*names), values) for names, values in read if names]
@@ -80,17 +85,26 @@ class Snapshot:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the code is, and no module has a `forward` of its own."""
-        return self.code.is_plain and not any("forward" in one for one in self._attributes)
+        """Return whether the code is, functions are of packages that are known, too, and no module
+        has a `forward` of its own.
+        """
+        functions = (x for x in self._then[0] for x in (x if isinstance(x, tuple) else (x,)))
+        is_own = any("forward" in one for one in self._attributes)
+        return self.code.is_plain and not is_own and _are_known([*functions])
 
     def _now(self) -> tuple[Any, ...]:
         return (
+            [read(values) for read, values in self._functions],
             [*map(len, self._attributes)],  # one more if a module gets a `forward` of its own
             [*map(id, chain.from_iterable(map(dict.values, self._parts)))],
             [*map(Tensor.data_ptr, self._tensors)],
             [read(values) for read, values in self._read],
             self._configs,
         )
+
+
+def _are_known(things: list[Any]) -> bool:
+    return all(one.__module__.split(".")[0] in _KNOWN for one in things)
 
 
 def names_of(module: nn.Module) -> list[str]:

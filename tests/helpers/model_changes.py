@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as of_all
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 
@@ -34,6 +35,10 @@ def _forward(model, patch):
 
 def _forward_of_class(model, patch):
     patch.setattr(LlamaMLP, "forward", lambda module, x: torch.zeros_like(x))
+
+
+def _function(model, patch):
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k))
 
 
 def _module(model, patch):
@@ -88,6 +93,7 @@ CHANGES = {
     "a hook of all modules": _hook_of_all,
     "a forward": _forward,
     "a forward of a class": _forward_of_class,
+    "a function": _function,
     "another module": _module,
     "an adapter": _adapter,
     "other data": _data,
