@@ -244,7 +244,7 @@ def test_a_stream_feels_a_change_at_its_next_step(name, llama, monkeypatch, capl
     for i, token in enumerate(tokens):
         if i == 5:
             CHANGES[name](model, monkeypatch)
-        assert (eager.feed(token) - taken.feed(token)).abs().max() < 1e-5
+        assert (eager.feed(token) - taken.feed(token)).abs().max() < 1e-4
     assert taken.is_compiled == (name in WEIGHTS)
     lines = [record.message for record in caplog.records]
     assert lines.count(CHANGED) == (not taken.is_compiled)
