@@ -17,7 +17,6 @@ from kvalign.cache.state_layer import restore_states
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 
-
 _OLDER = {
     new.format(j): old.format(j)
     for new, old in (("bare.{}", "entries.{}"), ("bare_sinks.{}", "sinks.{}"))

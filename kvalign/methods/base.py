@@ -15,6 +15,7 @@ from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
+from kvalign.methods.compiled import Compiled
 from kvalign.methods.step_file import has_compiler
 from kvalign.methods.stored_step import StoredStep
 from kvalign.models.architectures import spec_of
@@ -60,9 +61,9 @@ class Method(NotPickled, ABC):
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
-        self.compiled: Any = model if hasattr(model, "_orig_mod") else None
-        self.stored: StoredStep | None = None
         self.model = unwrapped(model)
+        self.compiled: Any = Compiled(self.model, model) if hasattr(model, "_orig_mod") else None
+        self.stored: StoredStep | None = None
         self._modules = [*self.model.modules()]
         self.spec, self.sizes = spec_of(self.model.config), sizes
         self.on_tokens: Callable[[int], object] = lambda num: None
@@ -179,7 +180,7 @@ class Method(NotPickled, ABC):
         """
         install(self.model.config)
         if options or has_compiler():
-            self.compiled = torch.compile(self.model, **options)
+            self.compiled = Compiled(self.model, torch.compile(self.model, **options))
         return self
 
     def take_stored(self) -> Self:

@@ -109,7 +109,6 @@ class Cached(Method):
         if options:
             super().compile(**options)
         else:
-            install(self.model.config)
             self.stored = StoredStep(self.model)
             self.compiled = self.stored.otherwise
         if not self.cache.seen:  # a memory has all its slots from the first, then
@@ -135,10 +134,11 @@ class Cached(Method):
     def _try_step(self, num_rows: int, num_tokens: int) -> bool:
         """Step once after so many tokens; return whether the step is a stored one."""
         assert self.stored is not None
-        trial = self.new()
+        trial, rng = self.new(), torch.Generator().manual_seed(0)
         trial.compiled = None
-        for num in (num_tokens, 1):
-            trial.feed(torch.zeros(num_rows, num, dtype=torch.long, device=self.model.device))
+        for num in (num_tokens, 1):  # of equal tokens attention would not matter
+            ids = torch.randint(self.model.config.vocab_size, (num_rows, num), generator=rng)
+            trial.feed(ids.to(self.model.device))
         return self.stored.has(num_rows)
 
     @property

@@ -3,12 +3,11 @@ load it without a compiler and without tracing.
 
 The file contains neither weights nor the cache's counts. A step is a function of tokens, their
 positions and the entries in the buffers; it writes those of the tokens. So it is valid for all
-models of one shape.
+models of one shape and with the same attributes.
 """
 
 import functools
-import weakref
-from collections.abc import Callable
+import logging
 from typing import Any, final
 
 import torch
@@ -16,9 +15,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.methods.compiled import Compiled
 from kvalign.methods.step_file import Run, has_compiler, is_read_by_kernel, load_or_make, tensors_of
+from kvalign.models.attention import install
+from kvalign.models.snapshot import Snapshot
 
-_KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
+log = logging.getLogger(__name__)
+
+CHANGED = "the model was changed: its stored step is no longer taken"
 
 
 @final
@@ -32,10 +36,11 @@ class StoredStep:
     """
 
     def __init__(self, model: PreTrainedModel, *, makes: bool = True):
+        install(model.config)
         self.model, self.makes = model, makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
         self._weights: dict[str, Tensor] = {}  # which they read where they lie
-        self._cache: Callable[[], Cache | None] = lambda: None
+        self._snapshot: Snapshot | None = None  # of the model as it was when they were loaded
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -47,7 +52,7 @@ class StoredStep:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return torch.compile(self.model) if has_compiler() else self.model
+        return Compiled(self.model, torch.compile(self.model)) if has_compiler() else self.model
 
     def logits(self, ids: Tensor, cache: Cache) -> Tensor | None:
         """Logits [B, V] after ids [B, 1], in the pass that the cache is in; None if its step is not
@@ -55,7 +60,7 @@ class StoredStep:
         """
         if (inputs := self._inputs(ids, cache)) is None:
             return None
-        run = self._run_for(cache, inputs)
+        run = self._run_for(inputs)
         return None if run is None else run(inputs)[0][:, -1]
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
@@ -84,27 +89,17 @@ class StoredStep:
             return None
         return [ids, step.decode.position_ids, *at, *seen]
 
-    def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
-        """The compiled step, of the weights that the model has as a stream begins."""
-        if self._cache() is not cache:
-            weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
-            if _places(weights) != _places(self._weights):
-                self._runs.clear()
-            self._weights, self._cache = weights, weakref.ref(cache)
+    def _run_for(self, inputs: list[Tensor]) -> Run | None:
+        """The compiled step, if there is one for the model as it is now."""
+        had = self._runs
+        if self._snapshot is None or not self._snapshot.holds():
+            self._snapshot = Snapshot(self.model)
+            self._weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
+            self._runs = {}
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
             asked = self.model, inputs, self._weights, self.makes
-            self._runs[is_one] = load_or_make(*asked) if _is_plain(self.model) else None
+            self._runs[is_one] = load_or_make(*asked) if self._snapshot.is_plain else None
+            if self._runs[is_one] is None and had.get(is_one) is not None:
+                log.warning(CHANGED)
         return self._runs[is_one]
-
-
-def _places(weights: dict[str, Tensor]) -> dict[str, int]:
-    return {name: x.data_ptr() for name, x in weights.items()}
-
-
-def _is_plain(model: PreTrainedModel) -> bool:
-    """Return whether its config and the names of its modules say all that it does."""
-    return all(
-        type(x).__module__.split(".")[0] in _KNOWN and not x._forward_hooks | x._forward_pre_hooks
-        for x in model.modules()
-    )

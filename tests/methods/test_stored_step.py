@@ -9,13 +9,14 @@ import torch
 from filelock import FileLock
 from helpers.comings import come_and_go
 from helpers.methods import tables
+from helpers.model_changes import CHANGES
 from helpers.tiny_models import tiny_model
 from helpers.uncompiled_step import not_compiled
 from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
 from kvalign.methods import step_file
-from kvalign.methods.stored_step import StoredStep
+from kvalign.methods.stored_step import CHANGED, StoredStep
 from kvalign.models import attention, kernel, packed
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
@@ -217,6 +218,77 @@ def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
     after = last(method)
     assert method.stored.has(1) and not torch.allclose(before, after, atol=1e-2)
     assert torch.allclose(after, last(make_method("streaming-llm", model, **SIZES)), atol=1e-5)
+
+
+def begun(model, compile):
+    """Method after the tokens of a full cache, the last of which was a step; then ten more."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(96, (1, SIZE + 12), generator=rng)
+    method = make_method("streaming-llm", model, **SIZES, compile=compile)
+    for part in (ids[:, : SIZE + 1], ids[:, SIZE + 1 : SIZE + 2]):
+        method.feed(part)
+    return method, ids[:, SIZE + 2 :].split(1, 1)
+
+
+WEIGHTS = {"other data", "another parameter", "assigned weights", "weights in place"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stream_feels_a_change_at_its_next_step(name, llama, monkeypatch, caplog):
+    """With other weights the same step goes on; else the model itself does, as a line says."""
+    differ(llama)
+    monkeypatch.setattr("torch.export.export", never)
+    model = copy.deepcopy(llama)
+    (eager, tokens), (taken, _) = begun(model, False), begun(model, None)
+    assert taken.is_compiled
+    for i, token in enumerate(tokens):
+        if i == 5:
+            CHANGES[name](model, monkeypatch)
+        assert (eager.feed(token) - taken.feed(token)).abs().max() < 1e-4
+    assert taken.is_compiled == (name in WEIGHTS)
+    lines = [record.message for record in caplog.records]
+    assert lines.count(CHANGED) == (not taken.is_compiled)
+
+
+def test_a_step_is_loaded_once_while_nothing_changes(llama, monkeypatch):
+    """Also for a model in training mode."""
+    differ(llama)
+    loaded, load = [], step_file._load
+    monkeypatch.setattr(step_file, "_load", lambda *args: loaded.append(args) or load(*args))
+    method, tokens = begun(llama, None)
+    llama.train()
+    for token in tokens:
+        method.feed(token)
+        method.new().feed(token)
+    llama.eval()
+    assert method.is_compiled and len(loaded) == 1
+
+
+def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monkeypatch, caplog):
+    """Where no key tells it, logits do; a step that is asked for is made anew."""
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: x.tanh())
+    (eager, tokens), (taken, _) = begun(llama, False), begun(llama, None)
+    for token in tokens:
+        assert torch.equal(taken.feed(token), eager.feed(token))
+    lines = [record.message for record in caplog.records]
+    assert not taken.is_compiled and lines.count(step_file.OTHER_LOGITS) == 1 and not made
+    assert not make_method("streaming-llm", llama, **SIZES).compile().prepare()
+    assert len(made) == 1 and made[0].exists()
+
+
+@pytest.mark.parametrize("name", ["an attribute", "a number of a norm", "another activation"])
+def test_a_changed_model_has_a_file_of_its_own(name, llama, monkeypatch):
+    """So that later starts with the model as it was load nothing of it."""
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    model = copy.deepcopy(llama)
+    CHANGES[name](model, monkeypatch)
+    make_method("streaming-llm", model, **SIZES).compile().prepare()
+    assert len(made) == 1 and not made[0].exists()
 
 
 @pytest.mark.parametrize("harm", ["damaged", "cut", "foreign", "no json"])

@@ -1,10 +1,12 @@
 """Models that are compiled, quantised, wrapped or in training mode stream like any other."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, make, step, tables
+from helpers.model_changes import CHANGES
 from helpers.pairwise import of_each_family, one_of_each
 from helpers.tiny_models import tiny_model
 from torch import nn
@@ -12,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import kvalign
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
+from kvalign.methods import METHODS, compiled
 from kvalign.models import eval_mode, rotation_of
 from kvalign.streaming.scoring import score
 
@@ -62,6 +64,31 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
         assert torch.allclose(found, plain.feed(token), atol=1e-5)
     assert first["unique_graphs"] == counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+UNSEEN = ("a hook", "a hook before", "a hook of all modules", "a forward of a class")
+SEEN = [pytest.param(name, marks=pytest.mark.slow) for name in CHANGES if name not in UNSEEN]
+
+
+@pytest.mark.parametrize("name", [*UNSEEN, *SEEN])
+@pytest.mark.filterwarnings("ignore:.*global hooks.*")
+def test_a_compiled_stream_feels_a_change_at_its_next_step(name, ids, monkeypatch, caplog):
+    """PyTorch sees most changes, and compiles again; a model with other hooks is not compiled."""
+    torch.compiler.reset()
+    compiled._say.cache_clear()
+    model, ids = copy.deepcopy(tiny_model("llama")), ids[:1]
+    plain, method = (make("streaming-llm", model) for _ in range(2))
+    method.compile(backend="eager")
+    for one in (plain, method):
+        one.feed(ids[:, : CACHE_SIZE + 1])
+    for i in range(CACHE_SIZE + 1, CACHE_SIZE + 9):
+        if i == CACHE_SIZE + 5:
+            CHANGES[name](model, monkeypatch)
+        token = ids[:, i : i + 1]
+        assert torch.allclose(method.feed(token), plain.feed(token), atol=1e-5)
+    lines = [record.message for record in caplog.records]
+    assert lines.count(compiled.OTHER_CODE) == (name in UNSEEN)
     torch.compiler.reset()
 
 

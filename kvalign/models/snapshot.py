@@ -1,0 +1,112 @@
+"""State of a model that its compiled step contains, to see whether the model is still as it was."""
+
+import copy
+import sys
+from itertools import chain
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
+
+_KNOWN = {"torch", "transformers", "kvalign"} | sys.stdlib_module_names
+"""Packages whose modules and functions are as their names say."""
+_INERT = "transformers.utils.output_capturing"  # hooks that stay on a model and change nothing
+_OF_ANY = frozenset(vars(nn.Module()))  # names of the attributes of every module
+
+
+class Code:
+    """Hooks of a model's modules and of all modules, and the `forward` of each class."""
+
+    def __init__(self, model: nn.Module):
+        self._modules = [*model.modules()]
+        self._classes = [*{type(one) for one in self._modules}]
+        of_each = ((one._forward_hooks, one._forward_pre_hooks) for one in self._modules)
+        self._hooks: list[dict[int, Any]] = [
+            of_all._global_forward_hooks,
+            of_all._global_forward_pre_hooks,
+            *chain.from_iterable(of_each),
+        ]
+        self._then = self._now()
+
+    def holds(self) -> bool:
+        """Return whether the model still has these."""
+        return self._now() == self._then
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether there is no hook, and each `forward` is that of a class of PyTorch,
+        transformers or KV-Align.
+        """
+        hooks, forwards = self._then
+        return not hooks and _are_known([*self._classes, *forwards])
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        hooks = [*chain.from_iterable(map(dict.values, self._hooks))] if any(self._hooks) else []
+        read = [hook for hook in hooks if getattr(hook, "__module__", "") != _INERT]
+        return read, [one.forward for one in self._classes]
+
+
+class Snapshot:
+    """State of a model at one time. Comparing it takes less than 0.1 ms for 400 modules, so it is
+    done before each step.
+
+    It contains the modules, their attributes, their `Code`, the functions of the files that define
+    their classes, the tensors and where they lie, and the config. Weights that change where they
+    lie do not count: a step reads them there. It does not see functions of other files, nor what
+    changes inside the value of an attribute.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.code, modules = Code(model), [*model.modules()]
+        self._attributes = [vars(one) for one in modules]
+        self._parts = [
+            x for one in modules for x in (one._parameters, one._buffers, one._modules) if x
+        ]
+        self._held = [*chain.from_iterable(map(dict.values, self._parts))]
+        self._tensors = [one for one in self._held if isinstance(one, Tensor)]
+        files = [vars(sys.modules[name]) for name in {type(one).__module__ for one in modules}]
+        functions = (([k for k, x in one.items() if type(x) is FunctionType], one) for one in files)
+        self._functions = [(itemgetter(*names), values) for names, values in functions if names]
+        # Nothing reads the numbers of nn.Linear, of which there are most.
+        read = ((names_of(one), vars(one)) for one in modules if type(one) is not nn.Linear)
+        self._read = [(itemgetter(*names), values) for names, values in read if names]
+        configs = {id(x): x for one in modules if (x := vars(one).get("config")) is not None}
+        self._configs = [vars(config) for config in configs.values()]
+        self._then = *self._now()[:-1], copy.deepcopy(self._configs)
+
+    def holds(self) -> bool:
+        """Return whether the model is as it was."""
+        try:
+            return self.code.holds() and self._now() == self._then
+        except RuntimeError:  # a tensor took the place of a number
+            return False
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the code is, functions are of packages that are known, too, and no module
+        has a `forward` of its own.
+        """
+        functions = (x for x in self._then[0] for x in (x if isinstance(x, tuple) else (x,)))
+        is_own = any("forward" in one for one in self._attributes)
+        return self.code.is_plain and not is_own and _are_known([*functions])
+
+    def _now(self) -> tuple[Any, ...]:
+        return (
+            [read(values) for read, values in self._functions],
+            [*map(len, self._attributes)],  # one more if a module gets a `forward` of its own
+            [*map(id, chain.from_iterable(map(dict.values, self._parts)))],
+            [*map(Tensor.data_ptr, self._tensors)],
+            [read(values) for read, values in self._read],
+            self._configs,
+        )
+
+
+def _are_known(things: list[Any]) -> bool:
+    return all(one.__module__.split(".")[0] in _KNOWN for one in things)
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """Return the names of the public attributes that a module has beside those of every module."""
+    return [name for name in vars(module) if name not in _OF_ANY and name[0] != "_"]
