@@ -157,6 +157,6 @@ class MemoryCache(StreamingCache):
         check_room(of_slot * num * len(self.asking), what)
         shape = (*one.shape[:2], num, one.shape[3])
         for layer in self.asking:
-            new = (torch.randn(shape, generator=rng).to(one) for _ in range(2))
+            new = (torch.randn(shape, generator=rng, dtype=torch.float32).to(one) for _ in range(2))
             layer.memory.write(self.seen, KV(*new))
         self._hold([n + num for n in self.seen])

@@ -125,7 +125,7 @@ class MemoryLayer(WindowLayer):
         of_found = of_found[:, :, 0]
         if asking.has_lost is not None:
             of_found = of_found.masked_fill(~asking.has_lost[:, :1, None].to(keys.device), 0.0)
-        bias = torch.zeros(keys.shape[:3], device=keys.device)
+        bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         bias.narrow(2, self.sizes.num_sinks, of_found.shape[-1]).copy_(of_found)
         return bias
 
