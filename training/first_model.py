@@ -1,7 +1,8 @@
 """The model that pretraining begins with: random, or with the weights of another one."""
 
+import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
@@ -22,14 +23,15 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     )
     if settings.arch == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **no_dropout))
-    config = transformers.LlamaConfig(
-        **common,
-        intermediate_size=3 * hidden,
-        num_key_value_heads=max(1, num_heads // 2),
-        tie_word_embeddings=True,
-    )
-    return transformers.LlamaForCausalLM(config)
+        config = transformers.GPT2Config(**common, **no_dropout)
+    else:
+        config = transformers.LlamaConfig(
+            **common,
+            intermediate_size=3 * hidden,
+            num_key_value_heads=max(1, num_heads // 2),
+            tie_word_embeddings=True,
+        )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def first_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -218,7 +218,7 @@ class Run:
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""
         weight = self.settings.copy_weight * share_left(self.step, self.num_steps)
-        return (torch.tensor(weight),) if self.settings.copy_weight else ()
+        return (torch.tensor(weight, dtype=torch.float32),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:
         """Step of both optimisers; `smooth_loss` is averaged over about 50 steps."""

@@ -149,7 +149,7 @@ def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tenso
     one by one, the only way that the authors have. `net` has the names of `RealignNet`.
     """
     head_dim = len(net["fc3.bias"])
-    one = torch.eye(head_dim)
+    one = torch.eye(head_dim, dtype=torch.float32)
     turn = rotation.shift(one, -1).T  # [D, D], R
     vector, places = net["fc1.weight"].tensor_split([head_dim], dim=1)
     signs = torch.cat([one, -one])  # [2 D, D]
@@ -158,7 +158,9 @@ def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tenso
     return {
         **net,
         "fc1.weight": torch.cat([first, through]),
-        "fc2.weight": torch.block_diag(net["fc2.weight"], torch.eye(2 * head_dim)),
+        "fc2.weight": torch.block_diag(
+            net["fc2.weight"], torch.eye(2 * head_dim, dtype=torch.float32)
+        ),
         "fc3.weight": torch.cat([net["fc3.weight"], (turn - one) @ signs.T], 1),
         **{name: pad(net[name], (0, 2 * head_dim)) for name in ("fc1.bias", "fc2.bias")},
     }

@@ -65,12 +65,12 @@ def accuracy_by_age(model: PreTrainedModel, context_len: int, seed: int = 1) -> 
     """
     streams = FactStreams(seed, NUM_EVAL_ROWS, context_len, ask_oldest=True)
     ids = torch.from_numpy(streams.take(context_len))
-    right, total = torch.zeros(NUM_EIGHTHS), torch.zeros(NUM_EIGHTHS)
+    right, total = torch.zeros(2, NUM_EIGHTHS, dtype=torch.float32)
     for rows in ids.split(16):
         logits = model(input_ids=rows.to(model.device), use_cache=False).logits
         hits = (logits[:, :-1].argmax(-1).cpu() == rows[:, 1:]).float()
         age = row_ages(rows)[:, 1:]
         of = (age[age > 0] * NUM_EIGHTHS - 1) // context_len
         right.index_add_(0, of, hits[age > 0])
-        total.index_add_(0, of, torch.ones(len(of)))
+        total.index_add_(0, of, torch.ones(len(of), dtype=torch.float32))
     return (right / total).tolist()

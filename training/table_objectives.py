@@ -70,7 +70,7 @@ def tune(
     progress.phase(objective)
     for step in range(num_steps):
         cache_size = draw(rng, min(SMALLEST_CACHE, largest), largest)
-        several = torch.rand((), generator=rng) < 0.4
+        several = torch.rand((), generator=rng, dtype=torch.float32) < 0.4
         num_evicted = draw(rng, 1, cache_size // 2) if several else 1
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
         ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
@@ -117,10 +117,10 @@ def hat_functions(num_positions: int) -> Tensor:
     while knots[-1] < num_positions - 1:
         knots.append(min(max(knots[-1] + 1, round(knots[-1] * KNOT_RATIO)), num_positions - 1))
     positions = torch.arange(num_positions)
-    hats = torch.zeros(num_positions, len(knots))
+    hats = torch.zeros(num_positions, len(knots), dtype=torch.float32)
     for i in range(len(knots) - 1):
         inside = positions[knots[i] : knots[i + 1] + 1]
-        share = (inside - knots[i]) / (knots[i + 1] - knots[i])
+        share = (inside - knots[i]).float() / (knots[i + 1] - knots[i])
         hats[inside, i], hats[inside, i + 1] = 1 - share, share
     return hats
 
@@ -225,4 +225,7 @@ def adam(
 def draw(rng: torch.Generator, low: int, high: int) -> int:
     """Whole number between the two, log-uniform."""
     span = math.log(max(high, low) + 1) - math.log(low)
-    return min(max(high, low), int(low * math.exp(span * torch.rand((), generator=rng).item())))
+    return min(
+        max(high, low),
+        int(low * math.exp(span * torch.rand((), generator=rng, dtype=torch.float32).item())),
+    )

@@ -119,8 +119,8 @@ def project_positions(
         for module in model.base_model.modules()
         if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers
     )
-    zeros = torch.zeros(1, table.config.chunk_len, model.config.hidden_size)
-    zeros = zeros.to(model.device, model.dtype)
+    shape = 1, table.config.chunk_len, model.config.hidden_size
+    zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
     embeddings: list[Tensor] = []
 
     def see(block: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -55,7 +55,9 @@ class Text:
     def val_rows(self, num_rows: int, row_len: int) -> Iterator[Tensor]:
         """Rows [num_rows, row_len] from the whole validation part, of one text at a time."""
         for ids in self.val:
-            starts = torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
+            starts = (
+                torch.linspace(0, len(ids) - row_len, num_rows, dtype=torch.float32).long().tolist()
+            )
             rows = torch.stack([ids[start : start + row_len] for start in starts])
             yield with_prefix(rows, self.opening)
 

@@ -157,7 +157,7 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
     """
     half = chunks.shape[1] // 2
     move = Move(half, 0, torch.arange(half, device=model.device))
-    realigned, unchanged, num_numbers = torch.zeros(2), torch.zeros(2), 0
+    realigned, unchanged, num_numbers = (*torch.zeros(2, 2, dtype=torch.float32), 0)
     for ids in chunks.split(BATCH_SIZE):
         stale = [x[..., half : 2 * half, :] for x in positionless(model, ids[:, : 2 * half])]
         clean = positionless(model, ids[:, half : 2 * half])

@@ -44,12 +44,15 @@ class RealignNet(nn.Module):
         head_embed_dim: int = NETWORK_SIZES["head_embed_dim"],
     ):
         super().__init__()
-        self.position = nn.Embedding(num_positions, position_dim)
-        self.layer = nn.Embedding(num_layers, layer_dim)
-        self.head = nn.Embedding(num_heads, head_embed_dim)
-        self.fc1 = nn.Linear(head_dim + position_dim + layer_dim + head_embed_dim, hidden1)
-        self.fc2 = nn.Linear(hidden1, hidden2)
-        self.fc3 = nn.Linear(hidden2, head_dim)
+        dtype = torch.float32  # whatever the process has as its default
+        self.position = nn.Embedding(num_positions, position_dim, dtype=dtype)
+        self.layer = nn.Embedding(num_layers, layer_dim, dtype=dtype)
+        self.head = nn.Embedding(num_heads, head_embed_dim, dtype=dtype)
+        self.fc1 = nn.Linear(
+            head_dim + position_dim + layer_dim + head_embed_dim, hidden1, dtype=dtype
+        )
+        self.fc2 = nn.Linear(hidden1, hidden2, dtype=dtype)
+        self.fc3 = nn.Linear(hidden2, head_dim, dtype=dtype)
         self.splits = [head_dim, position_dim, layer_dim, head_embed_dim]
         self.clear()
 

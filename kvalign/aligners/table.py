@@ -31,8 +31,8 @@ class TableAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
-        self.key, self.value = (nn.Parameter(torch.empty(shape)) for _ in range(2))
-        self.key_scale, self.value_scale = (nn.Parameter(torch.empty(shape[:-1])) for _ in range(2))
+        self.key, self.value = (_floats(shape) for _ in range(2))
+        self.key_scale, self.value_scale = (_floats(shape[:-1]) for _ in range(2))
         self.clear()
 
     def clear(self) -> None:
@@ -64,3 +64,7 @@ class TableAligner(Aligner):
             torch.addcmul(self.key[at], keys, self.key_scale[at][..., None]),
             torch.addcmul(self.value[at], values, self.value_scale[at][..., None]),
         )
+
+
+def _floats(shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32))

@@ -38,13 +38,14 @@ class AnySlotLayer(StreamingLayer):
         self.held = KV(key_states.detach(), value_states.detach()).slots(0, 0)
         shape = self.held.keys.shape[:3]
         self.index = torch.empty(shape, dtype=torch.int64, device=self.device)
-        self.scores = torch.empty(shape, device=self.device)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.is_initialized = True
 
     def reset(self) -> None:
         super().reset()
         self.held = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
-        self.index, self.scores = torch.empty(0, 0, 0, dtype=torch.int64), torch.empty(0, 0, 0)
+        self.index = torch.empty(0, 0, 0, dtype=torch.int64)
+        self.scores = torch.empty(0, 0, 0, dtype=torch.float32)
 
     @property
     def is_filled(self) -> bool:

@@ -172,6 +172,7 @@ class FixedSizeCache(Saving, ForeignCalls):
             num_rows, num_new = len(new.keys), new.keys.shape[2]
             self.check_caller()
             self._check_takes(num_rows, num_new)
+            self._check_room(num_new)
             self._whole.begin()
             self._begin(num_rows, num_new)
         assert self.step is not None
@@ -200,11 +201,27 @@ class FixedSizeCache(Saving, ForeignCalls):
         if num_new > most and segment is None:
             raise UserError(
                 f"this cache takes at most cache_size + 1 = {most} tokens at once, got "
-                f"{num_new}: feed them in parts, or use kvalign.stream_tokens"
+                f"{num_new}: feed the others one by one, or use kvalign.stream_tokens"
             )
         self.check_rows(num_rows)
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
+
+    @property
+    def room(self) -> int:
+        """Tokens that a call of the model may have, so that none of them sees an entry that would
+        have been evicted before it, had they come one by one; at least 1.
+        """
+        return self.sizes.first_input_len - self.num_stored
+
+    def _check_room(self, num_new: int) -> None:
+        """Raise UserError for more tokens than there is room for."""
+        if num_new > self.room:
+            most = "one token at a time" if self.room == 1 else f"{self.room} tokens at once"
+            raise UserError(
+                f"with {self.num_stored} entries this cache takes {most}, got {num_new}: a call "
+                "evicts nothing between its tokens. Feed fewer, or use kvalign.stream_tokens"
+            )
 
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
         if not self.seen:

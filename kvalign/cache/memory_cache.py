@@ -14,7 +14,6 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall import Recalls
 from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.recall_places import RecallPlaces
-from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -103,14 +102,12 @@ class MemoryCache(StreamingCache):
         others = [WindowLayer(self, i, *of_all[:2]) for i in spec.attention if i not in asked]
         return sorted([*self.asking, *others], key=lambda layer: layer.layer_idx)
 
-    def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
-        so_far, most = max(self.seen, default=0), self.sizes.first_input_len
-        if segment is None and num_new > 1 and so_far and so_far + num_new > most:
-            raise UserError(
-                f"a full cache with a memory takes one token at a time, got {num_new}: feed "
-                "them with kvalign.stream_tokens"
-            )
-        super()._check_takes(num_rows, num_new, segment)
+    @property
+    def room(self) -> int:
+        """As of other caches; one token at a time once any is lost, of which each takes back its
+        own.
+        """
+        return 1 if self.sizes.num_dropped(max(self.seen, default=0)) else super().room
 
     def _bring(self, step: Step) -> Step:
         if not step.is_single or self._num_pending >= min(TOGETHER, self.sizes.num_in_sight):
@@ -163,6 +160,6 @@ class MemoryCache(StreamingCache):
         check_room(of_slot * num * len(self.asking), what)
         shape = (*one.shape[:2], num, one.shape[3])
         for layer in self.asking:
-            new = (torch.randn(shape, generator=rng).to(one) for _ in range(2))
+            new = (torch.randn(shape, generator=rng, dtype=torch.float32).to(one) for _ in range(2))
             layer.memory.write(self.seen, KV(*new))
         self._hold([n + num for n in self.seen])

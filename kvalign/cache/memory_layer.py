@@ -108,14 +108,17 @@ class MemoryLayer(WindowLayer):
         asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
         found, realigner = self.memory.find(asked, asking), self.cache.realigner
         stored = self.recalls.stored(self.layer_idx, realigner, step, asking, found)
-        slots = KV(keys, values).slots(self.sizes.num_sinks, stored.keys.shape[2])
+        seen, bias = KV(keys, values), self._bias(asking, found, keys)
+        if torch.is_grad_enabled():  # which keeps what attention sees
+            seen = seen.map(torch.clone)
+        slots = seen.slots(self.sizes.num_sinks, stored.keys.shape[2])
         if asking.has_lost is not None:
             stored = slots.unless(asking.has_lost[:, 0].to(keys.device), stored)
         own = slots.map(torch.clone)
         slots.put(stored)
-        bias = self._bias(asking, found, keys)
-        given = realigner.attend(step, self.layer_idx, query, keys, values, scale, bias)
-        slots.put(own)
+        given = realigner.attend(step, self.layer_idx, query, *seen, scale, bias)
+        if not torch.is_grad_enabled():
+            slots.put(own)
         return given
 
     def _bias(self, asking: Asking, found: Found, keys: Tensor) -> Tensor | None:
@@ -128,7 +131,7 @@ class MemoryLayer(WindowLayer):
         of_found = of_found[:, :, 0]
         if asking.has_lost is not None:
             of_found = of_found.masked_fill(~asking.has_lost[:, :1, None].to(keys.device), 0.0)
-        bias = torch.zeros(keys.shape[:3], device=keys.device)
+        bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         bias.narrow(2, self.sizes.num_sinks, of_found.shape[-1]).copy_(of_found)
         return bias
 

@@ -143,18 +143,23 @@ def _alike(
     places: slice,
 ) -> tuple[Tensor, Tensor]:
     """Weights of stored entries [B, H, G, S'], and the part of the output from positions [B, H, G,
-    D]. The positions of a window are a slice of the tables; scores are overwritten.
+    D]. The positions of a window are a slice of the tables; scores are overwritten, unless
+    gradients are recorded.
     """
-    window = scores[..., num_sinks:]
-    window.mul_(tables.key_scales[:, None, places])
-    window.add_(_by_head(query, tables.key_means[:, places].mT))
+    in_place = not torch.is_grad_enabled()
+    mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
+    sinks, window = scores.tensor_split([num_sinks], -1)
+    window = mul(window, tables.key_scales[:, None, places])
+    window = add(window, _by_head(query, tables.key_means[:, places].mT))
+    if not in_place:
+        scores = torch.cat([sinks, window], -1)
     if bias is not None:
-        scores.add_(bias[:, :, None])
+        scores = add(scores, bias[:, :, None])
     weights = scores.softmax(-1)
-    window = weights[..., num_sinks:]
+    sinks, window = weights.tensor_split([num_sinks], -1)
     out = _by_head(window, tables.value_means[:, places])
-    window.mul_(tables.value_scales[:, None, places])
-    return weights, out
+    window = mul(window, tables.value_scales[:, None, places])
+    return weights if in_place else torch.cat([sinks, window], -1), out
 
 
 def _uneven(

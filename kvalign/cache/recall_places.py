@@ -72,7 +72,7 @@ class RecallPlaces:
         """
         if self.by_age:
             return None
-        return (self.sizes.cache_size / ages).clamp(LEAST_SHARE, 1).log()
+        return (self.sizes.cache_size / ages.float()).clamp(LEAST_SHARE, 1).log()
 
     @property
     def are_ranks(self) -> bool:
@@ -100,7 +100,7 @@ class RecallPlaces:
             return torch.arange(num - 1, -1, -1, device=ages.device)
         knee = max(1, self.num_positions // KNEE)
         away = (ages - self.near).clamp_min(0)
-        far = (away / knee).log1p().mul(knee)
+        far = (away.float() / knee).log1p().mul(knee)
         most = min(APART, max(1, room // (2 * num)))
         apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(most))
         beyond = torch.cat([apart, far[..., -1:]], -1).flip(-1).cumsum(-1).flip(-1)

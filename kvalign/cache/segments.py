@@ -146,7 +146,7 @@ class Segment:
         """
         turn, dtype = self.dropped - self.dropped[0], model.dtype
         visible = Block(self, 0, len(self.t), 0).visible
-        ones = torch.ones(1, 2, device=turn.device)
+        ones = torch.ones(1, 2, dtype=torch.float32, device=turn.device)
         slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
         mask = slopes.new_zeros(1, len(slopes), *visible.shape)
         mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]

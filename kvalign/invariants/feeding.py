@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from kvalign.cache.base import FixedSizeCache
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, is_exact
 from kvalign.invariants.subject import Subject
@@ -82,6 +83,8 @@ def evicting_chunks(subject: Subject) -> Measured:
     """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
+    if isinstance(stream.held, FixedSizeCache):
+        raise NotApplicableError("a full cache takes one token at a time")
     if not is_exact(stream):
         raise NotApplicableError("by design, tokens of one input see the same older entries")
     parts = _parts(subject.ids(2, subject.num_tokens), MOST_AT_ONCE)

@@ -175,12 +175,14 @@ def make_cache(
     **config: Unpack[MethodConfig],
 ) -> StreamingCache:
     """Make a `StreamingCache` for your own loop. Pass it as `past_key_values`, without mask or
-    position ids.
+    position ids. A full cache takes one token a call, since a call evicts nothing between its
+    tokens; `kvalign.stream_tokens`, and `feed` of `make_method`, read many.
 
     Args:
         model: a causal LM of transformers.
-        cache_size: entries stored between steps; None: as in `make_method`. An input may have one
-            token more. A longer one is refused: feed it in parts, or use `kvalign.stream_tokens`.
+        cache_size: entries stored between steps; None: as in `make_method`. The first input may
+            have one token more, and later ones what is left of these (`cache.room`). A longer one
+            is refused.
         method: one that keeps and moves entries: kvalign, streaming-llm or window; auto: the first
             of these that fits the model.
         config: see `MethodConfig`.

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
+from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES
 
 OWN_ATTENTION = {
@@ -87,11 +90,23 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             eager = getattr(own, "eager_attention_forward", None)
             before = ALL_ATTENTION_FUNCTIONS.get(name, eager)
             return before(module, query, key, value, *args, **kwargs)
+        if _wants_weights():
+            raise UserError(
+                "output_attentions: a cache with a table, a memory or a policy that reads weights "
+                "gives none; `kvalign eval attention` measures the model's"
+            )
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return read(query, key, value, scale).to(query.dtype), None
 
     return attention
+
+
+def _wants_weights() -> bool:
+    """Return whether the pass of the model that is running is to return attention weights."""
+    if torch.compiler.is_compiling():
+        return False
+    return "attentions" in (_active_collector.get() or {})
 
 
 def _masking(name: str) -> Callable[..., Any]:

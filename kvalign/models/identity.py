@@ -102,9 +102,11 @@ def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
-    ids = torch.linspace(0, model.config.vocab_size - 1, FINGERPRINT_LEN).long()
+    ids = torch.linspace(
+        0, model.config.vocab_size - 1, FINGERPRINT_LEN, dtype=torch.float32
+    ).long()
     rows = embedded(model, ids.to(model.device)).float()
-    columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN).long()
+    columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN, dtype=torch.float32).long()
     found = rows[range(FINGERPRINT_LEN), columns]
     if not found.isfinite().all():
         raise UserError("the embedding weights of this model are not finite")
@@ -113,7 +115,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     """Return whether the model has these embedding weights, in any precision."""
-    actual = torch.tensor(embedding_fingerprint(model))
+    actual = torch.tensor(embedding_fingerprint(model), dtype=torch.float32)
     wanted = torch.tensor(expected, dtype=actual.dtype)
     return len(wanted) == len(actual) and torch.allclose(
         wanted, actual, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())

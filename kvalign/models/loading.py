@@ -122,7 +122,7 @@ def check_device(device: str) -> None:
         wanted = torch.device(device)
         if wanted.type == "cpu" and wanted.index:
             raise UserError(f"device {device!r} is not available here: there is one cpu")
-        torch.zeros(1, device=wanted).item()
+        torch.zeros(1, dtype=torch.float32, device=wanted).item()
     except UserError:
         raise
     except Exception as error:  # each backend that is not there has a way of its own to say so

@@ -23,6 +23,6 @@ class H2O(Policy):
     def score(self, seen: Seen) -> Tensor:
         assert seen.weights is not None
         num_new, decay = seen.weights.shape[2], 0.5 ** (HALF_LIVES / self.cache_size)
-        ages = torch.arange(num_new - 1, -1, -1, device=seen.weights.device)
+        ages = torch.arange(num_new - 1, -1, -1, dtype=torch.float32, device=seen.weights.device)
         drawn = decay**ages @ seen.weights
         return pad(seen.before, (0, num_new)) * decay**num_new + drawn

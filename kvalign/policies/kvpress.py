@@ -27,7 +27,7 @@ def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
         UserError: it needs more, such as hidden states or the attention module.
     """
     title = type(press).__name__
-    keys = torch.rand(PROBE, generator=torch.Generator().manual_seed(0))
+    keys = torch.rand(PROBE, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     weights = keys[:, :, None, :, 0].softmax(-1) if reads_weights else None
     try:
         scores = press.score(None, None, keys, keys, weights, {})

@@ -17,6 +17,6 @@ class Random(Policy):
             # Of the row alone: it draws the same in any company and after a restart.
             generator = torch.Generator().manual_seed((num_fed << 12) + seen.layer)
             num_own = min(num_fed, num_entries)
-            own = torch.rand(num_heads, num_own, generator=generator)
+            own = torch.rand(num_heads, num_own, generator=generator, dtype=torch.float32)
             rows.append(torch.nn.functional.pad(own, (num_entries - num_own, 0)))
         return torch.stack(rows).to(seen.keys.device)

@@ -6,31 +6,37 @@
     )
 """
 
-import inspect
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.names import check_keywords, nearest, spelled_out
+from kvalign.foundation.names import spelled_out
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods import AUTO, MethodConfig, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_ids
+from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.choosing import Chooser
+from kvalign.streaming.generate_settings import (
+    MADE,
+    check_call,
+    check_config,
+    check_processors,
+    given_to_generate,
+)
 from kvalign.streaming.lookup import Lookup, check_lookup
 
 
@@ -69,12 +75,13 @@ def stream_tokens(
             (`kvalign.streaming.lookup`). The tokens are the same, but come sooner. 0: none.
 
     Raises:
-        UserError: an empty prompt, or one with padding other than on the left; lookup for several
-            rows, or with a method that cannot undo guesses.
+        UserError: an empty prompt, or one with padding other than on the left; a processor that
+            calls the model; lookup for several rows, or with a method that cannot undo guesses.
         RunError: non-finite logits; the message says where they come from.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
+    check_processors(processors or ())
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     chooser = Chooser(ids, processors, do_sample, generator)
     guesser = None
@@ -120,37 +127,50 @@ def stream_generate(
     stop_strings: str | list[str] | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """Generate past the context length; made for `model.generate(...,
-    custom_generate=stream_generate)`.
+    """Generate past the context length: `model.generate(..., custom_generate=stream_generate)`. A
+    direct call is the same, with the same defaults: give `max_new_tokens`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config: as `generate`
-            passes them.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: as of `generate`.
         method, cache_size, compile: as in `kvalign.make_method`.
         stream_to: a transformers streamer; the same as `streamer=` of `generate`.
         stop_strings: texts that end a row; they need tokenizer=..., too.
-        keywords: those of `MethodConfig`, the tokenizer, and the model's inputs from `generate`.
+        keywords: those of `MethodConfig`, and those of `generate`
+            (`kvalign.streaming.generate_settings` lists which of them act).
 
     Returns:
         [B, prompt + new tokens] int64.
 
     Raises:
-        UserError: anything that streaming does not support: beams, assistants, padding on the
-            right, embeddings instead of ids, another cache or a filled one, dictionaries of scores.
+        UserError: anything that streaming does not support: beams, assistants, guidance, another
+            cache, padding on the right, dictionaries of scores, inputs of the model besides ids.
     """
+    if not hasattr(generation_config, "_eos_token_tensor"):  # no call of `generate` has made it
+        check_ids(input_ids)
+        check_call(stream_generate, keywords)
+        return unwrapped(model).generate(
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            custom_generate=_on(model),
+            method=method,
+            cache_size=cache_size,
+            compile=compile,
+            stream_to=stream_to,
+            stop_strings=stop_strings,
+            **keywords,
+        )
+    given, config = given_to_generate(), generation_config
+    check_call(stream_generate, given | {x: keywords[x] for x in keywords.keys() - MADE})
+    check_config(config, model.generation_config)
     named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
-    tokenizer = keywords.pop("tokenizer", None)
-    for name in keywords.keys() - inspect.signature(model.forward).parameters.keys():
-        if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
-            check_keywords(stream_generate, [name])
-    config = generation_config or model.generation_config
     if stop_strings is not None:
-        tokenizer = tokenizer or _given_to_generate("tokenizer")
+        tokenizer = given.get("tokenizer") or keywords.get("tokenizer")
         if tokenizer is None:
             raise UserError("stop_strings need the model's tokenizer: give tokenizer=..., too")
         ends = StopStringCriteria(tokenizer, stop_strings)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), ends])
-    _refuse(config, model, keywords)
     streaming = make_method(method, model, cache_size=cache_size, compile=compile, **named)
     warn_if_too_long(streaming, input_ids.shape[1])
     for criterion in stopping_criteria or ():
@@ -171,7 +191,7 @@ def stream_generate(
     if stream_to is not None:
         stream_to.put(input_ids.cpu())
     else:
-        stream_to = _given_to_generate("streamer")  # which has been given the prompt
+        stream_to = given.get("streamer")  # which has been given the prompt
     for token in tokens:
         new.append(token)
         if stream_to is not None:
@@ -179,6 +199,18 @@ def stream_generate(
     if stream_to is not None:
         stream_to.end()
     return torch.cat([input_ids, torch.stack(new, 1)], 1)
+
+
+def _on(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """Return `stream_generate` on a model that may be wrapped, where `generate` gives it the inner
+    one.
+    """
+
+    @functools.wraps(stream_generate)
+    def generate(inner: PreTrainedModel, *args: Any, **keywords: Any) -> Tensor:
+        return stream_generate(model, *args, **keywords)
+
+    return generate
 
 
 def end_ids(config: GenerationConfig) -> list[int]:
@@ -206,41 +238,3 @@ def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
     logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
     method.join(rows)
     return torch.cat(logits)
-
-
-def _given_to_generate(name: str) -> Any:
-    """Return what `model.generate`, if it is the caller, was given but hands on to no function;
-    else None.
-
-    It is in the variables of that call alone, or in those of what decorates it.
-    """
-    generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not generate:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    around = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
-    given = around.get(name) if isinstance(around, dict) else None
-    return frame.f_locals.get(name, given)
-
-
-def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-    if (config.num_beams or 1) > 1:
-        got = config.num_beams
-        raise UserError(f"streaming has no beam search: num_beams must be 1, got {got}")
-    mode = config.get_generation_mode(_given_to_generate("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        what = mode.value.replace("_", " ")
-        asks = "assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers"
-        raise UserError(f"streaming has no {what}: leave out {asks}")
-    own = model.generation_config.cache_implementation
-    if config.cache_implementation not in (None, own):
-        got = config.cache_implementation
-        raise UserError(f"streaming has its own cache: leave out cache_implementation={got!r}")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise UserError("streaming needs token ids: input_ids instead of inputs_embeds")
-    if config.return_dict_in_generate:
-        raise UserError("streaming returns only ids: return_dict_in_generate must be False")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UserError("stream_generate begins a new stream: leave past_key_values out")

@@ -17,7 +17,8 @@ def fed(sizes, chunks):
     """A cache without a model, and what it stored after each of the chunks."""
     cache, lengths = StreamingCache(ANY, sizes), []
     for length in chunks:
-        cache.update(*2 * [torch.zeros(1, 1, length, 1)], 0)
+        with cache.forward_pass(1, length):
+            cache.update(*2 * [torch.zeros(1, 1, length, 1)], 0)
         lengths.append(cache.num_stored)
     return cache, lengths
 

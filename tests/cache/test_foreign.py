@@ -1,5 +1,7 @@
 """What transformers and whoever prints it ask of a streaming cache."""
 
+import random
+
 import pytest
 import torch
 
@@ -22,6 +24,33 @@ def test_a_loop_of_ones_own_is_not(model, ids):
     for n in range(30):
         logits = model(ids[:1, n : n + 1], past_key_values=cache, use_cache=True).logits[:, -1]
         assert torch.allclose(logits, method.feed(ids[:1, n : n + 1]), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, dict(num_evicted=6), dict(policy="key-norm"), dict(policy="key-norm", num_evicted=6)],
+)
+@torch.no_grad()
+def test_tokens_of_one_call_are_as_single_ones_or_refused(kind, sizes, models, ids):
+    """More than fit would see entries that are evicted between them. What is refused changes
+    nothing.
+    """
+    model, several, single = (
+        models[kind],
+        *(kvalign.make_cache(models[kind], **SIZES, **sizes) for _ in range(2)),
+    )
+    rng, at = random.Random(0), 0
+    while at < 70:
+        with pytest.raises(kvalign.UserError, match=f"got {several.room + 1}"):
+            model(ids[:, at : at + several.room + 1], past_key_values=several)
+        num = rng.randint(1, several.room)
+        found = model(ids[:, at : at + num], past_key_values=several).logits
+        expected = [
+            model(ids[:, i : i + 1], past_key_values=single).logits for i in range(at, at + num)
+        ]
+        assert torch.allclose(found, torch.cat(expected, 1), atol=1e-4)
+        at += num
 
 
 def test_a_cache_is_printed_in_a_line(models, ids):

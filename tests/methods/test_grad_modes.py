@@ -140,3 +140,38 @@ def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
             counts.append(nodes_of(out.logits))
     assert counts[0] > 0 and len(set(counts)) == 1
     assert not any(x.requires_grad for x in cache.state().values())
+
+
+SLOPES = [
+    ("tables", "gpt2", {}),
+    ("tables", "llama", {}),
+    ("tables", "gpt2", dict(memory=8, num_recalled=8)),
+]
+SLOPES += [("streaming-llm", "llama", sizes) for sizes in ({}, dict(memory=30), dict(policy="h2o"))]
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), SLOPES)
+def test_backward_of_a_step_is_its_slope(name, kind, sizes, ids):
+    """In the weights of a query: entries that a cache stores are constants."""
+    model = tiny_model(kind).requires_grad_(True)
+    layers = {"gpt2": "transformer.h.2.attn.c_attn", "llama": "model.layers.2.self_attn.q_proj"}
+    weight = model.get_submodule(layers[kind]).weight
+    way = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    way = torch.nn.functional.pad(way, (0, weight.shape[1] - 32))  # of gpt2's queries, alone
+
+    def step(shift):
+        cache = made(name, model, **sizes).cache
+        with torch.no_grad():
+            for i in range(40):
+                model(ids[:, i : i + 1], past_key_values=cache)
+            weight.add_(way, alpha=shift)
+        logits = model(ids[:, 40:41], past_key_values=cache).logits
+        loss = logits[0, -1, :20].square().sum()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(way, alpha=shift)
+        return loss.item()
+
+    step(0)
+    slope = (weight.grad * way).sum().item()
+    assert (step(0.01) - step(-0.01)) / 0.02 == pytest.approx(slope, rel=0.02)

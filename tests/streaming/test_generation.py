@@ -219,8 +219,7 @@ def test_generate_ends_at_stop_strings(directly):
 
     stopped = text(**how)
     if directly:
-        config = mini.model.generation_config
-        new = kvalign.stream_generate(mini.model, ids, None, None, config, cache_size=16, **how)
+        new = kvalign.stream_generate(mini.model, ids, **sizes, **how)
         stopped = mini.tokenizer.decode(new[0, ids.shape[1] :])
     whole = text()
     assert whole.startswith(stopped) and len(stopped) < len(whole)

@@ -112,7 +112,7 @@ CALLS = [
         lambda m: generate(m, stop_strings=["in"]),
         "stop_strings need the model's tokenizer: give tokenizer=",
     ),
-    (lambda m: generate(m, prompt_lookup_num_tokens=3), "has no assisted generation: leave out"),
+    (lambda m: generate(m, prompt_lookup_num_tokens=3), "leave out prompt_lookup_num_tokens=3"),
     (lambda m: generate(m, assistant_model=m.model), "has no assisted generation: leave out"),
     (lambda m: generate(m, cache_implementation="static"), "cache_implementation='static'"),
     (
@@ -126,7 +126,7 @@ CALLS = [
     (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
     (lambda m: generate(m, return_dict_in_generate=True), "return_dict_in_generate must be False"),
     (lambda m: generate(m, attention_mask=torch.tensor([[1, 1, 0]])), "padded on the left"),
-    (lambda m: generate(m, past_key_values=filled(m)), "begins a new stream"),
+    (lambda m: generate(m, past_key_values=filled(m)), "has its own cache: leave out past_key"),
     (lambda m: generate(m, method="dense-ish"), "unknown method 'dense-ish'"),
     (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
     (lambda m: conversations("bench"), "unknown prompts 'bench'"),

@@ -22,6 +22,7 @@ from kvalign.eval.evaluations.latency.timing import Timed
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation import progress
+from kvalign.foundation.device import wait_for
 from kvalign.foundation.progress import Bar
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -175,11 +176,11 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
     """
     gc.collect()  # what is released in the meantime would be taken off the peak
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait_for(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         work()
-        torch.cuda.synchronize(device)
+        wait_for(device)
         return torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         return None

@@ -19,6 +19,7 @@ from kvalign.cache.memory_cache import MemoryCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.peer import LlamaCpp
 from kvalign.eval.protocol.grid import title_of
+from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
@@ -185,13 +186,8 @@ def rounds(
 
 def clocked(device: torch.device, work: Callable[..., object], *args: Any) -> float:
     """Seconds that `work(*args)` takes on a device."""
-    _synchronise(device)
+    wait_for(device)
     start = time.perf_counter()
     work(*args)
-    _synchronise(device)
+    wait_for(device)
     return time.perf_counter() - start
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,6 +15,7 @@ from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.grid import in_turn, sizes_of
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
+from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
@@ -59,6 +60,7 @@ def score_methods(
             bar.skip(num_ids - len(after))
             start = time.perf_counter()
             nll = score_with(method, streamed, bar.update)
+            wait_for(nll.device)
             seconds = time.perf_counter() - start
             check_losses(nll, method)
             if settings.keep:
