@@ -41,7 +41,10 @@ _SPLIT = "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
 FAMILIES = {
     # An empty frame for what was thought stands before the last answer alone.
     "qwen3": Family(
-        _LAST_QUERY + "{% for m in messages %}{% if m.role == 'assistant' %}" + _SPLIT + "<|im_start|>"
+        _LAST_QUERY
+        + "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + _SPLIT
+        + "<|im_start|>"
         "assistant\n{% if loop.index0 > at.last %}<think>\n\n</think>\n\n{% endif %}{{ said }}"
         "<|im_end|>\n{% else %}" + _TURN + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}",
@@ -62,7 +65,8 @@ FAMILIES = {
     "smollm3": Family(
         "{% set calm = messages[0].role == 'system' and '/no_think' in messages[0].content %}"
         + _CHATML.replace(
-            "assistant\n{% endif %}", "assistant\n{% if calm %}<think></think>{% endif %}{% endif %}"
+            "assistant\n{% endif %}",
+            "assistant\n{% if calm %}<think></think>{% endif %}{% endif %}",
         ),
         ("<|im_start|>", "<|im_end|>"),
         "<|im_end|>",
@@ -80,15 +84,16 @@ FAMILIES = {
     "llama2": Family(
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }} </s>"
         "{% elif m.role == 'user' %}<s>[INST] {% if loop.index0 == 1 and messages[0].role == "
-        "'system' %}<<SYS>>\n{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}{{ m.content | trim }}"
-        " [/INST]{% endif %}{% endfor %}",
+        "'system' %}<<SYS>>\n{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}"
+        "{{ m.content | trim }} [/INST]{% endif %}{% endfor %}",
         ("<s>", "</s>"),
         "</s>",
         " </s><s>[INST] {} [/INST]",
     ),
     # The system message goes to the newest turn, and from those before it.
     "mistral": Family(
-        _LAST_QUERY + "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}"
+        _LAST_QUERY
+        + "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}"
         "</s>{% elif m.role == 'user' %}[INST] {% if loop.index0 == at.last and messages[0].role "
         "== 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]{% endif %}"
         "{% endfor %}",
@@ -134,17 +139,18 @@ FAMILIES = {
         "<|endoftext|>\n<|user|>\n{}<|endoftext|>\n<|assistant|>\n",
     ),
     "vicuna": Family(
-        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == 'user' "
-        "%}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == "
+        "'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
         ("</s>",),
         "</s>",
         "</s>USER: {} ASSISTANT:",
     ),
     "command-r": Family(
-        "<BOS>{% for m in messages %}<|START_OF_TURN|>{{ {'user': '<|USER|>', 'system': '<|SYSTEM|>'"
-        ", 'assistant': '<|CHATBOT|>'}[m.role] }}{{ m.content | trim }}<|END_OF_TURN|>{% endfor %}"
-        "{% if add_generation_prompt %}<|START_OF_TURN|><|CHATBOT|>{% endif %}",
+        "<BOS>{% for m in messages %}<|START_OF_TURN|>{{ {'user': '<|USER|>', 'system': "
+        "'<|SYSTEM|>', 'assistant': '<|CHATBOT|>'}[m.role] }}{{ m.content | trim }}<|END_OF_TURN|>"
+        "{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN|><|CHATBOT|>{% endif %}",
         ("<BOS>", "<|START_OF_TURN|>", "<|USER|>", "<|SYSTEM|>", "<|CHATBOT|>", "<|END_OF_TURN|>"),
         "<|END_OF_TURN|>",
         "<|END_OF_TURN|><|START_OF_TURN|><|USER|>{}<|END_OF_TURN|><|START_OF_TURN|><|CHATBOT|>",
@@ -153,8 +159,8 @@ FAMILIES = {
     "harmony": Family(
         "{% for m in messages %}{% if m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>"
         "{{ m.content }}<|end|>{% else %}<|start|>assistant<|channel|>final<|message|>"
-        "{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        "{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' "
+        "}}{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
         "<|return|>",
         "<|end|><|start|>user<|message|>{}<|end|><|start|>assistant",
