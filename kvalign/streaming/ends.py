@@ -1,7 +1,12 @@
 """Tokens that end an answer."""
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvalign.foundation.settings import typed
 from kvalign.streaming.turns import answer_end
@@ -21,8 +26,8 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     return sorted((ends | {tokenizer.eos_token_id, answer_end(tokenizer)}) - {None})
 
 
-def named_in(config: GenerationConfig) -> list[int]:
-    """End tokens that a config names: none, one or several.
+def named_in(config: GenerationConfig | PretrainedConfig) -> list[int]:
+    """End tokens that a config or a generation_config names: none, one or several.
 
     Raises:
         UserError: they are not token ids.
@@ -31,4 +36,5 @@ def named_in(config: GenerationConfig) -> list[int]:
     if isinstance(end, Tensor):
         end = end.reshape(-1).tolist()
     ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
-    return [typed("eos_token_id of a model's generation_config", one, int) for one in ends]
+    which = "generation_config" if isinstance(config, GenerationConfig) else "config"
+    return [typed(f"eos_token_id of a model's {which}", one, int) for one in ends]

@@ -144,10 +144,10 @@ def messages_text(
     """Return the text to feed for several messages, the last of them a user's, before the model
     answers.
 
-    What a stream holds stays as it is: its tokens are those that the model wrote. Templates that
-    write earlier turns in another way than the last one (without what the model thought, or its
-    empty frame) are asked only for what follows an answer. So they are given a whole conversation,
-    in which a word stands for that answer, and what follows this word is returned.
+    What a stream holds stays as it is: its tokens are those that the model wrote. A template may
+    write earlier answers in another way than the last one (without what the model thought, or its
+    empty frame). So it is given a whole conversation in which a word stands for the answer before,
+    and what it writes after this word is returned.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
@@ -183,8 +183,8 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     for more in ([], [_said("user", _NEXT)]):
         try:
             text = _render(tokenizer, [*said, *more], to_answer=False)
-        except UserError:  # for who asks for a turn; a stream of text needs none
-            return None
+        except UserError:  # a template that cannot be used is refused where it is needed
+            continue
         after = text.partition(_ANSWER)[2].partition(_NEXT)[0]
         ids = ids_of(after, tokenizer, prefix=False, goes_on=True)
         if ends := [token for token in ids if token in special]:
