@@ -8,7 +8,7 @@ own. A copy of the tokenizer with only these special tokens then encodes the out
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
@@ -30,8 +30,7 @@ def masked(
         UserError: a text that is not valid Unicode.
     """
     masks: dict[str, str] = {}
-    free = (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
-    without = []
+    free, without = unused_in(texts), []
     for text in texts:
         check_text(text)
         pieces, done = [], 0
@@ -42,6 +41,11 @@ def masked(
             done = end
         without.append("".join([*pieces, text[done:]]))
     return without, {mask: token for token, mask in masks.items()}
+
+
+def unused_in(texts: Sequence[str]) -> Iterator[str]:
+    """Characters that mean nothing and are in none of these texts, without end."""
+    return (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
 
 
 def encoder_of_masked(

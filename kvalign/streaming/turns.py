@@ -8,18 +8,15 @@ A model with a chat template uses it; any other model uses the plain form of Str
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.escape import check_text
-from kvalign.models.control_tokens import masked, special_of
+from kvalign.models.control_tokens import masked, special_of, unused_in
 from kvalign.models.template_trial import fault_of
 from kvalign.models.text_ids import ids_of
-
-# They stand for an answer and for what the user says next: characters that no template writes.
-_ANSWER, _NEXT = "\U000ffffc", "\U000ffffd"
 
 
 def turn_ids(
@@ -146,8 +143,8 @@ def messages_text(
 
     What a stream holds stays as it is: its tokens are those that the model wrote. A template may
     write earlier answers in another way than the last one (without what the model thought, or its
-    empty frame). So it is given a whole conversation in which a word stands for the answer before,
-    and what it writes after this word is returned.
+    empty frame). So it is given a whole conversation in which one character stands for the answer
+    before, and what it writes after this character is returned.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
@@ -161,15 +158,16 @@ def messages_text(
     told = [] if system is None else [_said("system", system)]
     if not tokenizer.chat_template:
         return "\n\n" * goes_on + "".join(map(_plain, [*told * (not goes_on), *messages]))
-    before = [_said("user", "?"), _said("assistant", _ANSWER)] if goes_on else []
+    answer = next(unused_in([message["content"] for message in (*told, *messages)]))
+    before = [_said("user", "?"), _said("assistant", answer)] if goes_on else []
     text = _render(tokenizer, [*told, *before, *messages], to_answer=True)
     for message in (*told, *messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             what = f"leaves out the {message['role']}'s message"
             raise UserError(f"the chat template of this model {what}")
-    if goes_on and _ANSWER not in text:
+    if goes_on and answer not in text:
         raise UserError("the chat template of this model leaves out earlier answers")
-    return text.partition(_ANSWER)[2] if goes_on else text
+    return text.partition(answer)[2] if goes_on else text
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -178,14 +176,14 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """
     if not tokenizer.chat_template:
         return None
-    special = special_of(tokenizer)
-    said = [_said("user", "?"), _said("assistant", _ANSWER)]
-    for more in ([], [_said("user", _NEXT)]):
+    special, (answer, next_turn) = special_of(tokenizer), islice(unused_in([]), 2)
+    said = [_said("user", "?"), _said("assistant", answer)]
+    for more in ([], [_said("user", next_turn)]):
         try:
             text = _render(tokenizer, [*said, *more], to_answer=False)
         except UserError:  # a template that cannot be used is refused where it is needed
             continue
-        after = text.partition(_ANSWER)[2].partition(_NEXT)[0]
+        after = text.partition(answer)[2].partition(next_turn)[0]
         ids = ids_of(after, tokenizer, prefix=False, goes_on=True)
         if ends := [token for token in ids if token in special]:
             return ends[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.served import serving
 from helpers.spaced_tokenizers import TOKENIZERS
 from helpers.tiny_models import tiny_model
 from hypothesis import HealthCheck, example, given, settings
@@ -18,6 +19,8 @@ from kvalign.app.commands.generate import read_prompt
 from kvalign.app.serve.prompts import Prompts
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.text_ids import ids_of
 from kvalign.streaming import turns
@@ -136,6 +139,17 @@ def test_messages(text, tokenizer):
         # The same by the copy of the tokenizer that reads special tokens as text.
         masked = ids_of(text, tokenizer, prefix=False, goes_on=True, masks={"\U000fffff": "?"})
         assert masked == ids_of(text, tokenizer, prefix=False, goes_on=True)
+
+
+def test_a_rendered_prompt_of_a_request(model):
+    """It begins once, as the same text without its begin does."""
+    loaded = LoadedModel(model, TOKENIZERS["bytes after a begin"](), spec_of(model.config, "tiny"))
+    with serving(loaded, cache_size=8, method="streaming-llm") as server, server.client() as client:
+        plain, rendered = (
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage.prompt_tokens
+            for prompt in ("the er", "<s>the er")
+        )
+    assert plain == rendered == 1 + len(words_of(loaded.tokenizer, "the er"))
 
 
 def in_one_file(folder, text):
