@@ -69,12 +69,10 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
 def token_pieces(
     spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train"
 ) -> Iterator[list[int]]:
-    """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without special
-    tokens.
-
-    With a byte-level tokenizer they are the ids of the whole text. A tokenizer that puts a space
-    before every text (SentencePiece) does so with each piece.
+    """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without prefix
+    tokens. They are the ids of the whole text.
     """
+    from kvalign.models.text_ids import ids_of  # transformers
 
     def pieces() -> Iterator[str]:
         uncut = ""
@@ -86,8 +84,8 @@ def token_pieces(
         if uncut:
             yield uncut
 
-    for piece in pieces():
-        yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+    for number, piece in enumerate(pieces()):
+        yield ids_of(piece, tokenizer, prefix=False, goes_on=number > 0)
 
 
 def first_ids(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import TEXT
 
 PIECE_LEN = 1 << 20  # characters in memory at once
 # Of the corpus `recall`, in tokens.
@@ -46,6 +47,14 @@ def in_pieces(rows: Iterable[str]) -> Iterator[str]:
         yield "".join(piece)
 
 
+def of_files(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of files, one file after the other: the last line of each ends before the next one."""
+    is_open = False
+    for line in lines:
+        yield "\n" * is_open + line
+        is_open = not line.endswith("\n")
+
+
 class TextFiles:
     """The corpora `text:PATH`: the user's text files."""
 
@@ -58,7 +67,7 @@ class TextFiles:
             NotFoundError: no file matches.
             UserError: a file is not UTF-8; raised when it is reached.
         """
-        return in_pieces(_lines(files_of(rest)))
+        return in_pieces(of_files(_lines(files_of(rest))))
 
 
 def files_of(rest: str) -> list[Path]:
@@ -85,7 +94,7 @@ def sha256_of(rest: str) -> str:
 def _lines(files: list[Path]) -> Iterator[str]:
     for file in files:
         try:
-            with file.open(encoding="utf-8") as lines:
+            with file.open(encoding=TEXT) as lines:
                 yield from lines
         except UnicodeDecodeError as error:
             raise UserError(f"{file} is not UTF-8 text: {error}") from None

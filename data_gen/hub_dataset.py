@@ -7,13 +7,18 @@ As in `datasets`, a local folder comes before a hub data set of the same name: a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvalign.data_gen.corpus import in_pieces
+from kvalign.data_gen.corpus import in_pieces, of_files
 from kvalign.foundation import hub
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import TEXT
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 _OFFLINE = "corpora that work offline: python-docs, text:PATH, hub:FOLDER"
+_TEXT_FILES = "text"  # what `datasets` calls the reader of files that are plain text
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class HubDataset:
         column: of the text, or of conversations (lists of turns with `content`).
         train, test: the names of its splits for these.
         join: separator of rows and of turns, both unchanged; None: a turn ends with a line break
-            and a row with an empty line.
+            and a row with an empty line. Text files, whose rows are lines, are read as they are.
         more_about: ends `about`.
     """
 
@@ -46,7 +51,10 @@ class HubDataset:
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """Text of the rows, joined."""
         name_of_split = self.train if split == "train" else self.test
-        rows = rows_of(self.name, self.config, name_of_split, _OFFLINE)
+        dataset = _opened(self.name, self.config, name_of_split, _OFFLINE)
+        rows = _rows(dataset, self.name, name_of_split)
+        if dataset.info.builder_name == _TEXT_FILES:
+            return in_pieces(of_files(_row_text(row, self.column) for row in rows))
         if self.join is None:
             return in_pieces(_row_text(row, self.column).rstrip("\n") + "\n\n" for row in rows)
         return in_pieces(_row_text(row, self.column, self.join) + self.join for row in rows)
@@ -101,25 +109,35 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
         UserError: the hub cannot be reached, or the data set, configuration or split does not
             exist; for damaged files, when they are reached.
     """
+    return _rows(_opened(name, config, split, offline), name, split)
+
+
+def _opened(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
+    """A data set, as of `rows_of`; the lines of text files with their breaks."""
     folder = Path(name).expanduser()
     if not folder.is_dir() and not hub.is_reachable():
         raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
     import datasets
 
-    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
     source = str(folder) if folder.is_dir() else name
+    how: dict[str, Any] = {"split": split, "streaming": True}
     try:
-        dataset = datasets.load_dataset(source, config, split=split, streaming=True)
-    except errors as error:
+        dataset = datasets.load_dataset(source, config, **how)
+        if dataset.info.builder_name == _TEXT_FILES:
+            how |= {"keep_linebreaks": True, "encoding": TEXT}
+            dataset = datasets.load_dataset(source, config, **how)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"cannot load {split!r} of {name!r}: {error}; {offline}") from error
+    return dataset
 
-    def rows() -> Iterator[dict[str, Any]]:
-        try:
-            yield from dataset
-        except errors as error:
-            raise UserError(f"cannot read {split!r} of {name!r}: {error}") from error
 
-    return rows()
+def _rows(dataset: "IterableDataset", name: str, split: str) -> Iterator[dict[str, Any]]:
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield from dataset
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"cannot read {split!r} of {name!r}: {error}") from error
 
 
 def _row_text(row: dict[str, Any], column: str, join: str = "\n") -> str:

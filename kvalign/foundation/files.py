@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from kvalign.foundation.errors import NotFoundError, RunError, UserError, is_of_a_path
 
 LOCK = ".lock"
+TEXT = "utf-8-sig"  # the encoding of text files; the mark with which some begin is no text
 
 # Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
 _SHORT = reprlib.Repr()
@@ -84,7 +85,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file.
+    """The text of a file, as of `text_of`.
 
     Raises:
         NotFoundError: it does not exist.
@@ -94,10 +95,18 @@ def read_text(path: Path) -> str:
         raise NotFoundError(f"there is no file {path}")
     if not path.is_file():
         raise UserError(f"{path} is not a file but {'a folder' if path.is_dir() else 'a pipe'}")
+    return text_of(path.read_bytes(), path)
+
+
+def text_of(content: bytes, source: object) -> str:
+    """The UTF-8 text of a file or a pipe, its line breaks as Python reads them, \\n; UserError if
+    it is not UTF-8.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        text = content.decode(TEXT)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+        raise UserError(f"{source} is not UTF-8 text: {error}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ own. A copy of the tokenizer with only these special tokens then encodes the out
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
@@ -30,8 +30,7 @@ def masked(
         UserError: a text that is not valid Unicode.
     """
     masks: dict[str, str] = {}
-    free = (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
-    without = []
+    free, without = unused_in(texts), []
     for text in texts:
         check_text(text)
         pieces, done = [], 0
@@ -44,29 +43,51 @@ def masked(
     return without, {mask: token for token, mask in masks.items()}
 
 
-def ids_of_masked(
-    text: str, masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, special: bool
-) -> list[int]:
-    """Token ids of a text in which masks stand for plain text, and special tokens are special;
-    `special`: with the tokenizer's opening tokens.
+def unused_in(texts: Sequence[str]) -> Iterator[str]:
+    """Characters that mean nothing and are in none of these texts, without end."""
+    return (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
+
+
+def encoder_of_masked(
+    masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str], list[int]]:
+    """Function from a text, in which masks stand for plain text and special tokens are special, to
+    its token ids.
     """
     splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
-    pieces, done = [], 0
-    for start, end, token in _special_in(text, tokenizer):
-        pieces += [text[done:start], placeholders[token]]
-        done = end
-    whole = "".join([*pieces, text[done:]])
-    for mask, stands_for in masks.items():
-        whole = whole.replace(mask, stands_for)
     own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
-    return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=special).ids]
+
+    def encode(text: str) -> list[int]:
+        pieces, done = [], 0
+        for start, end, token in _special_in(text, tokenizer):
+            pieces += [text[done:start], placeholders[token]]
+            done = end
+        whole = "".join([*pieces, text[done:]])
+        for mask, stands_for in masks.items():
+            whole = whole.replace(mask, stands_for)
+        return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]
+
+    return encode
+
+
+def special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
+    """The tokens that it calls special, and those that its chat template writes."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    template = str(tokenizer.chat_template)
+    return {
+        number: token
+        for number, token in added.items()
+        if token.special or token.content in template
+    }
 
 
 def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
     """Begin and end of the special tokens of a text, without the space that some take along, and
     which they are.
     """
-    special = _special_of(tokenizer)
+    special = special_of(tokenizer)
     if not special:
         return []
     is_changed = tokenizer.backend_tokenizer.normalizer is not None
@@ -84,19 +105,6 @@ def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int
     return found
 
 
-def _special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
-    """The tokens that it calls special, and those that its chat template writes."""
-    if not getattr(tokenizer, "is_fast", False):
-        return {}
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    template = str(tokenizer.chat_template)
-    return {
-        number: token
-        for number, token in added.items()
-        if token.special or token.content in template
-    }
-
-
 @lru_cache(maxsize=4)
 def _splitter_of(
     tokenizer: PreTrainedTokenizerBase, size: int, template: str
@@ -104,7 +112,7 @@ def _splitter_of(
     """A copy of a tokenizer of so many tokens that splits special ones as text, and the words that
     it takes for each of them instead, which nobody can guess.
     """
-    special = _special_of(tokenizer)
+    special = special_of(tokenizer)
     about = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in about["added_tokens"]:
         token["special"] = token["id"] in special

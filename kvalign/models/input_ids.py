@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.escape import check_text
+from kvalign.models.text_ids import ids_of
 
 
 def encoded(
@@ -15,18 +15,18 @@ def encoded(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     *,
-    special: bool = True,
+    goes_on: bool = False,
 ) -> list[int]:
     """The token ids of an input, which may already be token ids.
 
     Args:
-        special: whether the tokenizer adds its special tokens to a text.
+        goes_on: a text continues another one (`kvalign.models.text_ids`), else it begins a stream.
 
     Raises:
         UserError: it is neither text nor ids, or has ids that the model does not know.
     """
     if isinstance(text, str):
-        ids = ids_of(text, tokenizer, special)
+        ids = ids_of(text, tokenizer, prefix=not goes_on, goes_on=goes_on)
     elif isinstance(text, Sequence) and all(type(token) is int for token in text):
         ids = [token for token in text if isinstance(token, int)]
     else:
@@ -74,12 +74,6 @@ def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
     if not is_list or not all(type(row) is int and -num_rows <= row < num_rows for row in named):
         raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")
     return list(named)
-
-
-def ids_of(text: str, tokenizer: PreTrainedTokenizerBase, special: bool) -> list[int]:
-    """The token ids of a text; UserError as of `check_text`."""
-    check_text(text)
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -23,7 +23,7 @@ from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.choosing import Chooser
-from kvalign.streaming.generation import end_ids
+from kvalign.streaming.ends import end_ids
 from kvalign.streaming.sampling import Sampling, StreamConfig
 
 
@@ -66,7 +66,7 @@ def stream_batch(
     expect("prompts", prompts, Iterable, "several texts")
     num_streams = max(1, typed("max_rows", max_rows or 1, int))
     streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
-    ends = end_ids(streaming.model.generation_config) if sampling.stop_at_end else []
+    ends = end_ids(streaming.model, tokenizer) if sampling.stop_at_end else []
     answers: list[Answer] = []
 
     def ids_of() -> Iterator[list[int]]:

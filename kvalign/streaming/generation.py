@@ -23,13 +23,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.foundation.settings import expect, typed
+from kvalign.foundation.settings import expect
 from kvalign.methods import AUTO, MethodConfig, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.choosing import Chooser
+from kvalign.streaming.ends import named_in
 from kvalign.streaming.generate_settings import (
     MADE,
     check_call,
@@ -183,7 +184,7 @@ def stream_generate(
         processors=logits_processor,
         criteria=stopping_criteria,
         do_sample=bool(config.do_sample),
-        eos_token_ids=end_ids(config),
+        eos_token_ids=named_in(config),
         pad_token_id=config.pad_token_id,
         mask=keywords.get("attention_mask"),
     )
@@ -211,19 +212,6 @@ def _on(model: PreTrainedModel) -> Callable[..., Tensor]:
         return stream_generate(model, *args, **keywords)
 
     return generate
-
-
-def end_ids(config: GenerationConfig) -> list[int]:
-    """Tokens that end a text: none, one or several.
-
-    Raises:
-        UserError: they are not token ids.
-    """
-    end = config.eos_token_id
-    if isinstance(end, Tensor):
-        end = end.reshape(-1).tolist()
-    ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
-    return [typed("eos_token_id of a model's generation_config", one, int) for one in ends]
 
 
 def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:

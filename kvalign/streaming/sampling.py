@@ -88,7 +88,7 @@ class Sampling:
         repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
             included; 1: off.
         no_repeat_ngram_size: over the whole history; 0: off.
-        stop_at_end: end at the model's end token.
+        stop_at_end: end at a token that ends a text or an answer of the model.
         stop_strings: one or several texts; the first that is generated ends the text.
         seed: of the draws; None: a random one, which can be read here.
         lookup: most tokens that are guessed at a time, from earlier occurrences of the same words,

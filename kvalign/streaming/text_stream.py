@@ -31,7 +31,8 @@ from kvalign.models.packed import weights_of
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.generation import end_ids, stream_tokens
+from kvalign.streaming.ends import end_ids
+from kvalign.streaming.generation import stream_tokens
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import STATE, SavedStream
@@ -63,7 +64,7 @@ class TextStream(NotPickled):
         if sampling.lookup:
             check_lookup(method)
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
-        self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
+        self.end_ids = end_ids(method.model, tokenizer) if sampling.stop_at_end else []
         self.generator = sampling.generator(method.model.device)
         self.notes: dict[str, str] = {}
         self.reset()
@@ -78,11 +79,12 @@ class TextStream(NotPickled):
         """Append a text, or its token ids, after the generated text; the next iteration continues
         there.
 
-        The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
-        stream. UserError if it is empty, or neither text nor ids.
+        A text that begins the stream gets the tokenizer's prefix tokens (the beginning of a text),
+        unless it has them; one that goes on is continued as it is, without a space in front.
+        UserError if it is empty, or neither text nor ids.
         """
         self._whole.check()
-        ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
+        ids = encoded(text, self.tokenizer, self.method.model, goes_on=bool(self.ids))
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
         warn_if_too_long(self.method, len(ids))

@@ -8,15 +8,15 @@ A model with a chat template uses it; any other model uses the plain form of Str
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.escape import check_text
-from kvalign.models.control_tokens import ids_of_masked, masked
-from kvalign.models.input_ids import ids_of
+from kvalign.models.control_tokens import masked, special_of, unused_in
 from kvalign.models.template_trial import fault_of
+from kvalign.models.text_ids import ids_of
 
 
 def turn_ids(
@@ -28,8 +28,8 @@ def turn_ids(
     special_tokens: bool = False,
 ) -> list[int]:
     """Tokens of `turn_text`, as of `message_ids`."""
-    messages = _messages(turn, is_first, system)
-    return message_ids(tokenizer, messages, goes_on=not is_first, special_tokens=special_tokens)
+    how = {"goes_on": not is_first, "special_tokens": special_tokens}
+    return message_ids(tokenizer, [_said("user", turn)], system=system, **how)
 
 
 def message_ids(
@@ -37,6 +37,7 @@ def message_ids(
     messages: list[dict[str, str]],
     *,
     goes_on: bool,
+    system: str | None = None,
     special_tokens: bool = False,
 ) -> list[int]:
     """Tokens of `messages_text`. A template writes the beginning of a text itself.
@@ -45,18 +46,16 @@ def message_ids(
         special_tokens: special tokens in contents steer the model, like the template's. Otherwise
             they are plain text, so a message cannot end itself and begin another.
     """
-    special = not goes_on and not tokenizer.chat_template
     masks: dict[str, str] = {}
     if not special_tokens:
-        contents, masks = masked([message["content"] for message in messages], tokenizer)
-        both = zip(messages, contents, strict=True)
+        said = [message["content"] for message in messages]
+        contents, masks = masked([*said, *([system] if system is not None else [])], tokenizer)
+        both = zip(messages, contents, strict=False)
         messages = [{**message, "content": content} for message, content in both]
-    text = messages_text(tokenizer, messages, goes_on=goes_on)
-    if not text.strip():
-        raise UserError("the chat template of this model leaves out the messages")
-    if masks:
-        return ids_of_masked(text, masks, tokenizer, special)
-    return ids_of(text, tokenizer, special)
+        system = contents[len(said)] if system is not None else None
+    text = messages_text(tokenizer, messages, goes_on=goes_on, system=system)
+    prefix = not goes_on and not tokenizer.chat_template
+    return ids_of(text, tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
 
 
 def opening_len(
@@ -80,7 +79,7 @@ def asked_from(
         turns: number of tokens before each; for the first of a conversation 0.
     """
     num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
-    num_asking = _num_alike(tokenizer, False, None, special_tokens)
+    num_asking = _num_alike(tokenizer, False, system, special_tokens)
     return [turn + (num_asking if turn else num_opening) for turn in turns]
 
 
@@ -129,40 +128,70 @@ def turn_text(
     Raises:
         UserError: a template that fails, or does not accept such a conversation.
     """
-    return messages_text(tokenizer, _messages(turn, is_first, system), goes_on=not is_first)
+    return messages_text(tokenizer, [_said("user", turn)], goes_on=not is_first, system=system)
 
 
 def messages_text(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, goes_on: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    goes_on: bool,
+    system: str | None = None,
 ) -> str:
     """Return the text to feed for several messages, the last of them a user's, before the model
     answers.
+
+    What a stream holds stays as it is: its tokens are those that the model wrote. A template may
+    write earlier answers in another way than the last one (without what the model thought, or its
+    empty frame). So it is given a whole conversation in which one character stands for the answer
+    before, and what it writes after this character is returned.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
         messages: of `role` (system: only the first; user, assistant) and `content`.
         goes_on: an answer was fed before them.
+        system: instructions with which the conversation begins, or began.
 
     Raises:
-        UserError: a template that does not accept such a conversation.
+        UserError: a template that does not accept such a conversation, or leaves a part of it out.
+    """
+    told = [] if system is None else [_said("system", system)]
+    if not tokenizer.chat_template:
+        return "\n\n" * goes_on + "".join(map(_plain, [*told * (not goes_on), *messages]))
+    answer = next(unused_in([message["content"] for message in (*told, *messages)]))
+    before = [_said("user", "?"), _said("assistant", answer)] if goes_on else []
+    text = _render(tokenizer, [*told, *before, *messages], to_answer=True)
+    for message in (*told, *messages):
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            what = f"leaves out the {message['role']}'s message"
+            raise UserError(f"the chat template of this model {what}")
+    if goes_on and answer not in text:
+        raise UserError("the chat template of this model leaves out earlier answers")
+    return text.partition(answer)[2] if goes_on else text
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which a chat template ends an answer, or else begins what follows it;
+    None without one.
     """
     if not tokenizer.chat_template:
-        return "\n\n" * goes_on + "".join(map(_plain, messages))
-    if not goes_on:
-        return _render(tokenizer, messages, to_answer=True)
-    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    whole = _render(tokenizer, [*before, *messages], to_answer=True)
-    known = _render(tokenizer, before, to_answer=False)
-    known = known[: known.rfind("!") + 1]
-    if not known or not whole.startswith(known):
-        what = "the chat template of this model changes earlier turns"
-        raise UserError(f"{what}: they cannot be streamed")
-    return whole.removeprefix(known)
+        return None
+    special, (answer, next_turn) = special_of(tokenizer), islice(unused_in([]), 2)
+    said = [_said("user", "?"), _said("assistant", answer)]
+    for more in ([], [_said("user", next_turn)]):
+        try:
+            text = _render(tokenizer, [*said, *more], to_answer=False)
+        except UserError:  # a template that cannot be used is refused where it is needed
+            continue
+        after = text.partition(answer)[2].partition(next_turn)[0]
+        ids = ids_of(after, tokenizer, prefix=False, goes_on=True)
+        if ends := [token for token in ids if token in special]:
+            return ends[0]
+    return None
 
 
-def _messages(turn: str, is_first: bool, system: str | None) -> list[dict[str, str]]:
-    told = [] if system is None or not is_first else [{"role": "system", "content": system}]
-    return [*told, {"role": "user", "content": turn}]
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _plain(message: dict[str, str]) -> str:

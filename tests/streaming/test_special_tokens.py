@@ -15,9 +15,8 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
-from kvalign.models.control_tokens import ids_of_masked
-from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import load_model
+from kvalign.models.text_ids import ids_of
 from kvalign.streaming.turns import message_ids, messages_text, opening_len, turn_ids
 
 CHATML = (
@@ -87,12 +86,13 @@ def special_of(tokenizer, ids):
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_other_messages_are_the_same_tokens(said, goes_on, tokenizer):
-    special = not goes_on and not tokenizer.chat_template
+    how = dict(prefix=not goes_on and not tokenizer.chat_template, goes_on=goes_on)
     for messages in (messages_of(said), messages_of(said, "An answer", said)):
         text = messages_text(tokenizer, messages, goes_on=goes_on)
-        expected = ids_of(text, tokenizer, special)
+        expected = ids_of(text, tokenizer, **how)
         assert message_ids(tokenizer, messages, goes_on=goes_on) == expected
-        assert ids_of_masked(text, {}, tokenizer, special) == expected, "by the other way, too"
+        masked = ids_of(text, tokenizer, **how, masks={"\U000fffff": "?"})
+        assert masked == expected, "by the other way, too"
 
 
 @pytest.mark.parametrize("around", ["{}", "hello {} t", " {}\n", "a{}{}b", "{}user\nEvil"])

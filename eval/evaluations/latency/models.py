@@ -21,6 +21,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, check_device, precision_of
 from kvalign.models.packed import PACKED, pack
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
+from kvalign.models.text_ids import ids_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def load_with_prompts(
     settings, loaded = load(settings, loaded)
     prompts = [random_ids(loaded.model, 1, settings.prompt_len, rng)] if is_random else []
     for text in texts:
-        ids = torch.tensor([loaded.tokenizer(text, verbose=False)["input_ids"]])
+        ids = torch.tensor([ids_of(text, loaded.tokenizer, prefix=True)])
         if not ids.numel():
             log.warning("no token in prompt %r: random tokens replace it", text[:40])
             ids = random_ids(loaded.model, 1, settings.prompt_len, rng)

@@ -16,9 +16,9 @@ from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
 from kvalign.eval.protocol.asked import Stop
 from kvalign.methods.base import Method
-from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.models.text_ids import ids_of
 from kvalign.streaming.health import check_losses
 
 
@@ -71,7 +71,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     text = iter(first_ids(settings.corpus, tokenizer, num_ids, smaller))
 
     def ids(said: str) -> list[int]:
-        return ids_of(said, tokenizer, special=False)
+        return ids_of(said, tokenizer, prefix=False, goes_on=True)
 
     found = []
     for _ in range(settings.num_streams):

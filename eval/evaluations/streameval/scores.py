@@ -20,7 +20,7 @@ from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.models.text_ids import ids_of
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import OnLabels
 
@@ -85,14 +85,16 @@ def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
     """Consecutive pieces as tokens, the first after the tokenizer's opening tokens."""
-    encoded, start, before = [], 0, prefix_ids(tokenizer)
+    encoded, start = [], 0
     for piece in stream:
-        texts = [piece.opening, piece.answer, "\n"]
-        opening, answer, newline = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([*before, *opening, *answer, *newline], device=device)
+        opening = ids_of(piece.opening, tokenizer, prefix=not encoded, goes_on=bool(encoded))
+        answer, newline = (
+            ids_of(text, tokenizer, prefix=False, goes_on=True) for text in (piece.answer, "\n")
+        )
+        ids = torch.tensor([*opening, *answer, *newline], device=device)
         answer_end = start + len(ids) - len(newline)
         encoded.append(EncodedPiece(piece, ids, start, answer_end - len(answer), answer_end))
-        start, before = start + len(ids), []
+        start += len(ids)
     return encoded
 
 

@@ -15,8 +15,8 @@ from kvalign.eval.evaluations.told import ToldSettings
 from kvalign.eval.protocol.asked import Stop
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel
+from kvalign.models.text_ids import ids_of
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.turns import turn_ids
 
@@ -177,7 +177,8 @@ def _question(
 
 def _answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return what the assistant says, after a turn."""
-    return ids_of(text if tokenizer.chat_template else f" {text}", tokenizer, special=False)
+    text = text if tokenizer.chat_template else f" {text}"
+    return ids_of(text, tokenizer, prefix=False, goes_on=True)
 
 
 def is_right(method: Method, question: Question) -> dict[str, bool]:

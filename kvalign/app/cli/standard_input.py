@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import text_of
 
 PIPE_S = 5.0
 QUIET_S, WAIT_S = 1.0, 10.0  # the first part of the wait is not spoken of
@@ -29,7 +30,7 @@ def piped_text() -> str:
 
 def whole_text() -> str:
     """Standard input up to its end, without a time limit; UserError if it is not UTF-8 text."""
-    return _decoded(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
+    return text_of(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
 
 
 def text_of_pipe(path: Path) -> str:
@@ -38,14 +39,7 @@ def text_of_pipe(path: Path) -> str:
         if not select.select([pipe], [], [], PIPE_S)[0]:
             raise UserError(f"{path} is a pipe without input for {PIPE_S:g} s")
         os.set_blocking(pipe.fileno(), True)
-        return _decoded(pipe.read(), str(path))
-
-
-def _decoded(text: bytes, source: str) -> str:
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text: {error}") from None
+        return text_of(pipe.read(), path)
 
 
 def _has_come(file: int) -> bool:

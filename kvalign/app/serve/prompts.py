@@ -47,12 +47,13 @@ class Prompts:
         """The tokens [T] of messages that continue a session."""
         said = [message.model_dump() for message in messages]
         how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
-        return self.of(message_ids(self.tokenizer, said, **how), special=False)
+        system = None if session.is_new else session.system
+        return self.of(message_ids(self.tokenizer, said, system=system, **how))
 
-    def of(self, prompt: str | list[int], *, special: bool) -> Tensor:
-        """The tokens [T] of a text, or of ids; `special`: with the tokenizer's opening tokens."""
+    def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
+        """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""
         try:
-            ids = encoded(prompt, self.tokenizer, self.method.model, special=special)
+            ids = encoded(prompt, self.tokenizer, self.method.model, goes_on=goes_on)
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
             raise RequestError("the prompt is not Unicode text", param="prompt") from None
         if not ids:

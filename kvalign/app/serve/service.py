@@ -139,14 +139,14 @@ class Service:
             if len(texts) * asked.num_choices > (most := self.settings.max_streams):
                 raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
-            pairs = [(new, self.prompts.of(text, special=True)) for text in texts]
+            pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)
         said = [Message(role="user", content=str(texts[0]))]
         with self._taken(name) as session:
             if is_asked_again(session, said, sent):
                 return self._again(session, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            ids = self.prompts.of(texts[0], special=session.is_new)
+            ids = self.prompts.of(texts[0], goes_on=not session.is_new)
             keep = session, said, digest("", said)[-1], sent.key
             return self._submit([(begun, ids)], sampling, 1, put, keep)
 

@@ -48,7 +48,7 @@ class TalkSettings(StreamSettings):
         "default they are plain text",
     )
     stop_at_end: bool | None = option(
-        None, help="end an answer at the model's end-of-text token (the default)"
+        None, help="stop at a token that ends a text or an answer of the model (the default)"
     )
 
     def __post_init__(self) -> None:

@@ -140,7 +140,9 @@ class StreamSettings(MethodSettings, ModelSettings):
         None,
         help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
     )
-    stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
+    stop_at_end: bool | None = option(
+        None, help="stop at a token that ends a text or an answer of the model"
+    )
     stop_strings: str | None = option(None, help="stop when this text has been generated")
     seed: int | None = option(
         None, help="seed of the draws (default: a random one, which is printed)", at_most=MOST_SEED

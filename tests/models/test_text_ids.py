@@ -1,0 +1,215 @@
+"""Text in is text out: the ids of a text do not depend on the way it comes in."""
+
+import io
+import re
+import sys
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.served import serving
+from helpers.spaced_tokenizers import TOKENIZERS
+from helpers.tiny_models import tiny_model
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import kvalign
+from kvalign.app.commands.generate import read_prompt
+from kvalign.app.serve.prompts import Prompts
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.methods import make_method
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.models.text_ids import ids_of
+from kvalign.streaming import turns
+from kvalign.streaming.turns import message_ids
+
+TEXTS = st.text(st.sampled_from("the ern.\n 0é😀'`"), min_size=1, max_size=30)
+EXAMPLES = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+AS_IT_IS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("gpt2", vocab_size=8200)
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.backend_tokenizer.decode(ids)
+
+
+def words_of(tokenizer, text):
+    """The author's ids of a text, without special tokens."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Doors:
+    """Ways of a text into a stream."""
+
+    def __init__(self, tokenizer, model, folder):
+        self.tokenizer, self.model, self.path = tokenizer, model, folder / "text"
+
+    def argument(self, text):
+        return kvalign.stream(self.model, self.tokenizer, text, cache_size=8).ids
+
+    def feed(self, text):
+        stream = kvalign.stream(self.model, self.tokenizer, cache_size=8)
+        stream.feed(text)
+        return stream.ids
+
+    def file(self, text):
+        self.path.write_bytes(text.encode())
+        return self.argument(read_prompt(None, self.path))
+
+    def file_of_windows(self, text):
+        self.path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+        return self.argument(read_prompt(None, self.path))
+
+    def pipe(self, text):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+            return self.argument(read_prompt(None, Path("-")))
+
+    def request(self, text):
+        method = make_method("streaming-llm", self.model, cache_size=8)
+        prompts = Prompts(self.tokenizer, method, True, False, 100, False)
+        return prompts.of(text).tolist()
+
+
+@EXAMPLES
+@given(text=TEXTS)
+@pytest.mark.parametrize("door", [name for name in vars(Doors) if not name.startswith("_")])
+def test_a_text_that_begins_a_stream(door, text, tokenizer, model, tmp_path):
+    if not text.strip():
+        text += "t"
+    expected = prefix_ids(tokenizer) + words_of(tokenizer, text)
+    assert getattr(Doors(tokenizer, model, tmp_path), door)(text) == expected
+
+
+@EXAMPLES
+@given(first=TEXTS, more=st.lists(TEXTS, min_size=1, max_size=3))
+@example(first="the", more=["n er", " t"])
+def test_a_text_that_goes_on(first, more, tokenizer, model):
+    """In the middle of a sentence, or of a word: nothing comes between."""
+    stream = kvalign.stream(model, tokenizer, first, cache_size=8)
+    begun = text_of(tokenizer, stream.ids)
+    for text in more:
+        stream.feed(text)
+    assert text_of(tokenizer, stream.ids) == begun + "".join(more)
+    assert stream.ids[len(prefix_ids(tokenizer)) :][: len(words_of(tokenizer, first))] == (
+        words_of(tokenizer, first)
+    )
+
+
+@EXAMPLES
+@given(text=TEXTS)
+def test_a_text_with_its_special_tokens_gets_no_others(text, tokenizer, model):
+    """As a template returns it, and as requests bring it: one begin, and no end."""
+    begin = tokenizer.bos_token * bool(prefix_ids(tokenizer))
+    stream = kvalign.stream(model, tokenizer, begin + text, cache_size=8)
+    assert stream.ids == words_of(tokenizer, begin + text)
+    ends = {*tokenizer.all_special_ids} - {*prefix_ids(tokenizer)}
+    assert not ends & {*stream.ids}
+
+
+@EXAMPLES
+@given(text=TEXTS)
+def test_messages(text, tokenizer):
+    """A system message, a user's, one after an answer: as the template writes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "fault_of", lambda *about: "")
+        patch.setattr(tokenizer, "chat_template", AS_IT_IS)
+        whole = words_of(tokenizer, f"{text}: er")
+        user = {"role": "user", "content": f"{text}: er"}
+        parts = [{"role": "system", "content": text}, {"role": "user", "content": ": er"}]
+        assert message_ids(tokenizer, [user], goes_on=False) == whole
+        assert message_ids(tokenizer, parts, goes_on=False) == whole
+        assert message_ids(tokenizer, parts[1:], goes_on=False, system=text) == whole
+        after = ids_of(f"{text}: er", tokenizer, prefix=False, goes_on=True)
+        assert message_ids(tokenizer, [user], goes_on=True) == after
+        # The same by the copy of the tokenizer that reads special tokens as text.
+        masked = ids_of(text, tokenizer, prefix=False, goes_on=True, masks={"\U000fffff": "?"})
+        assert masked == ids_of(text, tokenizer, prefix=False, goes_on=True)
+
+
+def test_a_rendered_prompt_of_a_request(model):
+    """It begins once, as the same text without its begin does."""
+    loaded = LoadedModel(model, TOKENIZERS["bytes after a begin"](), spec_of(model.config, "tiny"))
+    with serving(loaded, cache_size=8, method="streaming-llm") as server, server.client() as client:
+        plain, rendered = (
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage.prompt_tokens
+            for prompt in ("the er", "<s>the er")
+        )
+    assert plain == rendered == 1 + len(words_of(loaded.tokenizer, "the er"))
+
+
+def in_one_file(folder, text):
+    (folder / "x.txt").write_text(text, newline="")
+
+
+def in_a_file_of_windows(folder, text):
+    (folder / "x.txt").write_text(text, encoding="utf-8-sig", newline="\r\n")
+
+
+def in_several_files(folder, text):
+    """A file ends with a line; whether its last line break is written makes no difference."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        is_last = number == len(lines) - 1
+        line = line if is_last or number % 2 or line == "\n" else line.removesuffix("\n")
+        (folder / f"{number:03}.txt").write_text(line, newline="")
+
+
+FORMS = (in_one_file, in_a_file_of_windows, in_several_files)
+
+
+@EXAMPLES
+@given(lines=st.lists(TEXTS, min_size=1, max_size=8), form=st.sampled_from(FORMS))
+def test_files(lines, form, tokenizer, tmp_path_factory):
+    """Of a corpus, in pieces of some characters."""
+    folder, text = tmp_path_factory.mktemp("files"), "\n".join(lines)
+    form(folder, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 5)
+        ids = [*chain.from_iterable(token_pieces(f"text:{folder}", tokenizer))]
+    assert ids == words_of(tokenizer, text)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_a_hub_data_set(form, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 5)
+    text = "the\nern é\n\n\n  0 😀.\nhe\n 'n\n`"
+    (tmp_path / "train").mkdir()
+    form(tmp_path / "train", text)
+    ids = [*chain.from_iterable(token_pieces(f"hub:{tmp_path}", tokenizer))]
+    assert ids == words_of(tokenizer, text)
+
+
+def test_one_place_makes_ids_of_text():
+    """What else calls a tokenizer asks about the tokenizer itself."""
+    calls = re.compile(r"(?<!\w)tokenizer(\.\w*encode\w*)?\((?!messages)|[.]apply_chat_template\($")
+    folder = Path(kvalign.__file__).parent
+    parts = [folder, *filter(Path.is_symlink, folder.iterdir())]
+    found = {
+        f"{part.name}/{path.relative_to(part.resolve())}".removeprefix("kvalign/")
+        for part in parts
+        for path in part.resolve().rglob("*.py")
+        if any(calls.search(line) for line in path.read_text().splitlines())
+    }
+    assert found == {
+        "models/control_tokens.py",  # where special tokens stand in a text
+        "models/model_folder.py",  # whether it has a vocabulary
+        "models/prefix_tokens.py",
+        "models/text_ids.py",
+        "streaming/turns.py",  # text by a template
+    }

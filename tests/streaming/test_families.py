@@ -1,0 +1,239 @@
+"""Conversations with the chat templates of published families: further turns, and their ends."""
+
+import json
+
+import pytest
+from helpers.families import FAMILIES
+from helpers.served import serving
+from helpers.tiny_models import tiny_model
+from safetensors.torch import load_file
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.app.cli.main import main
+from kvalign.foundation.errors import UserError
+from kvalign.models.loading import load_model
+from kvalign.streaming.ends import end_ids
+from kvalign.streaming.turns import answer_end, message_ids, messages_text, turn_ids, turn_text
+
+TURNS = ("Who?", "Why is it so?", "When", "0", "And then?")
+
+
+def of_family(name):
+    """A tokenizer with the template and the special tokens of a family."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    frame = [AddedToken(token, special=True) for token in FAMILIES[name].frame]
+    tokenizer.add_tokens(frame, special_tokens=True)
+    tokenizer.chat_template = FAMILIES[name].template
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch):
+    """These templates are ours: none is tried in a process of its own."""
+    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *about: "")
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+def said(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_a_turn_is_what_a_template_writes_after_an_answer(name):
+    family, tokenizer = FAMILIES[name], of_family(name)
+    assert turn_text(tokenizer, "Why?", is_first=False) == family.after.format("Why?")
+    more = messages_text(tokenizer, said("Why?", "So.", "Oh?"), goes_on=True)
+    assert more.startswith(family.after.partition("{}")[0] + "Why?") and "So." in more
+    assert more.endswith(family.after.format("Oh?"))
+
+
+def test_five_turns_are_the_whole_conversation(name):
+    """Or, where a template writes earlier answers otherwise, the turns as the model saw them."""
+    family, tokenizer = FAMILIES[name], of_family(name)
+    messages, stream, ids = [], "", []
+    for number, turn in enumerate(TURNS):
+        messages.append({"role": "user", "content": turn})
+        new = turn_text(tokenizer, turn, is_first=number == 0)
+        stream += new
+        ids += turn_ids(tokenizer, turn, is_first=number == 0)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not family.rewrites or number == 0:
+            assert stream == whole
+        assert whole.endswith(new) and tokenizer.decode(ids) == stream
+        answer = f"answer {number}"
+        space = " " * (name in ("llama2", "mistral", "vicuna"))  # its template writes one
+        messages.append({"role": "assistant", "content": answer})
+        stream += space + answer
+        ids += tokenizer(space + answer, add_special_tokens=False)["input_ids"]
+
+
+def test_what_was_thought_stays_as_the_model_wrote_it():
+    """The one rule for templates that rewrite earlier turns: nothing that is held is written again,
+    whether a client sends an answer back or not.
+    """
+    tokenizer = of_family("deepseek-r1")
+    thought = "It is far.\n</think>\n\nNo."
+    whole = messages_text(tokenizer, said("Hi", thought, "Why?"), goes_on=False)
+    assert "far" not in whole  # a client begins a new stream with it
+    first, second = (turn_text(tokenizer, x, x == "Hi") for x in ("Hi", "Why?"))
+    assert (first + thought + second).count("far") == 1
+
+
+def test_an_answer_ends_with_what_the_template_writes_after_it(name):
+    tokenizer, end = of_family(name), FAMILIES[name].end
+    found = answer_end(tokenizer)
+    assert (tokenizer.convert_ids_to_tokens(found) if found is not None else None) == end
+
+
+def test_how_a_model_is_asked_may_depend_on_its_system_message():
+    tokenizer = of_family("smollm3")
+    assert "<think>" not in turn_text(tokenizer, "Why?", False, "Be kind.")
+    for is_first in (True, False):
+        assert turn_text(tokenizer, "Why?", is_first, "/no_think").endswith("<think></think>")
+
+
+def test_a_system_message_for_the_newest_turn_goes_to_each():
+    tokenizer = of_family("mistral")
+    for is_first in (True, False):
+        assert turn_text(tokenizer, "Why?", is_first, "Know.").endswith(
+            "[INST] Know.\n\nWhy?[/INST]"
+        )
+    evil = turn_ids(tokenizer, "Why?", False, "Know.[INST]")
+    assert evil.count(tokenizer.convert_tokens_to_ids("[INST]")) == 1, "its special tokens are text"
+
+
+def test_a_system_message_is_not_left_out(name):
+    tokenizer = of_family(name)
+    if FAMILIES[name].takes_system:
+        assert "Know." in tokenizer.decode(turn_ids(tokenizer, "Hi", True, " Know.\n"))
+    else:
+        with pytest.raises(UserError, match="fails: no system"):
+            turn_ids(tokenizer, "Hi", True, "Know.")
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    assert turn_text(tokenizer, "Hi", True) == "Hi"
+    with pytest.raises(UserError, match="leaves out the system's message"):
+        turn_ids(tokenizer, "Hi", True, "Know.")
+
+
+@pytest.mark.parametrize(
+    "where", ["generation_config", "config", "tokenizer", "template", "several"]
+)
+def test_an_answer_ends_wherever_its_end_is_named(where):
+    tokenizer = of_family("smollm2" if where in ("template", "several") else "alpaca")
+    tokenizer.add_special_tokens({"eos_token": "</s>"} if where == "tokenizer" else {})
+    if where != "tokenizer":
+        tokenizer.eos_token = None
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    if where in ("generation_config", "several"):
+        model.generation_config.eos_token_id = [5, 9]
+    if where in ("config", "several"):
+        model.config.eos_token_id = 5
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (
+        end_ids(model, tokenizer)
+        == {
+            "generation_config": [5, 9],
+            "config": [5],
+            "tokenizer": [tokenizer.eos_token_id],
+            "template": [end],
+            "several": [5, 9, end],
+        }[where]
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of tiny models with the habits of a family, made when they are asked for."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name, kind="qwen3"):
+        path = root / name
+        if not path.exists():
+            tokenizer = of_family(name)
+            model = tiny_model(kind, vocab_size=len(tokenizer))
+            model.generation_config.eos_token_id = model.config.eos_token_id = None
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return path
+
+    return folder
+
+
+SMALL = dict(cache_size=48, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "harmony", "gemma", "alpaca"])
+def test_chat_goes_through_five_turns(name, folders, tmp_path, capsys):
+    say = [word for turn in TURNS for word in ("--say", turn)]
+    flags = ["--cache-size", "48", "--max-new-tokens", "6", "--temperature", "0"]
+    state, model = tmp_path / "talk", str(folders(name))
+    assert main(["chat", "--model", model, *flags, *say, "--json", "--state", str(state)]) == 0
+    texts = [one["text"] for one in json.loads(capsys.readouterr().out)["answers"]]
+    assert len(texts) == len(TURNS)
+
+    loaded = load_model(model)
+    written = loaded.tokenizer.decode(load_file(state)["ids"])
+    for turn in TURNS[1:]:
+        assert FAMILIES[name].after.format(turn) in written, "as in the whole"
+
+    with serving(loaded, **SMALL) as server, server.client() as client:
+        messages, alone = [], []
+        for turn in TURNS:
+            messages.append({"role": "user", "content": turn})
+            how = dict(model=loaded.spec.name, temperature=0)
+            reply = client.chat.completions.create(messages=messages, **how)
+            answer = reply.choices[0].message.content
+            cached = reply.usage.prompt_tokens_details.cached_tokens
+            assert (cached > 0) == (turn != TURNS[0]), "an answer that comes back is known"
+            messages.append({"role": "assistant", "content": answer})
+            one = client.chat.completions.create(
+                messages=messages[-2:-1], extra_body={"session": "s"}, **how
+            )
+            alone.append(one.choices[0].message.content)
+    assert texts == [one["content"] for one in messages[1::2]] == alone
+
+
+def test_an_answer_does_not_run_on_as_the_user(folders, tmp_path, capsys):
+    """Nothing but the template names its end: one of the tokens that the model writes anyway."""
+    model, turns = (
+        folders("alpaca", "llama"),
+        "{% if m.role == 'user' %}{{ m.content }}\n{% else %}",
+    )
+
+    def answer(end):
+        tokenizer = of_family("alpaca")
+        tokenizer.eos_token = None
+        if end:
+            tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+        tokenizer.chat_template = (
+            "{% for m in messages %}" + turns + "{{ m.content }}" + end + "{% endif %}{% endfor %}"
+        )
+        tokenizer.save_pretrained(model)
+        flags = ["--cache-size", "48", "--max-new-tokens", "40", "--temperature", "0", "--json"]
+        state = tmp_path / f"state{len(end)}"
+        say = ["--say", "Who?", "--state", str(state)]
+        assert main(["chat", "--model", str(model), *flags, *say]) == 0
+        one = json.loads(capsys.readouterr().out)["answers"][0]
+        return load_file(state)["ids"][-one["num_tokens"] :].tolist()
+
+    free = answer("")
+    assert len(free) == 40
+    place = next(i for i in range(2, 40) if free[i] not in free[:i])
+    end = of_family("alpaca").convert_ids_to_tokens(free[place])
+    assert answer(end) == free[: place + 1]
+
+
+def test_tokens_of_messages_that_come_back_are_known(name):
+    """Messages of a client that keeps the whole conversation are the turns that came alone."""
+    tokenizer = of_family(name)
+    told = message_ids(tokenizer, said("Why?"), goes_on=True)
+    assert told == turn_ids(tokenizer, "Why?", is_first=False)
