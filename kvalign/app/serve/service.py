@@ -118,9 +118,9 @@ class Service:
         sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
         if asked.num_choices > 1:
             _refuse(name)
-            session = prompts.begun(Session(""), asked.messages)
-            ids = prompts.of_messages(session, asked.messages)
-            return self._submit([(session, ids)], sampling, asked.num_choices, put)
+            new = prompts.begun(Session(""), asked.messages)
+            ids = prompts.of_messages(new, asked.messages)
+            return self._submit([(new, ids)], sampling, asked.num_choices, put)
         with self._taken(name, asked.messages) as taken:
             session = going_on(taken, asked.messages, asked.fields, sent)
             if session is None:
