@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -153,7 +154,7 @@ def _trainer(
         enable_progress_bar=False,  # Lightning's own writes to stdout
         enable_model_summary=False,
         default_root_dir=work_dir,
-        plugins=[_WholeFiles()],
+        plugins=[_WholeFiles(), LightningEnvironment()],  # no cluster's: `network_devices`
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),

@@ -9,7 +9,6 @@ folder, complete or absent.
 
 import dataclasses
 import math
-import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +32,7 @@ from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.network_devices import is_helper
 from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
 
@@ -82,8 +82,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     if has_aligner:
         _join_other(aligner, settings, [*runs], out)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
-    # The processes of other devices are started by the one that holds the lock.
-    lock = nullcontext() if "LOCAL_RANK" in os.environ else locked(out, lambda: _kept(runs))
+    lock = nullcontext() if is_helper() else locked(out, lambda: _kept(runs))
     with lock, keeping(lambda: _kept(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}

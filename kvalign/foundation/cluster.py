@@ -17,9 +17,10 @@ _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_Z
 
 @contextmanager
 def ray_session(address: str | None = None) -> Iterator[Any]:
-    """The `ray` module, quiet, on the cluster at an address or started on this machine, and shut
-    down at the end. UserError if no cluster is at the address.
+    """The `ray` module, quiet, on the cluster at an address (else at RAY_ADDRESS, which Ray reads)
+    or started on this machine, and shut down at the end. UserError if no cluster is at the address.
     """
+    address = address or os.environ.get("RAY_ADDRESS") or None
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray

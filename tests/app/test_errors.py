@@ -63,6 +63,33 @@ def test_an_error_is_one_line_and_the_exit_code_says_whose_it_is(error, code, me
     ) == (OURS in message)
 
 
+def test_an_import_that_fails_is_of_the_environment(fail, monkeypatch, tmp_path, capfd):
+    """No input of a command has come so far: packages read their variables then."""
+    package = tmp_path / "some_package.py"
+    package.write_text('import os\n\nWAIT_S = int(os.environ.get("SOME_WAIT_S", "10"))\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SOME_WAIT_S", "long")
+
+    def methods():
+        import some_package  # noqa: F401
+
+    monkeypatch.setattr("kvalign.app.inventory.listing.methods", methods)
+    assert main(["methods"]) == 2
+    said = capfd.readouterr().err
+    assert "some_package cannot be imported (ValueError: " in said and OURS not in said
+    assert "variable of the environment that it reads (SOME_WAIT_S)" in said
+    package.write_text("def wait(seconds):\n    return int(seconds)\n")
+
+    def waits():
+        import some_package
+
+        some_package.wait("long")
+
+    monkeypatch.setattr("kvalign.app.inventory.listing.methods", waits)
+    assert main(["methods"]) == 1
+    assert OURS in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["--debug", "methods"], ["methods", "--debug"]])
 @pytest.mark.parametrize("error", [ValueError("planted"), UserError("planted")])
 def test_debug_shows_the_traceback(argv, error, fail, capfd):

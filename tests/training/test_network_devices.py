@@ -1,16 +1,74 @@
-"""Training on two devices: Lightning's DDP through the command's flags, two processes."""
+"""Training on two devices: Lightning's DDP through the command's flags, two processes. Launchers of
+several processes are refused, and what one left in the environment does not count.
+"""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from helpers.tiny_store import record_tiny
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
+from kvalign.training.network_devices import is_helper, leading
 
 DATA = "gen-data --num-tokens 2000 --chunk-len 64 --out data"
 TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64"
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node17", "MASTER_PORT": "none"}
+SEVERAL = {
+    "--ntasks": (SLURM | {"SLURM_NTASKS": "4"}, "srun --ntasks=1 kvalign train"),
+    "--ntasks-per-node": (
+        SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
+        "SLURM_NTASKS is 4",
+    ),
+    "a step of a job": (
+        SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"},
+        "SLURM_STEP_NUM_TASKS is 2",
+    ),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "without mpirun"),
+    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, "without torchrun"),
+}
+ONE = [
+    {},
+    SLURM | {"SLURM_NTASKS": "1"},
+    SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
+    TORCHRUN | {"WORLD_SIZE": "1"},
+    {"LOCAL_RANK": "none", "WORLD_SIZE": "2"},
+]
+
+
+@pytest.mark.parametrize("launcher", SEVERAL)
+def test_a_launcher_of_several_is_told_to_run_it_once(launcher, tmp_path, monkeypatch, capsys):
+    environment, advice = SEVERAL[launcher]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    flags = f"--data {record_tiny(tmp_path / 'data').folder} --out {tmp_path / 'out'}"
+    assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert advice in said and "open an issue" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("environment", ONE)
+def test_one_process_leads_whatever_is_in_the_environment(environment, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    flags = f"--data {record_tiny(tmp_path / 'data').folder} --out {tmp_path / 'out'}"
+    assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 0
+    assert dict(os.environ) == before
+
+
+def test_only_a_process_of_the_leader_s_is_a_helper():
+    asks = "from kvalign.training.network_devices import is_helper; print(is_helper())"
+    with leading():
+        assert not is_helper()
+        said = subprocess.run([sys.executable, "-c", asks], capture_output=True, check=True)
+    assert said.stdout == b"True\n"
+    assert "KVALIGN_LEADER" not in os.environ
 
 
 @pytest.mark.slow
@@ -19,7 +77,8 @@ def test_two_processes_train_one_network(tmp_path, monkeypatch):
     assert main(DATA.split()) == 0
     assert main(f"{TRAIN} --out one".split()) == 0
     two = [sys.executable, "-m", "kvalign", *f"{TRAIN} --devices 2 --out two".split()]
-    subprocess.run(two, cwd=tmp_path, capture_output=True, check=True)
+    environment = os.environ | SLURM | TORCHRUN | {"SLURM_NTASKS": "1", "WORLD_SIZE": "1"}
+    subprocess.run(two, cwd=tmp_path, env=environment, capture_output=True, check=True)
     assert Aligner.from_pretrained(tmp_path / "two").config.kind == "network"
     one, two = (
         json.loads((tmp_path / name / "config.json").read_text())["training"]["key"]

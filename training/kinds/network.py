@@ -1,7 +1,5 @@
 """Kind `network`: the paper's networks, trained on recorded caches."""
 
-import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +72,15 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         ExistsError: `out` has a network of other settings or data, or another unfinished run, and
             `overwrite` is not set.
         UserError: data of another model, unfinished data, an aligner in `out` that cannot take
-            another network, a non-finite loss.
+            another network, a non-finite loss, a launcher that starts the command several times.
     """
+    from kvalign.training.network_devices import is_helper, leading
     from kvalign.training.network_judge import judge_networks
     from kvalign.training.network_run import networks_in, train
 
-    # The processes of other devices are started by the one that shows the progress.
-    with nullcontext() if "LOCAL_RANK" in os.environ else progress.shown_as("train"):
+    if is_helper():
+        return train(settings)
+    with leading(), progress.shown_as("train"):
         done = train(settings)
     if not done or not settings.judge:
         return done

@@ -159,10 +159,34 @@ def explain(error: Exception) -> tuple[int, str]:
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if package := _imported(error):
+        return 2, (
+            f"{package} cannot be imported ({fault}): correct or unset the variable of the "
+            f"environment that it reads{_set_variables(error)}, or install it again"
+        )
     return 1, (
         f"an error in KV-Align ({fault}): please open an issue with the output of the same "
         "command with --debug"
     )
+
+
+def _imported(error: Exception) -> str:
+    """Return the package that failed while it was imported, for which nothing but the machine and
+    its environment can be the cause; "" for any other error, and for our own package.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    begin = max((i for i, name in enumerate(names) if name == "kvalign"), default=len(names))
+    below = zip(frames[begin:], names[begin:], strict=True)
+    found = (x for frame, x in below if frame.f_code.co_name == "<module>" and x != "kvalign")
+    return next(found, "")
+
+
+def _set_variables(error: Exception) -> str:
+    """Return the set variables that the lines of code that failed name, as " (NAMES)"; "" for none."""
+    lines = " ".join(line.line or "" for line in traceback.extract_tb(error.__traceback__))
+    names = [name for name in dict.fromkeys(re.findall(r"[A-Z_]{3,}", lines)) if name in os.environ]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _in_flags(message: str, flags: Collection[str]) -> str:

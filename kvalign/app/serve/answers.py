@@ -77,11 +77,8 @@ class Held:
     """Session of a turn: stored when its answer is complete, else unchanged."""
 
     sessions: Sessions
-    before: Session  # as it was taken
     said: Sequence[Message]  # of the turn
-    request: str  # a digest of the messages that brought it
-    key: str  # the Idempotency-Key that came with them
-    session: Session  # as its answer begins
+    session: Session  # as its answer begins; it says what was said before the turn
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
     put: Put  # told of the end
@@ -94,20 +91,19 @@ class Held:
     def left(self, error: RequestError | None = None) -> None:
         """The turn failed, or the client has left."""
         if self._end.acquire(blocking=False):
-            self.sessions.release(self.before)
+            self.sessions.release(self.session)
             if error is not None:
                 self.put(error)
 
     def _keep(self, row: Row, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
-        asked, said = digest(self.before.said, [*self.said, answer])[-2:]
+        how = self.session.compared
+        asked, said = digest(self.session.said, [*self.said, answer], how)[-2:]
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
             said=said,
             asked=asked,
-            request=self.request,
-            key=self.key,
             answer=row.text,
             finish=row.finish,
             ids=ids,
@@ -118,7 +114,7 @@ class Held:
         try:
             self.sessions.put(grown)
         except Exception as error:
-            self.sessions.release(self.before)
+            self.sessions.release(self.session)
             if not isinstance(error, RequestError):  # it may name paths
                 log.error("an answer was not saved: %s", error)
                 what = "this answer was not saved: its session cannot be written"

@@ -23,7 +23,7 @@ from kvalign.streaming.stream_file import STATE, SavedStream
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
-_WORDS = ("said", "asked", "request", "key", "answer", "finish")
+_WORDS = ("compared", "said", "asked", "request", "fields", "key", "answer", "finish")
 _SUFFIX = ".safetensors"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.sessions import Session, digest
+from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
 from kvalign.app.serve.wire import Message, Sent
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
@@ -41,7 +41,7 @@ class Prompts:
                     param="messages",
                     code="system_too_long",
                 )
-        return replace(session, system=system, num_sinks=num_sinks)
+        return replace(session, compared=AS_READ, system=system, num_sinks=num_sinks)
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that continue a session."""
@@ -109,12 +109,12 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     """The messages that are new to a session; RequestError if the others differ from its own."""
     if session.is_new:
         return messages
-    digests = digest("", messages)
+    digests = digest("", messages, session.compared)
     if session.said in digests[:-1]:
         return messages[digests.index(session.said) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
     turns = messages[1:] if system is not None else messages
-    if len(turns) == 1 and system in (None, session.system):
+    if len(turns) == 1 and (system is None or as_read(system) == as_read(session.system or "")):
         return turns
     raise RequestError(
         "these messages do not continue the session: send only the new turn, or all messages "
@@ -124,28 +124,40 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     )
 
 
-def is_asked_again(session: Session, messages: Sequence[Message], sent: Sent) -> bool:
-    """Return whether these messages led to the session's last answer, which may have been lost.
+def going_on(
+    session: Session, messages: Sequence[Message], fields: str, sent: Sent
+) -> Session | None:
+    """Return the session that a request goes on with; None if it asks for the last answer again,
+    which may have been lost.
 
-    They did if they are all messages up to it, or the messages of a first turn, or if they come
-    with the same key or as a retry of the client. A turn that comes alone with another key is a new
-    turn.
+    The last turn is asked again by all messages up to the last answer, or by the messages of a
+    first turn; `fields` tell whether for the same answer or for another one. Another one takes the
+    place of the last answer: the session begins anew with these messages. A request with the same
+    key, or one that the client calls a retry, asks for the same answer. A turn that comes alone
+    with another key is a new turn.
+
+    Args:
+        fields: `fields` of the request.
 
     Raises:
-        RequestError: the same key with other messages.
+        RequestError: the same key with another request: 422, as IETF's draft of the
+            Idempotency-Key header has it.
     """
     if session.is_new:
-        return False
-    asked = digest("", messages)[-1]
+        return session
+    asked, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
+    is_same_request = is_same and asked == session.request
     if sent.key and sent.key == session.key:
-        if asked != session.request:
+        if not is_same_request:
             raise RequestError(
-                "this Idempotency-Key was used with other messages: use a new one for a new turn",
+                "this Idempotency-Key was used with another request: use a new one for a new "
+                "turn, and for other messages or sampling",
                 422,
                 code="idempotency_key_reused",
             )
-        return True
+        return None
     is_whole = any(message.role == "assistant" for message in messages)
-    if sent.key and session.key and not is_whole:
-        return False
-    return asked == session.asked or (sent.is_retry and asked == session.request)
+    is_other_turn = bool(sent.key and session.key and not is_whole)
+    if asked == session.asked and not is_other_turn:
+        return None if is_same else session.anew()
+    return None if sent.is_retry and is_same_request and not is_other_turn else session

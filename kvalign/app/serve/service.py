@@ -16,8 +16,8 @@ from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
-from kvalign.app.serve.sessions import Session, Sessions, Store, digest
+from kvalign.app.serve.prompts import Prompts, going_on, unheard
+from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Row, Turn
 from kvalign.app.serve.wire import Chat, Completion, Message, Sent
@@ -118,17 +118,18 @@ class Service:
         sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
         if asked.num_choices > 1:
             _refuse(name)
-            session = prompts.begun(Session(""), asked.messages)
-            ids = prompts.of_messages(session, asked.messages)
-            return self._submit([(session, ids)], sampling, asked.num_choices, put)
-        with self._taken(name, asked.messages) as session:
-            if is_asked_again(session, asked.messages, sent):
-                return self._again(session, put)
-            said, request = unheard(session, asked.messages), digest("", asked.messages)[-1]
+            new = prompts.begun(Session(""), asked.messages)
+            ids = prompts.of_messages(new, asked.messages)
+            return self._submit([(new, ids)], sampling, asked.num_choices, put)
+        with self._taken(name, asked.messages) as taken:
+            session = going_on(taken, asked.messages, asked.fields, sent)
+            if session is None:
+                return self._again(taken, put)
+            said = unheard(session, asked.messages)
             begun = prompts.begun(session, said) if session.is_new else session
+            begun = begun.asked_by(asked.messages, asked.fields, sent.key)
             ids = prompts.of_messages(begun, said)
-            keep = session, said, request, sent.key
-            return self._submit([(begun, ids)], sampling, 1, put, keep)
+            return self._submit([(begun, ids)], sampling, 1, put, said)
 
     def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -142,13 +143,14 @@ class Service:
             pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)
         said = [Message(role="user", content=str(texts[0]))]
-        with self._taken(name) as session:
-            if is_asked_again(session, said, sent):
-                return self._again(session, put)
+        with self._taken(name) as taken:
+            session = going_on(taken, said, asked.fields, sent)
+            if session is None:
+                return self._again(taken, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
+            begun = begun.asked_by(said, asked.fields, sent.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            keep = session, said, digest("", said)[-1], sent.key
-            return self._submit([(begun, ids)], sampling, 1, put, keep)
+            return self._submit([(begun, ids)], sampling, 1, put, said)
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
@@ -220,12 +222,11 @@ class Service:
         sampling: Sampling,
         num_choices: int,
         put: Put,
-        keep: tuple[Session, Sequence[Message], str, str] | None = None,
+        said: Sequence[Message] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and `num_choices` answers.
 
-        `keep` is a session that is stored with its answer, as it was taken, and the turn's data for
-        `Held`: its new messages, the digest and the key of its request.
+        `said` are the new messages of a session that is stored with its answer.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
@@ -235,7 +236,7 @@ class Service:
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
-            held = Held(self.sessions, *keep, session, ids, self._writer, put) if keep else None
+            held = Held(self.sessions, said, session, ids, self._writer, put) if said else None
             if held:
                 answers.on_cancel = held.left
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import secrets
 import threading
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Message
 from kvalign.foundation.errors import UserError
 
+AS_READ = "as read"  # how messages are compared: see `as_read`
 _UNNAMED = "~"  # begins the id of a session that no request named
 _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
@@ -27,9 +29,11 @@ class Session:
     """One conversation, or one text that is continued."""
 
     id: str  # as requests name it
+    compared: str = ""  # how its messages are: AS_READ; "": letter by letter, as 0.2 did, and texts
     said: str = ""  # a digest of its messages, answers included
     asked: str = ""  # the same before the last answer
     request: str = ""  # a digest of the messages alone that brought the last answer
+    fields: str = ""  # a digest of the other fields that change an answer; 0.2 stored none
     key: str = ""  # the Idempotency-Key that came with them
     answer: str = ""  # the last one
     finish: str = ""  # why that ended
@@ -51,6 +55,17 @@ class Session:
     def is_named(self) -> bool:
         """Return whether requests name it."""
         return not self.id.startswith(_UNNAMED)
+
+    def asked_by(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
+        """Return the session with the request for its next answer: its messages, the digest of its
+        other fields, and its key.
+        """
+        request = digest("", messages, self.compared)[-1]
+        return replace(self, request=request, fields=fields, key=key)
+
+    def anew(self) -> "Session":
+        """Return the session before its first turn. Its next one is stored in place of this."""
+        return Session(self.id, checksum=self.checksum, number=self.number)
 
 
 class Store:
@@ -80,11 +95,22 @@ class Store:
         return False
 
 
-def digest(before: str, messages: Sequence[Message]) -> list[str]:
-    """Return digests of a conversation after each message, from the digest `before` them."""
+def as_read(text: str) -> str:
+    """Return a text as people compare it: in Unicode's composed form (NFC), with LF at the ends of
+    lines, and without whitespace at both ends. Clients strip answers, forms write CRLF.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    return unicodedata.normalize("NFC", lines).strip()
+
+
+def digest(before: str, messages: Sequence[Message], compared: str) -> list[str]:
+    """Return digests of a conversation after each message, from the digest `before` them. Those of
+    messages that are alike are equal; `compared`: as `Session` has it.
+    """
     digests = []
     for message in messages:
-        said = json.dumps([before, message.role, message.content])
+        content = as_read(message.content) if compared == AS_READ else message.content
+        said = json.dumps([before, message.role, content])
         before = hashlib.sha256(said.encode()).hexdigest()
         digests.append(before)
     return digests
@@ -125,7 +151,9 @@ class Sessions:
             RequestError: it is answering another turn; it was dropped and these messages do not
                 repeat it from the start; or its file is not the one that this server wrote.
         """
-        said = digest("", messages)[-2::-1] if name is None else []
+        said = []
+        if name is None:
+            said = [one for how in (AS_READ, "") for one in digest("", messages, how)[-2::-1]]
         is_told_anew = any(message.role == "assistant" for message in messages)
         with self._lock:
             idle = {x.said: x.id for x in self._by_id.values() if self._is_idle(x, is_named=False)}

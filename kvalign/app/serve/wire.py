@@ -1,8 +1,10 @@
 """Requests of OpenAI's API, checked field by field."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,32 +22,6 @@ from kvalign.app.serve.errors import RequestError
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=128)]
-# What other values than these would change of an answer is not served.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "prediction": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-}
-# What changes no token of an answer.
-_IGNORED = (
-    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
-    *("prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity"),
-)
-
 _LONGEST_KEY = 255
 
 M = TypeVar("M", bound="Asked")
@@ -55,13 +31,56 @@ MOST_MESSAGES = 4096
 _MOST_PARTS = 256  # of a message
 
 
-class StreamOptions(BaseModel, extra="ignore", strict=True):
+class Form(BaseModel, extra="forbid", strict=True):
+    """Part of a request. Each of its fields is obeyed, is harmless, or is refused by name.
+
+    Attributes:
+        harmless: fields that change no token of an answer, and what they are for.
+        refused: fields that would change an answer, and the values that ask for nothing of them.
+        within: field of the request that has this part.
+    """
+
+    harmless: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    within: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_obeyed(cls, values: Any) -> Any:
+        return cls.obeyed(values) if isinstance(values, dict) else values
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that are obeyed; RequestError for one that is refused or unknown."""
+        where, found = f"{cls.within}: " if cls.within else "", {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                found[name] = value
+            elif name in cls.refused:
+                if value is not None and value not in cls.refused[name]:
+                    raise RequestError(
+                        f"{where}{name} is not supported: leave it out",
+                        param=cls.within or name,
+                        code="unsupported",
+                    )
+            elif name not in cls.harmless:
+                raise RequestError(
+                    f"{where}{name:.80}: unknown parameter", param=cls.within or name
+                )
+        return found
+
+
+class StreamOptions(Form):
+    refused = {"include_obfuscation": (False,)}
+    within = "stream_options"
     include_usage: bool | None = None
 
 
-class Asked(BaseModel, extra="forbid", strict=True):
+class Asked(Form):
     """Fields that both kinds of requests have."""
 
+    harmless = {"user": "says who asks"}
+    refused = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -73,22 +92,6 @@ class Asked(BaseModel, extra="forbid", strict=True):
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_served(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for name, neutral in _NEUTRAL.items():
-            if values.get(name) is not None and values[name] not in neutral:
-                raise RequestError(
-                    f"{name} is not supported: leave it out", param=name, code="unsupported"
-                )
-        without = {*_NEUTRAL, *_IGNORED}
-        for name in values:
-            if name not in without and name not in cls.model_fields:
-                raise RequestError(f"{name:.80}: unknown parameter", param=name)
-        return {name: value for name, value in values.items() if name not in without}
-
     @property
     def num_choices(self) -> int:
         return self.n or 1
@@ -97,40 +100,100 @@ class Asked(BaseModel, extra="forbid", strict=True):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
 
-class TextPart(BaseModel, extra="forbid", strict=True):
+    @property
+    def fields(self) -> str:
+        """Return a digest of the fields that change an answer, but for the messages or the prompt.
+        With these equal, two requests ask for the same answer.
+        """
+        values = self.model_dump(exclude=_NOT_OF_THE_ANSWER)
+        values |= {"max_tokens": self.most_tokens, "stop": self.stops, "n": self.num_choices}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# Who answers and how the answer is sent; what is answered, which `sessions.digest` compares; and
+# the other name of a field.
+_NOT_OF_THE_ANSWER = {
+    *("model", "session", "stream", "stream_options"),
+    *("messages", "prompt", "max_completion_tokens"),
+}
+
+
+class TextPart(Form):
+    harmless = {"prompt_cache_breakpoint": "says where a cached prompt may end"}
+    refused = {"image_url": (), "input_audio": (), "file": (), "refusal": ()}
+    within = "messages"
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel, extra="ignore", strict=True):
+class Message(Form):
     """One message; `content` is its text."""
 
+    harmless = {"annotations": "links in an answer, which clients send back with it"}
+    refused = {
+        "name": (),
+        "refusal": ("",),
+        "audio": (),
+        "tool_calls": ([],),
+        "function_call": (),
+        "tool_call_id": (),
+    }
+    within = "messages"
     role: Literal["system", "user", "assistant"]
     content: str
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_text(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if values.get("tool_calls") or values.get("function_call"):
-            raise RequestError("tool calls are not supported", param="messages")
-        role = "system" if values.get("role") == "developer" else values.get("role")
-        content = values.get("content")
+    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
+        and llama.cpp join them.
+        """
+        found = super().obeyed(values)
+        if found.get("role") == "developer":
+            found["role"] = "system"
+        content = found.get("content")
         if isinstance(content, list):
             if len(content) > _MOST_PARTS:
                 raise RequestError(
                     f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
                     param="messages",
                 )
-            content = "".join(TextPart.model_validate(part).text for part in content)
-        return {"role": role, "content": content}
+            found["content"] = "\n".join(TextPart.model_validate(part).text for part in content)
+        return found
 
 
 class Chat(Asked):
     """A request to /v1/chat/completions."""
 
+    harmless = Asked.harmless | {
+        "metadata": "labels for whoever looks at stored answers",
+        "store": "lets OpenAI store the answer",
+        "service_tier": "says how fast and how dear an answer is",
+        "safety_identifier": "says who asks",
+        "prompt_cache_key": "says which requests begin alike",
+        "prompt_cache_options": "says how long and how far a prompt is cached",
+        "prompt_cache_retention": "says how long a prompt is cached",
+        "parallel_tool_calls": "says how tools are called, and there are none",
+    }
+    refused = Asked.refused | {
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "reasoning_effort": (),
+        "audio": (),
+        "moderation": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
@@ -144,6 +207,15 @@ class Chat(Asked):
         if messages[-1].role != "user":
             raise ValueError("the last message must be the user's")
         return messages
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Chat":
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ: give one of them",
+                param="max_completion_tokens",
+            )
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -161,6 +233,12 @@ def _kind_of_prompt(prompt: Any) -> str:
 class Completion(Asked):
     """A request to /v1/completions."""
 
+    refused = Asked.refused | {
+        "logprobs": (),  # 0 asks for that of the token that was drawn
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+    }
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[Several[str], Tag("texts")]

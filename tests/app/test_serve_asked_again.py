@@ -1,0 +1,189 @@
+"""Requests that `kvalign serve` takes for the same: by the fields that change an answer, and by
+messages as people read them.
+"""
+
+import unicodedata
+
+import openai
+import pytest
+from helpers.served import serving
+
+from kvalign.app.serve import prompts
+from kvalign.app.serve.sessions import as_read
+from kvalign.models.loading import load_model
+from kvalign.streaming import stream_file
+
+DRAWN = dict(temperature=1, seed=1, max_tokens=8)
+GREEDY = dict(temperature=0)
+OTHERS = [dict(seed=2), dict(temperature=0), dict(max_tokens=12), dict(top_p=0.1), dict(stop=["e"])]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="module")
+def server(loaded):
+    with serving(loaded, cache_size=48, max_sessions=100) as one:
+        yield one
+
+
+def says(*texts):
+    """Messages, the user's first."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def ask(server, messages, session=None, key=None, **fields):
+    """The answer, and how many tokens of the prompt were cached."""
+    more = {"extra_body": {"session": session}} if session else {}
+    headers = {"Idempotency-Key": key} if key else {}
+    with server.client() as client:
+        reply = client.chat.completions.create(
+            model="gpt2-mini",
+            messages=messages,
+            extra_headers=headers,
+            **more,
+            **DRAWN | fields,
+        )
+    return reply.choices[0].message.content, reply.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda fields: next(iter(fields)))
+def test_other_fields_ask_for_another_answer_in_place_of_the_last(server, other):
+    name = f"one-{next(iter(other))}"
+    first, _ = ask(server, says("Who?"), name)
+    assert ask(server, says("Who?"), name)[0] == first
+    whole = says("Who?", first, "Why?")
+    once, _ = ask(server, whole, name)
+    assert ask(server, whole, name, user="me")[0] == once
+    alone, _ = ask(server, whole, f"{name}-alone", **other)
+    again = ask(server, whole, name, **other)
+    assert again == (alone, 0) and alone != once
+    assert ask(server, whole, name, **other)[0] == alone, "the same fields, the same answer"
+    then = says("Who?", first, "Why?", alone, "When?")
+    assert ask(server, then, name)[1] > 0, "the session goes on from that answer"
+    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
+        ask(server, says("Who?", first, "Why?", once, "When?"), name)
+
+
+def test_a_first_turn_and_a_text_are_asked_again_with_other_fields(server):
+    ask(server, says("Who?"), "first")
+    again = ask(server, says("Who?"), "first", seed=2)
+    assert again == ask(server, says("Who?"), "first-alone", seed=2)
+    with server.client() as client:
+        asked = dict(model="gpt2-mini", prompt="The king", **DRAWN)
+
+        def text(session, **fields):
+            more = {"extra_body": {"session": session}}
+            return client.completions.create(**asked | fields, **more).choices[0].text
+
+        once = text("text")
+        assert text("text") == once
+        assert text("text", seed=2) == text("text-alone", seed=2) != once
+
+
+def test_the_same_request_written_in_another_way(server):
+    once, _ = ask(server, says("Who?"), "way", stop="zz")
+    other = dict(stop=["zz"], n=1, max_tokens=None, max_completion_tokens=8, metadata={"a": "b"})
+    assert ask(server, says("Who?"), "way", **other)[0] == once
+
+
+def test_a_key_belongs_to_one_request(server):
+    once, _ = ask(server, says("Who?"), "key", key="one")
+    assert ask(server, says("Who?"), "key", key="one")[0] == once
+    for fields in OTHERS:
+        with pytest.raises(openai.UnprocessableEntityError, match="used with another request"):
+            ask(server, says("Who?"), "key", key="one", **fields)
+    assert ask(server, says("Who?"), "key", key="two", seed=2)[1] > 0, "a new turn"
+
+
+def test_a_server_that_starts_again_knows_what_was_asked(loaded, tmp_path):
+    how = dict(cache_size=48, sessions=tmp_path)
+    with serving(loaded, **how) as server:
+        once, _ = ask(server, says("Who?"), "s", key="one")
+    with serving(loaded, **how) as server:
+        assert ask(server, says("Who?"), "s", key="one")[0] == once
+        with pytest.raises(openai.UnprocessableEntityError):
+            ask(server, says("Who?"), "s", key="one", seed=2)
+        assert ask(server, says("Who?"), "s")[0] == once
+        other, _ = ask(server, says("Who?"), "s", seed=2)
+        assert other == ask(server, says("Who?"), "alone", seed=2)[0] != once
+    with serving(loaded, **how) as server:
+        assert ask(server, says("Who?"), "s", seed=2)[0] == other
+
+
+# What clients, editors, forms and other systems make of a text.
+MADE_OF = (
+    str.strip,
+    lambda text: f"{text}\n",
+    lambda text: text.strip().replace("\n", "\r\n"),
+    lambda text: unicodedata.normalize("NFD", f"{text} "),
+)
+
+
+@pytest.mark.parametrize("session", [None, "s"])
+def test_messages_are_compared_as_people_read_them(loaded, session):
+    """The session goes on: nothing that it holds is fed again."""
+    asked = "Who is\nJosé?"
+    for made in MADE_OF:
+        with serving(loaded, cache_size=48) as server:
+            answer, _ = ask(server, says(asked), session, **GREEDY)
+            (held,) = server.service.sessions._by_id.values()
+            assert answer.startswith(" ")
+            messages = says(made(asked), made(answer), "Why?")
+            assert messages != says(asked, answer, "Why?")
+            assert ask(server, messages, session)[1] == held.num_fed > 0
+
+
+def test_what_is_held_is_what_the_model_wrote(loaded):
+    with serving(loaded, cache_size=48) as server:
+        answer, _ = ask(server, says("Who?"), "s")
+        ask(server, says("Who?", answer.strip(), "Why?"), "s")
+        (session,) = server.service.sessions._by_id.values()
+        assert answer in loaded.tokenizer.decode(session.ids)
+
+
+def test_another_word_or_system_message_is_no_such_difference(server):
+    told = [{"role": "system", "content": "You know islands."}]
+    answer, _ = ask(server, told + says("Who?"), "told")
+    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
+        ask(server, told + says("Who?", f"{answer}!", "Why?"), "told")
+    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
+        ask(server, [{"role": "system", "content": "You know seas."}, *says("Why?")], "told")
+    told[0]["content"] += "\r\n"
+    assert ask(server, told + says("Why?"), "told")[1] > 0
+
+
+def test_texts_that_are_continued_are_compared_letter_by_letter(server):
+    """A space at the end of a prompt is another prompt."""
+    assert as_read("The king ") == as_read("The king")
+    with server.client() as client:
+        asked = dict(model="gpt2-mini", extra_body={"session": "letters"}, **DRAWN)
+        first = client.completions.create(prompt="The king", **asked)
+        then = client.completions.create(prompt="The king ", **asked)
+    assert then.usage.prompt_tokens > first.usage.prompt_tokens + DRAWN["max_tokens"]
+
+
+def test_a_session_of_0_2_goes_on(loaded, tmp_path, monkeypatch):
+    """Its file says nothing of fields, and its messages were compared letter by letter."""
+    how = dict(cache_size=48, sessions=tmp_path, keep_unnamed=True)
+    monkeypatch.setattr(prompts, "AS_READ", "")
+    with serving(loaded, **how) as server:
+        answers = [ask(server, says("Who? "), name, **GREEDY)[0] for name in (None, "s")]
+    assert answers[0].startswith(" ")
+    monkeypatch.undo()
+    for path in tmp_path.glob("*.safetensors"):
+        saved, tensors = stream_file.read(path)
+        for name in ("compared", "fields"):
+            del saved.notes[name]
+        stream_file.write(path, saved, tensors)
+    with serving(loaded, **how) as server:
+        assert server.service.said_of_folder() == ""
+        assert ask(server, says("Who? "), "s", **GREEDY)[0] == answers[1]
+        whole = says("Who? ", answers[0], "Why?")
+        assert ask(server, whole)[1] > 0
+        then, num_cached = ask(server, whole, "s")
+        assert num_cached > 0
+    with serving(loaded, **how) as server:
+        assert ask(server, [*whole, *says("", then, "When?")[1:]], "s")[1] > 0

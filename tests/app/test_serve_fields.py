@@ -1,0 +1,99 @@
+"""Each field of OpenAI's requests is obeyed by `kvalign serve`, is harmless, or refused by name.
+The names are those of the installed `openai` package: a newer one's new field fails here.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import ChatCompletionContentPartParam as Part
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionStreamOptionsParam as StreamOptionsParam
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.chat.chat_completion_content_part_refusal_param import (
+    ChatCompletionContentPartRefusalParam as RefusalPart,
+)
+
+from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.wire import Chat, Completion, Message, StreamOptions, TextPart, parsed
+
+
+def names(*kinds):
+    return set().union(*(get_type_hints(kind) for kind in kinds))
+
+
+FIELDS = {
+    Chat: names(chat_params.CompletionCreateParamsStreaming),
+    Completion: names(text_params.CompletionCreateParamsStreaming),
+    Message: names(*get_args(ChatCompletionMessageParam)) | set(ChatCompletionMessage.model_fields),
+    TextPart: names(*get_args(Part), RefusalPart),
+    StreamOptions: names(StreamOptionsParam),
+}
+REFUSED = [(form, name) for form in FIELDS for name in form.refused]
+
+
+def asked(form, **fields):
+    """A request with these fields in a part of it, as it is read."""
+    hello = {"role": "user", "content": "Hello"}
+    whole = {
+        Completion: lambda: {"prompt": "Hello", **fields},
+        Chat: lambda: {"messages": [hello], **fields},
+        Message: lambda: {"messages": [{**hello, **fields}]},
+        TextPart: lambda: {
+            "messages": [{**hello, "content": [{"type": "text", "text": "Hello", **fields}]}]
+        },
+        StreamOptions: lambda: {"messages": [hello], "stream_options": fields},
+    }[form]()
+    kind = Completion if form is Completion else Chat
+    return parsed(kind, json.dumps({"model": "m", **whole}).encode(), None, 1000)
+
+
+@pytest.mark.parametrize("form", FIELDS)
+def test_each_field_has_one_rule(form):
+    rules = [set(form.model_fields), set(form.harmless), set(form.refused)]
+    assert sum(map(len, rules)) == len(set.union(*rules)), "two rules for a field"
+    assert FIELDS[form] - set.union(*rules) == set(), "no rule: does it change an answer?"
+
+
+@pytest.mark.parametrize(("form", "name"), REFUSED)
+def test_what_would_change_an_answer_is_refused_by_name(form, name):
+    with pytest.raises(RequestError, match=f"{name} is not supported") as caught:
+        asked(form, **{name: "something"})
+    assert caught.value.param == (form.within or name)
+    for neutral in (None, *form.refused[name]):
+        assert asked(form, **{name: neutral}) == asked(form)
+
+
+@pytest.mark.parametrize("form", FIELDS)
+def test_what_is_harmless_changes_nothing(form):
+    assert asked(form, **dict.fromkeys(form.harmless, "something")) == asked(form)
+    with pytest.raises(RequestError, match="top_k: unknown parameter"):
+        asked(form, top_k=5)
+
+
+def test_no_logprobs_are_not_those_of_the_token_that_was_drawn():
+    """0 asks for the latter, of a completion; False for none, of a chat."""
+    assert asked(Chat, logprobs=False) == asked(Chat)
+    with pytest.raises(RequestError, match="logprobs is not supported"):
+        asked(Completion, logprobs=0)
+
+
+def test_two_names_of_a_field_agree():
+    assert asked(Chat, max_tokens=3, max_completion_tokens=3).most_tokens == 3
+    with pytest.raises(RequestError, match="max_tokens and max_completion_tokens differ"):
+        asked(Chat, max_tokens=3, max_completion_tokens=4)
+
+
+def test_parts_of_a_message_are_lines():
+    parts = [{"type": "text", "text": text} for text in ("Who", "lived there?")]
+    (message,) = asked(Message, content=parts).messages
+    assert message.content == "Who\nlived there?"
+
+
+def test_the_page_names_the_harmless_fields():
+    page = Path(__file__).parents[2] / "docs" / "requests.md"
+    said = page.read_text(encoding="utf-8")
+    harmless = {*Chat.harmless, *Completion.harmless}
+    assert {name for name in harmless if f"`{name}`" not in said} == set()

@@ -1,0 +1,56 @@
+"""Processes of `--devices`: the command runs once, and starts the others on this machine.
+
+Left to itself, Lightning takes what SLURM, mpirun or torchrun says in the environment for processes
+that they have started. With one task it then trains on one device, whatever `--devices` says.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvalign.foundation.errors import UserError
+
+_LEADER = "KVALIGN_LEADER"  # tells a process that the command started which one did
+# Variables by which launchers say how many processes they start, the more exact first.
+_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": "as one task: srun --ntasks=1 kvalign train ...",
+    "SLURM_NTASKS": "as one task: srun --ntasks=1 kvalign train ...",
+    "OMPI_COMM_WORLD_SIZE": "without mpirun",
+    "PMI_SIZE": "without mpirun",
+    "WORLD_SIZE": "without torchrun",
+}
+_OF_LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def is_helper() -> bool:
+    """Return whether the command that trains started this process, for another device."""
+    return os.environ.get(_LEADER) == str(os.getppid())
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Let this process start those of the other devices, until the end of the block. What other
+    launchers left in the environment does not count. UserError if one of them starts several.
+    """
+    given = {name: os.environ[name] for name in _COUNTS if name in os.environ}
+    if "SLURM_STEP_NUM_TASKS" in given:
+        given.pop("SLURM_NTASKS", None)  # that of the whole job
+    if "RANK" not in os.environ:
+        given.pop("WORLD_SIZE", None)  # of no launcher
+    for name, number in given.items():
+        if number != "1":
+            raise UserError(
+                f"{name} is {number}, but training starts the processes of --devices itself: run "
+                f"it once, {_COUNTS[name]}"
+            )
+    before = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
+    os.environ[_LEADER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        for name in (*_OF_LAUNCHERS, _LEADER):  # Lightning sets some of them, too
+            os.environ.pop(name, None)
+        os.environ.update(before)
