@@ -101,9 +101,12 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
     """Return the comparison of methods at all cache sizes, or the best one at each."""
     if not reference:
         return f"Lowest: {said}." if (said := lowest(rows)) else UNEQUAL
-    rows = comparable(rows, reference)
-    is_alone = all(is_reference(row, reference) for row in rows)
-    return "" if is_alone else f"Here {compared(rows, reference, with_ratios=True)}."
+    if all(is_reference(row, reference) for row in rows):
+        return ""
+    fair = comparable(rows, reference)
+    if all(is_reference(row, reference) for row in fair):
+        return UNEQUAL
+    return f"Here {compared(fair, reference, with_ratios=True)}."
 
 
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:

@@ -46,6 +46,8 @@ def test_conclusions_are_of_rows_with_equal_sinks():
     assert "as good as recompute" in conclusions.by_size(EQUAL, "recompute")
     assert "window" not in conclusions.by_size(EQUAL, "recompute")
     assert "streaming-llm" not in conclusions.by_size(UNLIKE, "recompute")
+    assert conclusions.by_size([UNLIKE[0], UNLIKE[2]], "recompute") == UNEQUAL
+    assert conclusions.by_size([UNLIKE[0]], "recompute") == ""
     timed = [one | {"seconds": 1.0} for one in UNLIKE]
     assert conclusions.by_time(timed) == UNEQUAL
     read = [one | {"readable": i / 4, "num_chunks": 9} for i, one in enumerate(UNLIKE)]

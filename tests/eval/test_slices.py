@@ -121,10 +121,10 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
 
 def test_a_slice_of_few_labels_has_no_best():
     rows, losses, ids = rows_of_two(1000, 0.1)
-    rows.append(rows[1] | dict(num_sinks=1))
+    rows.append(rows[1] | dict(num_evicted=2))
     slice_losses(rows, [losses[0], losses[1], losses[1] + 1], ids, "recompute")
     for row in rows:
-        row["bigrams"][4] |= dict.fromkeys(("perplexity", "ratio"), 1.0 + row["num_sinks"])
+        row["bigrams"][4] |= dict.fromkeys(("perplexity", "ratio"), float(row["num_evicted"]))
         row["bigrams"][4] |= dict(num_labels=199, high=None, ratio_high=None)
     document = {"rows": rows, "settings": {"model": "tiny", "reference": "recompute"}}
     shown = tables(document, "bigrams")[1]

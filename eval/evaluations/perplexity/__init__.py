@@ -194,6 +194,7 @@ TOTAL_TIME = (
     "Every method steps token by token, as when it generates (the paper's figure 3). A point "
     "is one cache size; lower left is better."
 )
+SHIFTED = "Points of several cache sizes do not compare: they have other labels."
 TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
 
 
@@ -313,7 +314,7 @@ class Perplexity(Evaluation):
         panels = {title: perplexities(rows, "seconds")}
         figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
         caption = f"Perplexity against total time: {title}; {_bars(document)}{_shifted(rows)}"
-        return figure, caption, "" if _shifted(rows) else by_time(rows)
+        return figure, caption, SHIFTED if _shifted(rows) else by_time(rows)
 
 
 def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
