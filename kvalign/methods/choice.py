@@ -98,7 +98,7 @@ def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used")
     there. Functions that only get a model, such as `kvalign.stream`, do not.
 
     Args:
-        model: the model itself: a model of the same name with other weights does not count.
+        model: the model itself: one of the same name with another embedding does not count.
         name: as the user gave it.
         at_least: ignore aligners that did not help and were saved without effect (`used`), or also
             those that were never judged by streams, as networks may be (`judged`).

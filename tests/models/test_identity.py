@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvalign import load_model
+from kvalign import load_model, stream
 from kvalign.foundation.errors import UserError
 from kvalign.models import identity as module
 from kvalign.models import kernel, loading, packed, packed_linear
 from kvalign.models.identity import identity, identity_of
 from kvalign.models.model_folder import quiet
 from kvalign.models.packed_linear import RoundingLinear, TorchLinear
+from kvalign.streaming import text_stream
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 
@@ -53,6 +54,12 @@ def test_the_order_counts_of_numbers_and_of_tensors(model):
     assert len({before, exchanged, identity(model)}) == 3
 
 
+def test_a_model_of_inference_mode_has_one():
+    with torch.inference_mode():
+        model = tiny_model("llama")
+    assert identity(model) == identity(tiny_model("llama"))
+
+
 def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):
     read = []
     monkeypatch.setattr(module, "_about", lambda x, about=module._about: read.append(x) or about(x))
@@ -67,6 +74,13 @@ def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkey
     assert identity(model) == before and len(read) == 3 * num
     model.to(torch.bfloat16)
     assert identity(model) != before
+
+
+def test_a_stream_that_is_not_saved_takes_no_identity(monkeypatch):
+    monkeypatch.setattr(module, "identity", None)
+    monkeypatch.setattr(text_stream, "identity", None)
+    loaded = load_model("gpt2-mini")
+    assert "".join(stream(loaded.model, loaded.tokenizer, "The", max_new_tokens=3, seed=0))
 
 
 def test_an_address_that_is_used_again_is_another_place():
@@ -140,6 +154,17 @@ def test_a_folder_is_read_without_making_the_model(tmp_path, monkeypatch):
     renamed.replace(folder / "model.safetensors")
     with pytest.raises(UserError, match="it lacks 18 weights of the model"):
         identity_of(str(folder))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_weights_that_a_module_quantises_itself_count(model):
+    def quantised():
+        return torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+
+    before = identity(quantised())
+    assert identity(quantised()) == before
+    model.model.layers[1].mlp.down_proj.weight[0, 0] += 9
+    assert identity(quantised()) != before
 
 
 def test_packed_weights_are_the_same_on_another_cpu(monkeypatch):
