@@ -104,9 +104,7 @@ class MemoryCache(StreamingCache):
 
     @property
     def room(self) -> int:
-        """As of other caches; one token at a time once any is lost, of which each takes back its
-        own.
-        """
+        """Tokens that a call may have: one once any is lost, as each token takes back its own."""
         return 1 if self.sizes.num_dropped(max(self.seen, default=0)) else super().room
 
     def _bring(self, step: Step) -> Step:

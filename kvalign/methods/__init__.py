@@ -176,7 +176,8 @@ def make_cache(
 ) -> StreamingCache:
     """Make a `StreamingCache` for your own loop. Pass it as `past_key_values`, without mask or
     position ids. A full cache takes one token a call, since a call evicts nothing between its
-    tokens; `kvalign.stream_tokens`, and `feed` of `make_method`, read many.
+    tokens; `kvalign.stream_tokens`, and `feed` of `make_method`, read many. The way back
+    (`backward`) of a step takes the entries that are stored, its own among them, as constants.
 
     Args:
         model: a causal LM of transformers.

@@ -40,6 +40,9 @@ from kvalign.streaming.generate_settings import (
 )
 from kvalign.streaming.lookup import Lookup, check_lookup
 
+_PREPARED = "_eos_token_tensor"
+"""What a generation_config has that a call of `generate` has prepared for its loop."""
+
 
 @torch.no_grad()
 def stream_tokens(
@@ -146,7 +149,7 @@ def stream_generate(
         UserError: anything that streaming does not support: beams, assistants, guidance, another
             cache, padding on the right, dictionaries of scores, inputs of the model besides ids.
     """
-    if not hasattr(generation_config, "_eos_token_tensor"):  # no call of `generate` has made it
+    if generation_config is None or not hasattr(generation_config, _PREPARED):
         check_ids(input_ids)
         check_call(stream_generate, keywords)
         return unwrapped(model).generate(

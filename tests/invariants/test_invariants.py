@@ -388,6 +388,16 @@ def test_a_cache_that_raises_or_gives_no_number_fails(models):
     assert outcomes["repeat"].figure is None and outcomes["repeat"].note.startswith("no number")
 
 
+@pytest.mark.parametrize("memory", [None, 30])
+def test_a_bare_cache_takes_no_tokens_together_once_it_is_full(memory, models):
+    def make(model):
+        return kvalign.make_cache(model, method="streaming-llm", cache_size=20, memory=memory)
+
+    outcome = outcomes_of(models["llama"], make, ["evicting-chunks"])["evicting-chunks"]
+    assert outcome.state == "not applicable"
+    assert outcome.note == "a full cache takes one token at a time"
+
+
 def test_tokens_are_known_by_their_values():
     born = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
     assert matches(born[:, [0, 3, 7]], born) == [0, 3, 7]
