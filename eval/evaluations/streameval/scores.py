@@ -85,7 +85,8 @@ def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
     """Consecutive pieces as tokens, the first after the tokenizer's opening tokens."""
-    encoded, start = [], 0
+    encoded: list[EncodedPiece] = []
+    start = 0
     for piece in stream:
         opening = ids_of(piece.opening, tokenizer, prefix=not encoded, goes_on=bool(encoded))
         answer, newline = (
