@@ -13,8 +13,8 @@ from kvalign.foundation.errors import UserError
 _LEADER = "KVALIGN_LEADER"  # tells a process that the command started which one did
 # Variables by which launchers say how many processes they start, the more exact first.
 _COUNTS = {
-    "SLURM_STEP_NUM_TASKS": "as one task: srun --ntasks=1 kvalign train ...",
-    "SLURM_NTASKS": "as one task: srun --ntasks=1 kvalign train ...",
+    "SLURM_STEP_NUM_TASKS": "as one task: srun --ntasks=1 kvalign ...",
+    "SLURM_NTASKS": "as one task: srun --ntasks=1 kvalign ...",
     "OMPI_COMM_WORLD_SIZE": "without mpirun",
     "PMI_SIZE": "without mpirun",
     "WORLD_SIZE": "without torchrun",
@@ -30,11 +30,8 @@ def is_helper() -> bool:
     return os.environ.get(_LEADER) == str(os.getppid())
 
 
-@contextmanager
-def leading() -> Iterator[None]:
-    """Let this process start those of the other devices, until the end of the block. What other
-    launchers left in the environment does not count. UserError if one of them starts several.
-    """
+def check_runs_once() -> None:
+    """Raise UserError if a launcher starts the command several times."""
     given = {name: os.environ[name] for name in _COUNTS if name in os.environ}
     if "SLURM_STEP_NUM_TASKS" in given:
         given.pop("SLURM_NTASKS", None)  # that of the whole job
@@ -46,6 +43,14 @@ def leading() -> Iterator[None]:
                 f"{name} is {number}, but training starts the processes of --devices itself: run "
                 f"it once, {_COUNTS[name]}"
             )
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Let this process start those of the other devices, until the end of the block. What other
+    launchers left in the environment does not count. UserError as of `check_runs_once`.
+    """
+    check_runs_once()
     before = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
     os.environ[_LEADER] = str(os.getpid())
     try:

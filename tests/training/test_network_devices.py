@@ -19,7 +19,7 @@ TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node17", "MASTER_PORT": "none"}
 SEVERAL = {
-    "--ntasks": (SLURM | {"SLURM_NTASKS": "4"}, "srun --ntasks=1 kvalign train"),
+    "--ntasks": (SLURM | {"SLURM_NTASKS": "4"}, "srun --ntasks=1 kvalign"),
     "--ntasks-per-node": (
         SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
         "SLURM_NTASKS is 4",
@@ -49,6 +49,8 @@ def test_a_launcher_of_several_is_told_to_run_it_once(launcher, tmp_path, monkey
     assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert advice in said and "open an issue" not in said
+    assert main(f"tune --target key {flags}".split()) == 2
+    assert advice in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -171,19 +171,19 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def _imported(error: Exception) -> str:
-    """Return the package that failed while it was imported, for which nothing but the machine and
-    its environment can be the cause; "" for any other error, and for our own package.
+    """Return the package that failed while it was imported: only the machine and its environment
+    can be the cause. "" for any other error, and for our own package.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     begin = max((i for i, name in enumerate(names) if name == "kvalign"), default=len(names))
-    below = zip(frames[begin:], names[begin:], strict=True)
-    found = (x for frame, x in below if frame.f_code.co_name == "<module>" and x != "kvalign")
-    return next(found, "")
+    below = zip(frames[begin + 1 :], names[begin + 1 :], strict=True)
+    found = [name for frame, name in below if frame.f_code.co_name == "<module>"]
+    return found[-1] if found else ""
 
 
 def _set_variables(error: Exception) -> str:
-    """Return the set variables that the lines of code that failed name, as " (NAMES)"; "" for none."""
+    """Return the set variables in the lines of code that failed, as " (NAMES)"; "" for none."""
     lines = " ".join(line.line or "" for line in traceback.extract_tb(error.__traceback__))
     names = [name for name in dict.fromkeys(re.findall(r"[A-Z_]{3,}", lines)) if name in os.environ]
     return f" ({', '.join(names)})" if names else ""
