@@ -78,12 +78,6 @@ class Form:
         bare = keys[..., :-_SCALE] * _scales(keys)
         return self.bare.placed(bare, at).to(self.dtype), self.read(values)
 
-    def rounded_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """New entries with keys at these positions, as they are read later."""
-        if not self.is_int8:
-            return keys, values
-        return self.read_at(*self.stored_at(keys, values, at), at)
-
 
 def form_of(sizes: CacheSizes, dtype: torch.dtype, bare: BareKeys | None = None) -> Form:
     """Form of the entries of a cache, for a model of this dtype."""

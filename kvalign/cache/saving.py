@@ -17,7 +17,6 @@ from kvalign.cache.state_layer import restore_states
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 
-
 _OLDER = {
     new.format(j): old.format(j)
     for new, old in (("bare.{}", "entries.{}"), ("bare_sinks.{}", "sinks.{}"))
@@ -101,4 +100,4 @@ class Saving(Rows):
         elif name.startswith("bare."):
             ends = torch.tensor([n - self.frame.num_moved(n) for n in seen])[:, None, None]
             at = ends + torch.arange(-keys.shape[2], 0)
-        return form.stored_at(form.read(keys), keys.new_empty(0), at)[0]
+        return form.stored(form.bare.of(form.read(keys), at))
