@@ -6,7 +6,7 @@ Each key and each value of an entry and a head has a scale of its own, made once
 number. Keys are stored bare (`bare_keys.py`), so nothing is ever rounded again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Form:
 
     dtype: torch.dtype
     is_int8: bool
-    bare: BareKeys = BareKeys()
+    bare: BareKeys = field(default_factory=BareKeys)
 
     @property
     def stored_dtype(self) -> torch.dtype:
