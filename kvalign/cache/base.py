@@ -119,11 +119,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         base.
         """
         rotation, bases = self.realigner.rotation, self.bases
-        has_base = bases is not None and not self.realigner.reads
-        return BareKeys(
-            None if rotation is None else rotation.at(layer_idx),
-            bases.get(layer_idx) if has_base else None,
-        )
+        base = None if bases is None or self.realigner.reads else bases.get(layer_idx)
+        return BareKeys(None if rotation is None else rotation.at(layer_idx), base)
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""

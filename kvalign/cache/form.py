@@ -6,7 +6,7 @@ Each key and each value of an entry and a head has a scale of its own, made once
 number. Keys are stored bare (`bare_keys.py`), so nothing is ever rounded again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Form:
 
     dtype: torch.dtype
     is_int8: bool
-    bare: BareKeys = BareKeys()
+    bare: BareKeys = field(default_factory=BareKeys)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -77,12 +77,6 @@ class Form:
             return keys, values
         bare = keys[..., :-_SCALE] * _scales(keys)
         return self.bare.placed(bare, at).to(self.dtype), self.read(values)
-
-    def rounded_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """New entries with keys at these positions, as they are read later."""
-        if not self.is_int8:
-            return keys, values
-        return self.read_at(*self.stored_at(keys, values, at), at)
 
 
 def form_of(sizes: CacheSizes, dtype: torch.dtype, bare: BareKeys | None = None) -> Form:

@@ -93,11 +93,11 @@ class Saving(Rows):
 
     def _bare(self, layer_idx: int, name: str, keys: Tensor, seen: list[int]) -> Tensor:
         """What is stored of the keys of a layer that were stored with their rotation and base."""
-        bare, at = self.bare_keys(layer_idx), slice(0, keys.shape[2])
+        bare, at = self.bare_keys(layer_idx), torch.arange(keys.shape[2])
         form = form_of(self.sizes, torch.float32, bare)
         if name.startswith("memory"):
             form = replace(form, bare=replace(bare, rotation=None))
         elif name.startswith("bare."):
             ends = torch.tensor([n - self.frame.num_moved(n) for n in seen])[:, None, None]
             at = ends + torch.arange(-keys.shape[2], 0)
-        return form.stored_at(form.read(keys), keys.new_empty(0), at)[0]
+        return form.stored(form.bare.of(form.read(keys), at))

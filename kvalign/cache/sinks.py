@@ -45,10 +45,10 @@ class Sinks(Part):
             num = min(step.num_new, self.num_sinks - seen)
             if num <= 0:
                 continue
-            first = (x[row, :, :num].detach() for x in new)
-            kept = form.stored_at(*first, slice(seen, seen + num))
+            first = new.rows(slice(row, row + 1)).slots(0, num)
+            kept = form.stored_at(*first.map(Tensor.detach), slice(seen, seen + num))
             for sinks, x in zip(own, kept, strict=True):
-                sinks[row, :, seen : seen + num] = x
+                sinks[row, :, seen : seen + num] = x[0]
 
     @lasting()
     def select(self, rows: Tensor) -> None:

@@ -141,9 +141,9 @@ class _Step(nn.Module):
             return
         rotation, bases = rotation_of(model), key_bases(model)
         for i in range(spec_of(model.config).num_layers):
-            of_layer = rotation and rotation.at(i)
-            self._layouts.append(of_layer and of_layer.layout)
-            self.register_buffer(f"inv_freq_{i}", of_layer and of_layer.inv_freq)
+            one = None if rotation is None else rotation.at(i)
+            self._layouts.append(None if one is None else one.layout)
+            self.register_buffer(f"inv_freq_{i}", None if one is None else one.inv_freq)
             self.register_buffer(f"base_{i}", bases.get(i))
 
     def _bare_keys(self, layer_idx: int) -> BareKeys:
@@ -155,11 +155,11 @@ class _Step(nn.Module):
         self, ids: Tensor, position_ids: Tensor, newest: Tensor, visible: Tensor, *entries: Tensor
     ) -> Tensor:
         is_ours = is_read_by_kernel(self.model, entries[0])
-        *entries, turns = entries if len(entries) % 2 else (*entries, None)
+        turns = entries[-1] if len(entries) % 2 else None
         behind, seen, layers = position_ids - visible[:, None] + 1, None, []
         if is_ours:
             seen = InSight(newest, visible, behind[:, None], turns)
-        for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=True)):
+        for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
             bare = self._bare_keys(i) if self.is_int8 else BareKeys()
             form = Form(self.model.dtype, self.is_int8, bare)
             layers.append(_Layer(pair, form, position_ids, seen))

@@ -1,15 +1,21 @@
 """Entries of 8 bits: what they stand for, and streams whose caches store them."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.methods import anchored, network, tables
 from helpers.tiny_models import tiny_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvalign
 from kvalign.cache.buffer import KV
 from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
+from kvalign.models.key_bases import key_bases
+from kvalign.streaming.scoring import score
 
 INT8 = Form(torch.float32, is_int8=True)
 NUM, VOCAB = 120, 400
@@ -155,3 +161,99 @@ def test_scales_that_are_no_numbers_are_refused(models, ids):
     wrong.values.view(torch.float32)[0, 0, 3, -1] = torch.nan
     with pytest.raises(UserError, match=r"a stream's 1.bare.1 has scales that are not finite"):
         new(models["llama"]).restore(state | {"1.bare.1": wrong.values})
+
+
+def at_once(method, ids):
+    method.feed(ids)
+
+
+def in_parts(method, ids):
+    for start, end in ((0, 1), (1, 18), (18, 60), (60, NUM)):
+        method.feed(ids[:, start:end])
+
+
+def on_trial(method, ids):
+    """As `--lookup` reads, whose guesses are wrong now and then."""
+    method.feed(ids[:, :40])
+    for i in range(40, NUM, 4):
+        guesses = ids[:, i : i + 5].clone()
+        guesses[:, 3:] = 1
+        method.read_ahead(guesses)
+        for token in ids[0, i + 1 : i + 3].tolist():
+            method.cache.take_ahead(token)
+        method.feed(ids[:, i + 3 : i + 4])
+
+
+@pytest.mark.parametrize("read", [at_once, in_parts, on_trial])
+@pytest.mark.parametrize("kind", WAYS)
+def test_an_entry_is_rounded_the_same_way_in_whichever_pass_it_comes(kind, read, models, ids):
+    """Across ends of frames. Numbers between two steps of 8 bits may be rounded either way."""
+    stepped(one := new(models[kind]), ids[:1])
+    read(other := new(models[kind]), ids[:1])
+    state = other.state()
+    for name, x in one.state().items():
+        if name != "seen":
+            apart = (x[..., :-4].int() - state[name][..., :-4].int()).abs()
+            assert apart.max() <= 1 and apart.float().mean() < 2e-3, name
+
+
+def as_qwen2(model, bias):
+    """The same model with key biases of a norm in the slowest pairs of its first and last layer."""
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads max_position_embeddings rms_norm_eps tie_word_embeddings "
+        "rope_parameters bos_token_id eos_token_id"
+    )
+    made = Qwen2ForCausalLM(Qwen2Config(**{x: getattr(model.config, x) for x in names.split()}))
+    made.load_state_dict(model.state_dict(), strict=False)
+    for i, layer in enumerate(made.model.layers):
+        of_layer, num = layer.self_attn, len(made.model.layers)
+        for x in (of_layer.q_proj, of_layer.k_proj, of_layer.v_proj):
+            x.bias.data.zero_()
+        if i in (0, num - 1):
+            pairs = of_layer.k_proj.bias.data.view(-1, 2, of_layer.head_dim // 2)
+            pairs[..., -1] = bias / 2**0.5
+    return made.eval()
+
+
+def test_a_large_key_bias_costs_no_more_than_8_bits_do():
+    loaded = kvalign.load_model("llama-mini")
+    text = Path(__file__, "../../../README.md").resolve().read_text()
+    ids = loaded.tokenizer(text, return_tensors="pt").input_ids[:, :500]
+    for bias in (0, 849):
+        model, sizes = as_qwen2(loaded.model, bias), dict(cache_size=64, num_sinks=4)
+        found, expected = (
+            score(make_method("streaming-llm", model, **sizes, cache_dtype=x), ids).mean()
+            for x in ("int8", "model")
+        )
+        assert found - expected < 0.002
+        bases = key_bases(model)
+        assert sorted(bases) == ([0, len(model.model.layers) - 1] if bias else [])
+        for i, base in bases.items():
+            assert torch.equal(base.flatten(), model.model.layers[i].self_attn.k_proj.bias.data)
+
+
+@pytest.mark.parametrize("memory", [{}, ALL], ids=["window", "memory"])
+def test_keys_that_version_0_2_stored_are_read(memory, ids):
+    """With their position and base."""
+    model = copy.deepcopy(tiny_model("qwen2", vocab_size=VOCAB))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.normal_()
+    method, after = (
+        make_method("streaming-llm", model, **SIZES, **memory, cache_dtype="int8") for _ in range(2)
+    )
+    stepped(method, ids[:, :50])
+    state, older = method.state(), {}
+    ends = torch.tensor(method.cache.positions())[:, None, None]
+    for name, x in state.items():
+        layer, _, kind = name.partition(".")
+        bare, num = method.cache.bare_keys(int(layer)) if kind else None, x.shape[-2:][0]
+        if kind == "bare.0":
+            x = INT8.stored(bare.placed(INT8.read(x), ends + torch.arange(-num, 0)))
+        elif kind == "bare_sinks.0":
+            x = INT8.stored(bare.placed(INT8.read(x), slice(0, num)))
+        elif kind == "memory.0":
+            x = INT8.stored(INT8.read(x) + bare.base)
+        older[name.replace("bare_sinks", "sinks").replace("bare", "entries")] = x
+    after.restore(older)
+    assert apart(stepped(after, ids[:, 50:80]), stepped(method, ids[:, 50:80])) < 0.02
