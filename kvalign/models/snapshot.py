@@ -17,7 +17,9 @@ _OF_ANY = frozenset(vars(nn.Module()))  # names of the attributes of every modul
 
 
 class Code:
-    """Hooks of a model's modules and of all modules, and the `forward` of each class."""
+    """Hooks of a model's modules and of all modules, and the `forward` of each class. A comparison
+    takes 0.07 ms for 400 modules, between two steps, which push them out of the processor's caches.
+    """
 
     def __init__(self, model: nn.Module):
         self._modules = [*model.modules()]
@@ -49,8 +51,7 @@ class Code:
 
 
 class Snapshot:
-    """State of a model at one time. Comparing it takes less than 0.1 ms for 400 modules, so it is
-    done before each step.
+    """State of a model at one time. A comparison takes 0.7 ms for 400 modules, between two steps.
 
     It contains the modules, their attributes, their `Code`, the functions of the files that define
     their classes, the tensors and where they lie, and the config. Weights that change where they

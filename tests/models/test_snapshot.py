@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers.model_changes import CHANGES
+from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 
 from kvalign.models.snapshot import Code, Snapshot
 
-OF_CODE = {"a hook", "a hook before", "a hook of all modules", "a forward of a class"}
-NOT_PLAIN = OF_CODE | {"a forward", "a function", "an adapter"}
+NOT_PLAIN = {*OF_CODE, "a forward", "a function", "an adapter"}
 
 
 @pytest.fixture
