@@ -8,6 +8,8 @@ models of one shape and with the same attributes.
 
 import functools
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -23,6 +25,7 @@ from kvalign.models.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 CHANGED = "the model was changed: its stored step is no longer taken"
+EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms a step
 
 
 @final
@@ -39,8 +42,10 @@ class StoredStep:
         install(model.config)
         self.model, self.makes = model, makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
-        self._weights: dict[str, Tensor] = {}  # which they read where they lie
-        self._snapshot: Snapshot | None = None  # of the model as it was when they were loaded
+        self._weights = tensors_of(model)  # which they read where they lie
+        self._snapshot = Snapshot(model)
+        self._cache: Callable[[], Cache | None] = lambda: None
+        self._num = 0  # of steps of this cache
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -60,7 +65,7 @@ class StoredStep:
         """
         if (inputs := self._inputs(ids, cache)) is None:
             return None
-        run = self._run_for(inputs)
+        run = self._run_for(cache, inputs)
         return None if run is None else run(inputs)[0][:, -1]
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
@@ -89,10 +94,10 @@ class StoredStep:
             return None
         return [ids, step.decode.position_ids, *at, *seen]
 
-    def _run_for(self, inputs: list[Tensor]) -> Run | None:
+    def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, if there is one for the model as it is now."""
         had = self._runs
-        if self._snapshot is None or not self._snapshot.holds():
+        if not self._is_as_it_was(cache):
             self._snapshot = Snapshot(self.model)
             self._weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
             self._runs = {}
@@ -103,3 +108,11 @@ class StoredStep:
             if self._runs[is_one] is None and had.get(is_one) is not None:
                 log.warning(CHANGED)
         return self._runs[is_one]
+
+    def _is_as_it_was(self, cache: Cache) -> bool:
+        """Return whether the model is as when its steps were loaded. Hooks and the `forward` of
+        classes are compared before each step, the rest as a stream begins and every few steps.
+        """
+        self._num = self._num + 1 if self._cache() is cache else 0
+        self._cache = weakref.ref(cache)
+        return (self._snapshot if self._num % EVERY == 0 else self._snapshot.code).holds()

@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-_KNOWN = {"torch", "transformers", "kvalign"} | sys.stdlib_module_names
-"""Packages whose modules and functions are as their names say."""
+_KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
 _INERT = "transformers.utils.output_capturing"  # hooks that stay on a model and change nothing
 _OF_ANY = frozenset(vars(nn.Module()))  # names of the attributes of every module
 
 
 class Code:
-    """Hooks of a model's modules and of all modules, and the `forward` of each class."""
+    """Hooks of a model's modules and of all modules, and the `forward` of each class. A comparison
+    takes 0.07 ms for 400 modules, between two steps, which push them out of the processor's caches.
+    """
 
     def __init__(self, model: nn.Module):
         self._modules = [*model.modules()]
@@ -40,7 +41,9 @@ class Code:
         transformers or KV-Align.
         """
         hooks, forwards = self._then
-        return not hooks and _are_known([*self._classes, *forwards])
+        return not hooks and all(
+            one.__module__.split(".")[0] in _KNOWN for one in (*self._classes, *forwards)
+        )
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         hooks = [*chain.from_iterable(map(dict.values, self._hooks))] if any(self._hooks) else []
@@ -49,8 +52,7 @@ class Code:
 
 
 class Snapshot:
-    """State of a model at one time. Comparing it takes less than 0.1 ms for 400 modules, so it is
-    done before each step.
+    """State of a model at one time. A comparison takes 0.7 ms for 400 modules, between two steps.
 
     It contains the modules, their attributes, their `Code`, the functions of the files that define
     their classes, the tensors and where they lie, and the config. Weights that change where they
@@ -61,7 +63,7 @@ class Snapshot:
     def __init__(self, model: nn.Module):
         self.code, modules = Code(model), [*model.modules()]
         self._attributes = [vars(one) for one in modules]
-        self._parts = [
+        self._parts: list[dict[str, Any]] = [
             x for one in modules for x in (one._parameters, one._buffers, one._modules) if x
         ]
         self._held = [*chain.from_iterable(map(dict.values, self._parts))]
@@ -85,12 +87,8 @@ class Snapshot:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the code is, functions are of packages that are known, too, and no module
-        has a `forward` of its own.
-        """
-        functions = (x for x in self._then[0] for x in (x if isinstance(x, tuple) else (x,)))
-        is_own = any("forward" in one for one in self._attributes)
-        return self.code.is_plain and not is_own and _are_known([*functions])
+        """Return whether the code is, and no module has a `forward` of its own."""
+        return self.code.is_plain and not any("forward" in one for one in self._attributes)
 
     def _now(self) -> tuple[Any, ...]:
         return (
@@ -101,10 +99,6 @@ class Snapshot:
             [read(values) for read, values in self._read],
             self._configs,
         )
-
-
-def _are_known(things: list[Any]) -> bool:
-    return all(one.__module__.split(".")[0] in _KNOWN for one in things)
 
 
 def names_of(module: nn.Module) -> list[str]:

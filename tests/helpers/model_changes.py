@@ -87,6 +87,7 @@ def _activation(model, patch):
     _mlp(model).act_fn = nn.Tanh()
 
 
+OF_CODE = ("a hook", "a hook before", "a hook of all modules", "a forward of a class")
 CHANGES = {
     "a hook": _hook,
     "a hook before": _pre_hook,

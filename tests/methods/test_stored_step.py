@@ -9,14 +9,14 @@ import torch
 from filelock import FileLock
 from helpers.comings import come_and_go
 from helpers.methods import tables
-from helpers.model_changes import CHANGES
+from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 from helpers.uncompiled_step import not_compiled
 from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
 from kvalign.methods import step_file
-from kvalign.methods.stored_step import CHANGED, StoredStep
+from kvalign.methods.stored_step import CHANGED, EVERY, StoredStep
 from kvalign.models import attention, kernel, packed
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
@@ -233,21 +233,40 @@ def begun(model, compile):
 WEIGHTS = {"other data", "another parameter", "assigned weights", "weights in place"}
 
 
+@needs_kernel
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_stream_feels_a_change_at_its_next_step(name, llama, monkeypatch, caplog):
-    """With other weights the same step goes on; else the model itself does, as a line says."""
+def test_a_stream_feels_a_change_of_its_model(name, llama, monkeypatch, caplog):
+    """At the next step that of code or of weights in place, others as a stream begins. With other
+    weights the stored step goes on; else the model itself does, as a line says.
+    """
     differ(llama)
     monkeypatch.setattr("torch.export.export", never)
     model = copy.deepcopy(llama)
     (eager, tokens), (taken, _) = begun(model, False), begun(model, None)
     assert taken.is_compiled
-    for i, token in enumerate(tokens):
-        if i == 5:
-            CHANGES[name](model, monkeypatch)
+    CHANGES[name](model, monkeypatch)
+    if name not in (*OF_CODE, "weights in place"):
+        eager.reset()
+        taken.reset()
+    for token in tokens:
         assert (eager.feed(token) - taken.feed(token)).abs().max() < 1e-4
     assert taken.is_compiled == (name in WEIGHTS)
     lines = [record.message for record in caplog.records]
     assert lines.count(CHANGED) == (not taken.is_compiled)
+
+
+@pytest.mark.parametrize("name", ["a forward", "other data", "an attribute"])
+def test_a_stream_feels_any_change_after_some_steps(name, llama, monkeypatch):
+    differ(llama)
+    model = copy.deepcopy(llama)
+    method, _ = begun(model, None)
+    CHANGES[name](model, monkeypatch)
+    for _ in range(EVERY):
+        method.feed(torch.ones(1, 1).long())
+    weight = model.model.layers[0].mlp.down_proj.weight
+    taken = method.stored._weights["model.model.layers.0.mlp.down_proj.weight"]
+    assert taken.data_ptr() == weight.data_ptr()
+    assert method.is_compiled == (name in WEIGHTS)
 
 
 def test_a_step_is_loaded_once_while_nothing_changes(llama, monkeypatch):

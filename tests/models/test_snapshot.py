@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers.model_changes import CHANGES
+from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 
 from kvalign.models.snapshot import Code, Snapshot
 
-OF_CODE = {"a hook", "a hook before", "a hook of all modules", "a forward of a class"}
-NOT_PLAIN = OF_CODE | {"a forward", "a function", "an adapter"}
+NOT_PLAIN = {*OF_CODE, "a forward", "an adapter"}
 
 
 @pytest.fixture
@@ -31,6 +30,11 @@ def test_a_change_is_seen(name, llama, monkeypatch):
     assert code.holds() == (name not in OF_CODE)
     after = Snapshot(llama)
     assert after.holds() and after.is_plain == (name not in NOT_PLAIN)
+
+
+def test_a_model_as_it_is_made_is_plain(model):
+    snapshot = Snapshot(model)
+    assert snapshot.is_plain and snapshot.holds()
 
 
 def test_a_change_that_is_taken_back_is_none(llama):
