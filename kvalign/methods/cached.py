@@ -109,7 +109,7 @@ class Cached(Method):
         if options:
             super().compile(**options)
         else:
-            self.stored = StoredStep(self.model)
+            self.stored = StoredStep(self.model, is_int8=self.cache.stores_bare)
             self.compiled = self.stored.otherwise
         if not self.cache.seen:  # a memory has all its slots from the first, then
             self.reset()
@@ -117,7 +117,7 @@ class Cached(Method):
 
     def take_stored(self) -> Self:
         if type(self.cache) is StreamingCache and not step_file.is_empty():
-            self.stored = StoredStep(self.model, makes=False)
+            self.stored = StoredStep(self.model, is_int8=self.cache.stores_bare, makes=False)
             self._try_step(1, self.sizes.num_sinks + 1)
         return self
 

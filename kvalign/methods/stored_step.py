@@ -35,14 +35,15 @@ class StoredStep:
     another for several. Else they are steps of one row with a full cache that evicts one entry.
 
     Args:
+        is_int8: whether the entries have 8 bits.
         makes: whether steps without a file are compiled; else they are left to the model.
     """
 
-    def __init__(self, model: PreTrainedModel, *, makes: bool = True):
+    def __init__(self, model: PreTrainedModel, *, is_int8: bool, makes: bool = True):
         install(model.config)
-        self.model, self.makes = model, makes
+        self.model, self.is_int8, self.makes = model, is_int8, makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
-        self._weights = tensors_of(model)  # which they read where they lie
+        self._weights = tensors_of(model, is_int8)  # which they read where they lie
         self._snapshot = Snapshot(model)
         self._cache: Callable[[], Cache | None] = lambda: None
         self._num = 0  # of steps of this cache
@@ -99,7 +100,7 @@ class StoredStep:
         had = self._runs
         if not self._is_as_it_was(cache):
             self._snapshot = Snapshot(self.model)
-            self._weights = tensors_of(self.model, inputs[4].dtype == torch.int8)
+            self._weights = tensors_of(self.model, self.is_int8)
             self._runs = {}
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:

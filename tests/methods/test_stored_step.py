@@ -417,7 +417,7 @@ def test_other_steps_go_elsewhere(name, sizes, models):
         asked.append(inputs["past_key_values"])
         return model(**inputs)
 
-    method.stored, method.compiled = StoredStep(model), otherwise
+    method.stored, method.compiled = StoredStep(model, is_int8=False), otherwise
     method.feed(torch.randint(96, (rows, SIZE + 1)))
     for _ in range(3):
         method.feed(torch.randint(96, (rows, 1)))

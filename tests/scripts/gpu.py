@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.extend(map(str, Path(__file__).parents[1:3]))  # the checkout need not be installed
 from helpers.methods import anchored, make, tables
 from helpers.pairwise import of_each_family
 from helpers.tiny_models import KINDS, MORE_KINDS, VOCAB, tiny_model
