@@ -153,10 +153,12 @@ class Sessions:
         """
         said = []
         if name is None:
-            said = [one for how in (AS_READ, "") for one in digest("", messages, how)[-2::-1]]
+            hows = AS_READ, ""
+            said = [(how, one) for how in hows for one in digest("", messages, how)[-2::-1]]
         is_told_anew = any(message.role == "assistant" for message in messages)
         with self._lock:
-            idle = {x.said: x.id for x in self._by_id.values() if self._is_idle(x, is_named=False)}
+            unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
+            idle = {(x.compared, x.said): x.id for x in unnamed}
             found = (idle[one] for one in said if one in idle)
             name = name or next(found, _UNNAMED + secrets.token_hex(16))
             self._check_idle(name)
