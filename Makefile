@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm2 test test-slow test-long test-browser coverage docs results tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-slow test-long test-browser test-gpu coverage docs results tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -45,6 +45,10 @@ test-long: .venv/installed
 # Pages are driven one at a time: they have clocks of their own.
 test-browser: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
+
+# On a machine with a GPU: the same on it and on the CPU. PYTHON has torch and transformers; .venv is not needed.
+test-gpu:
+	$(PYTHON) tests/scripts/gpu.py
 
 # Which lines all tests reach: build/coverage/html/index.html.
 coverage: .venv/installed
