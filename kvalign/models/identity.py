@@ -134,8 +134,8 @@ def say_weak() -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """What is saved of a model, parameters and persistent buffers, under all its names, each with
-    its module. Packed weights are not saved, and count.
+    """The saved tensors of a model, parameters and persistent buffers, under all their names, each
+    with its module. Packed weights are not saved, and count.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _place(x: Any) -> tuple[object, ...]:
-    """What changes when a tensor is written or replaced. An address alone may be used again."""
+    """Marks that change when a tensor is written or replaced; an address may be used again."""
     if not _is_plain(x):
         return (object(),)  # not known: it is read each time
     version = 0 if x.is_inference() else x._version
