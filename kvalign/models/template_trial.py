@@ -15,14 +15,16 @@ _REFUSED = 3  # an exit code
 
 # A template that fails there fails in time, which is all that is asked of it.
 _PROGRAM = f"""
-import json, sys
+import json, sys, time
+from transformers.utils.chat_template_utils import render_jinja_template
+
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+    seconds = int(time.process_time()) + 1 + {SECONDS}
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
 except (ImportError, OSError, ValueError):
     pass
-from transformers.utils.chat_template_utils import render_jinja_template
 
 template, values = json.load(sys.stdin)
 system, user, answer = (dict(role=r, content="?") for r in ("system", "user", "assistant"))
@@ -65,7 +67,7 @@ def _is_small(asked: str) -> bool:
             input=asked,
             encoding="utf-8",
             capture_output=True,
-            timeout=4 * SECONDS,  # of a clock, where the processor has no limit
+            timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
         )
     except subprocess.TimeoutExpired:

@@ -52,3 +52,11 @@ def test_a_template_without_earlier_turns_has_one(tokenizer):
     assert turn_text(tokenizer, "Hi", is_first=True) == "1: Hi"
     with pytest.raises(ValueError, match="leaves out earlier answers"):
         turn_text(tokenizer, "Hi", is_first=False)
+
+
+def test_a_template_that_changes_its_beginning_goes_on(tokenizer):
+    """What a stream holds stays as it was fed."""
+    whole = "{% for m in messages %} {{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "{{ messages | length }}" + whole
+    assert turn_text(tokenizer, "Hi", is_first=True) == "1 Hi"
+    assert turn_text(tokenizer, "Why?", is_first=False) == " Why?"
