@@ -132,8 +132,8 @@ def say_weak() -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """What is saved of a model, parameters and persistent buffers, under all its names, each with
-    its module. Packed weights are not saved, and count.
+    """Parameters, persistent buffers and whatever else a model saves, under all names, each with its
+    module. Packed weights are not saved, and count.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
@@ -202,7 +202,9 @@ def _is_plain(x: Any) -> bool:
 
 
 def _place(x: Any) -> tuple[object, ...]:
-    """What changes when a tensor is written or replaced. An address alone may be used again."""
+    """Place of a tensor: another one after it was written or replaced. An address alone may be used
+    again.
+    """
     if not _is_plain(x):
         return (object(),)  # not known: it is read each time
     version = 0 if x.is_inference() else x._version
