@@ -134,8 +134,8 @@ def say_weak() -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The saved tensors of a model, parameters and persistent buffers, under all their names, each
-    with its module. Packed weights are not saved, and count.
+    """Parameters, persistent buffers and whatever else a model saves, under all names, each with its
+    module. Packed weights are not saved, and count.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
@@ -204,7 +204,9 @@ def _is_plain(x: Any) -> bool:
 
 
 def _place(x: Any) -> tuple[object, ...]:
-    """Marks that change when a tensor is written or replaced; an address may be used again."""
+    """Place of a tensor: another one after it was written or replaced. An address alone may be used
+    again.
+    """
     if not _is_plain(x):
         return (object(),)  # not known: it is read each time
     version = 0 if x.is_inference() else x._version
