@@ -74,7 +74,7 @@ def pack(model: PreTrainedModel, weights: str) -> None:
         shares = head is not None and head.weight is rows
         product = model.get_output_embeddings() if shares else kind(rows.detach(), 8)
         model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))
-    model.save_pretrained = model.push_to_hub = _not_saved  # type: ignore[method-assign]
+    model.save_pretrained = model.push_to_hub = _not_saved
 
 
 def _not_saved(*args: Any, **kwargs: Any) -> NoReturn:

@@ -190,7 +190,7 @@ def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch)
     monkeypatch.setattr(memory_file, "_AT_ONCE", 5 * RECORD)
     places = {
         "before the memory": (memory_file.Held, "records", killed),
-        "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 18)),
+        "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 1)),
         "before the stream": (stream_file, "save_file", killed),
         "after it": (memory_file, "remove", killed),
     }
