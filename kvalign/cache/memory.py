@@ -16,6 +16,7 @@ ranked first (eval/results/memory.md). Without the kernel all scores are exact.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class Memory(Part):
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
         alike: cosine of two keys from which the older entry is not taken back.
+        digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
     def __init__(self, like: KV, sizes: CacheSizes, form: Form, grows: bool = True):
@@ -67,6 +69,8 @@ class Memory(Part):
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
         self.held = like.map(lambda x: self.form.empty(x, 0))
+        with lasting():
+            self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64)
         with lasting():
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         has_kernel = like.keys.shape[3] in kernel.DIMS and kernel.is_here()
@@ -93,6 +97,7 @@ class Memory(Part):
             num = min(num_new - first, self.num_slots - slot)
             for held, x in zip(self.held, new.slots(first, num), strict=True):
                 held[rows, :, slot : slot + num] = x
+            self.digests[rows, slot : slot + num] = _digests(new.slots(first, num))
             keys = self.form.read(new.keys[:, :, first : first + num]).float()
             if not self.base[rows].any():
                 self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
@@ -119,6 +124,7 @@ class Memory(Part):
     @lasting()
     def _lengthen(self, num_slots: int) -> None:
         self.held = self.held.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
+        self.digests = pad(self.digests, (0, num_slots - self.digests.shape[1]))
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
@@ -188,6 +194,7 @@ class Memory(Part):
     def select(self, rows: Tensor) -> None:
         rows = rows.to("cpu")
         self.held, self.base = self.held.rows(rows), self.base[rows]
+        self.digests = self.digests[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
 
@@ -197,12 +204,30 @@ class Memory(Part):
             other._lengthen(max(x.num_slots for x in others))
         self.held = cat((x.held for x in others), dim=0)
         self.base = torch.cat([x.base for x in others])
+        self.digests = torch.cat([x.digests for x in others])
         if self.sketch is not None:
             self.sketch.join([x.sketch for x in others if x.sketch is not None])
 
     def used(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
+
+
+def _digests(stored: KV) -> Tensor:
+    """Digests [B, T] int64 of stored entries: of each the sum of its bytes times random numbers."""
+    keys, values = (x.transpose(1, 2).flatten(2).contiguous() for x in stored)
+    both = torch.cat([keys, values], 2).view(torch.uint8)
+    kind = torch.uint8 if both.shape[2] % 4 else torch.int32
+    numbers = both.view(kind)
+    return (numbers * _factors(numbers.shape[2])).sum(2)
+
+
+@lru_cache(maxsize=4)
+@lasting()
+def _factors(num: int) -> Tensor:
+    """Random odd numbers [num] int64, the same in every process."""
+    rng = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (num,), generator=rng) | 1
 
 
 def _whole(num: int) -> int:

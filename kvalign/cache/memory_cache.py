@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import final
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
@@ -25,6 +26,8 @@ from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install
 from kvalign.models.key_bases import KeyBases
 from kvalign.models.rope import RotationByLayer
+
+_OF_LAYER = 0x5851F42D4C957F2D  # a factor of Knuth's for numbers of 64 bits
 
 
 @final
@@ -135,6 +138,19 @@ class MemoryCache(StreamingCache):
             self._num_pending += 1
         self.recalls.end()
         super()._end(step)
+
+    def state(self) -> dict[str, Tensor]:
+        """State as of `Saving`, with digests of the entries of each slot in all layers, [B, S]
+        int64: equal ones are of equal entries.
+        """
+        tensors = super().state()
+        if not tensors:
+            return tensors
+        num = self.asking[0].memory.used(self.seen)
+        digests = torch.zeros(len(self.seen), num, dtype=torch.int64)
+        for layer in self.asking:  # no layer counts as another does
+            digests = digests * _OF_LAYER + layer.memory.digests[:, :num]
+        return tensors | {"digests": digests}
 
     def reset(self) -> None:
         self._num_pending = 0

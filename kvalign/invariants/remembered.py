@@ -192,8 +192,10 @@ def stored(subject: Subject) -> Measured:
     for layer in cache.asking:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
-        for born, held in zip((keys, values), layer.memory.held, strict=True):
-            born, found = born[:, :, lost], layer.memory.form.read(held[:, :, slots]).to(born)
+        held = layer.memory.held.map(lambda x, slots=slots: x[:, :, slots])
+        read = layer.memory.form.read_at(*held, slice(0))
+        for born, found in zip((keys, values), read, strict=True):
+            born, found = born[:, :, lost], found.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
             same = torch.isclose(born, found, rtol=1e-5, atol=1e-6)
             if subject.is_int8:
@@ -230,8 +232,8 @@ def all_recalled(subject: Subject) -> Measured:
     few = replace(cache.sizes, memory=most)
     none = replace(few, memory=0, num_recalled=None, recall_places=None, recall_layers=None)
     of_model = subject.model.config, cache.recalls.places.num_positions
-    with_memory = MemoryCache(spec, few, cache.realigner, *of_model)
-    without = StreamingCache(spec, none, cache.realigner)
+    with_memory = MemoryCache(spec, few, cache.realigner, *of_model, bases=cache.bases)
+    without = StreamingCache(spec, none, cache.realigner, cache.bases)
     without.frame = with_memory.frame
     one, other = (Stream(subject.model, x) for x in (with_memory, without))
     first, *tokens = subject.ids(NUM_ROWS, subject.num_tokens).split(1, 1)

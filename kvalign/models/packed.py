@@ -13,7 +13,7 @@ unchanged. On CUDA it is PyTorch's kernel, too; the embedding is not packed ther
 in bfloat16.
 """
 
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,14 @@ def pack(model: PreTrainedModel, weights: str) -> None:
         shares = head is not None and head.weight is rows
         product = model.get_output_embeddings() if shares else kind(rows.detach(), 8)
         model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))
+    model.save_pretrained = model.push_to_hub = _not_saved
+
+
+def _not_saved(*args: Any, **kwargs: Any) -> NoReturn:
+    """In place of what would write a folder that nothing reads."""
+    raise UserError(
+        "packed weights cannot be saved as a model: load it with weights=float32 and save that"
+    )
 
 
 def embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:

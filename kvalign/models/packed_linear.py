@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bits, self.bias = bits, bias
         for name, x in self.buffers_of(*parts(weight, bits, self.of_scales)).items():
-            self.register_buffer(name, x, persistent=False)
+            self.register_buffer(name, x)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x.reshape(-1, self.in_features)).to(x.dtype)

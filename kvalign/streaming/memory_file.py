@@ -10,7 +10,7 @@ of a full memory, a save writes the other of the two files. The first goes once 
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,8 +21,9 @@ from kvalign.foundation.errors import UserError
 
 SUMS = "memory.crc32"
 """Tensor of a stream's file: [S] int64, of the record of each stored token."""
+DIGESTS = "memory.digests"
+"""The same of their digests (`MemoryCache.state`), which tell whether a file has a stream's own."""
 _AT_ONCE = 2**22  # bytes
-_COMPARED = 16
 _Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -66,12 +67,19 @@ class Held:
         tensors: [1, H, S, width], keys and values of all layers; the entry of token j is in slot
             j mod S.
         end: the token after the newest.
+        digests: [S] int64, of the slots; None: unknown.
+
+    Attributes:
+        digests: in the order of tokens.
     """
 
-    def __init__(self, tensors: list[Tensor], end: int):
+    def __init__(self, tensors: list[Tensor], end: int, digests: Tensor | None = None):
         self.tensors, self.end = tensors, end
         self.num_slots = tensors[0].shape[2]
         self.first = end - self.num_slots
+        self.digests = digests
+        if digests is not None:
+            self.digests = digests[torch.arange(self.first, end) % self.num_slots]
         self.widths = [*map(_width, tensors)]
         self.record_len = sum(self.widths)
 
@@ -94,27 +102,27 @@ class Held:
         for x, part in zip(self.tensors, records.split(self.widths, 1), strict=True):
             x[0, :, slots] = part.view(x.dtype).unflatten(1, (x.shape[1], -1)).transpose(0, 1)
 
-    def sum_of(self, token: int) -> int:
-        """CRC-32 of a token's record."""
-        slot = token % self.num_slots
-        return _sums(self.records(slice(slot, slot + 1)))[0]
+
+class Before(NamedTuple):
+    """What a stream's file says now of its memory: where it is, its `SUMS` and its `DIGESTS`, which
+    version 0.2 did not write.
+    """
+
+    file: MemoryFile
+    sums: Tensor
+    digests: Tensor | None
 
 
-def write(
-    stream: Path, held: Held, before: tuple[MemoryFile, Tensor] | None
-) -> tuple[MemoryFile, Tensor]:
+def write(stream: Path, held: Held, before: Before | None) -> tuple[MemoryFile, Tensor]:
     """Write the records that the stream's file does not have yet.
-
-    Args:
-        before: what the stream's file says now, and its `SUMS`, if it has a memory.
 
     Returns:
         what it shall say, and its `SUMS`.
     """
-    if before is not None and _begins(stream, held, *before):
-        file, sums = before
+    if before is not None and _begins(stream, held, before):
+        file, sums = before.file, before.sums
     else:
-        number = 0 if before is None else 1 - before[0].number
+        number = 0 if before is None else 1 - before.file.number
         file, sums = MemoryFile(number=number, first=held.first, end=held.first), torch.empty(0)
         place(stream, number).unlink(missing_ok=True)
     new: list[int] = []
@@ -128,20 +136,22 @@ def write(
     return file.model_copy(update={"end": held.end}), sums[-held.num_slots :]
 
 
-def _begins(stream: Path, held: Held, file: MemoryFile, sums: Tensor) -> bool:
-    """Return whether the records of a stream's file begin those of a memory, as far as some of
-    them, the last among them, tell; and whether the file has room.
+def _begins(stream: Path, held: Held, before: Before) -> bool:
+    """Return whether the records of a stream's file begin those of a memory, by the digests of all
+    that both have; and whether the file has room.
     """
-    first, path = file.end - len(sums), place(stream, file.number)
+    file, digests = before.file, before.digests
+    if held.digests is None or digests is None or digests.shape != before.sums.shape:
+        return False
+    first, path = file.end - len(digests), place(stream, file.number)
     if not first <= held.first < file.end <= held.end:
         return False
     if held.end - file.first > 2 * held.num_slots or not path.is_file():
         return False
     if path.stat().st_size < (file.end - file.first) * held.record_len:
         return False
-    both = range(held.first, file.end)
-    compared = [*both[:: len(both) // _COMPARED + 1], both[-1]]
-    return all(held.sum_of(token) == sums[token - first] for token in compared)
+    ours = held.digests[: file.end - held.first]
+    return torch.equal(ours, digests[held.first - first :])
 
 
 def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import SUMS, Held, MemoryFile, is_of_memory
+from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Held, MemoryFile, is_of_memory
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
@@ -92,13 +92,17 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
     """
     tensors, before = dict(tensors), _memory_of(path)
     held = [tensors[name] for name in _of_memory(tensors)]
-    file, counts, metadata = None, before and before[0], {"format": _FORMAT}
+    digests = tensors.pop(STATE + "digests", None)
+    file, counts, metadata = None, before and before.file, {"format": _FORMAT}
 
     def write_both(partial: Path) -> None:
         nonlocal file
         if held and held[0].shape[2]:
-            entries = Held(held, int(tensors[STATE + "seen"]) - saved.num_sinks)
+            end = int(tensors[STATE + "seen"]) - saved.num_sinks
+            entries = Held(held, end, None if digests is None else digests[0])
             file, tensors[SUMS] = memory_file.write(path, entries, before)
+            if entries.digests is not None:
+                tensors[DIGESTS] = entries.digests
         for name, x in tensors.items():
             tensors[name] = (x[:, :, :0] if is_of_memory(name) else x).cpu().contiguous()
         about = saved.model_copy(update={"memory_file": file}).model_dump_json()
@@ -149,6 +153,7 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     saved, tensors = _read(path)
     if saved.memory_file is not None:
         names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
+        tensors.pop(DIGESTS, None)
         held = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
         tensors.update(zip(names, held, strict=True))
     return saved, tensors
@@ -187,13 +192,15 @@ def _read(
     return checked(SavedStream, said, wrong), held
 
 
-def _memory_of(path: Path) -> tuple[MemoryFile, Tensor] | None:
-    """Place and checksums of the memory of a stream, as its file says, if it has one."""
+def _memory_of(path: Path) -> Before | None:
+    """What a stream's file says of its memory, if it has one."""
     try:
-        saved, tensors = _read(path, names=[SUMS])
+        saved, tensors = _read(path, names=[SUMS, DIGESTS])
     except UserError:
         return None
-    return (saved.memory_file, tensors[SUMS]) if saved.memory_file and SUMS in tensors else None
+    if not saved.memory_file or SUMS not in tensors:
+        return None
+    return Before(saved.memory_file, tensors[SUMS], tensors.get(DIGESTS))
 
 
 def _of_memory(tensors: dict[str, Tensor]) -> list[str]:

@@ -3,6 +3,7 @@ of the unpacked weights, and everything streams with them.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -203,6 +204,24 @@ def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights
         for length in (3, 60):  # by the kernel, and unpacked
             found = model(ids[:, :length]).logits
             assert difference(found, expected(ids[:, :length]).logits) < 0.2
+
+
+def test_packed_weights_are_lost_nowhere(ids, tmp_path):
+    """A copy, a pickle and a state have them; a folder that nothing reads is not written."""
+    model = copy.deepcopy(tiny_model("llama"))
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        packed.pack(one, "int4")
+    for name, x in other.named_buffers():
+        if "inv_freq" not in name:
+            x.zero_()
+    other.load_state_dict(model.state_dict())
+    for one in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(one(ids).logits, model(ids).logits)
+    for save in (model.save_pretrained, model.push_to_hub):
+        with pytest.raises(UserError, match="load it with weights=float32 and save that"):
+            save(str(tmp_path))
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("is_training", [False, True])

@@ -36,7 +36,7 @@ def main() -> None:
     head = model.get_output_embeddings()
     layers = [x for x in model.modules() if isinstance(x, PackedLinear) and x is not head]
     rows = {x.in_features: torch.randn(1, x.in_features) for x in [head, *layers]}
-    entries = [layer.entries.last(args.cache_size) for layer in eager.cache.attention]
+    entries = [layer.entries.stored(args.cache_size) for layer in eager.cache.attention]
     num_heads = model.config.num_attention_heads
     query = torch.randn(1, num_heads, 1, entries[0].keys.shape[-1])
     attend = functools.partial(scaled_dot_product_attention, enable_gqa=True)

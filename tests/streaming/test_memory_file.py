@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
+from safetensors.torch import load_file
 
 import kvalign
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.models.loading import load_model
 from kvalign.streaming import memory_file, stream_file
 
@@ -76,7 +78,7 @@ def test_a_save_writes_what_is_new(loaded, path):
     stream.save(path)
     file = memory_file.place(path, 0)
     num = stream.num_fed - 2
-    assert file.stat().st_size == num * RECORD > 8 * path.stat().st_size
+    assert file.stat().st_size == num * RECORD > 7 * path.stat().st_size
     whole = file.read_bytes()
     mark(path)
     go_on(stream)
@@ -188,7 +190,7 @@ def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch)
     monkeypatch.setattr(memory_file, "_AT_ONCE", 5 * RECORD)
     places = {
         "before the memory": (memory_file.Held, "records", killed),
-        "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 18)),
+        "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 1)),
         "before the stream": (stream_file, "save_file", killed),
         "after it": (memory_file, "remove", killed),
     }
@@ -221,3 +223,26 @@ def test_a_copy_needs_both_files(loaded, path):
     assert stream_file.about(copy).memory == 200
     shutil.copy(memory_file.place(path, 0), memory_file.place(copy, 0))
     assert is_same(copy, loaded, stream)
+
+
+def test_another_streams_entries_between_equal_ones_do_not_stay(loaded, path):
+    """In the first layer entries of equal tokens are equal, and only few tokens differ here."""
+    ids = torch.randint(8192, (200,)).tolist()
+    for number, one in enumerate((7, 8)):
+        stream = begin(loaded, [*ids[:150], one, *ids[151:]], recall_layers="0")
+        next(iter(stream))
+        stream.save(path)
+        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)
+
+
+def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monkeypatch):
+    stream = begin(loaded)
+    go_on(stream, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(stream.method.cache, "state", super(MemoryCache, stream.method.cache).state)
+        stream.save(path)
+    assert memory_file.DIGESTS not in load_file(path) and is_same(path, loaded, stream)
+    for _ in range(2):
+        go_on(stream)
+        stream.save(path)
+        assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
