@@ -134,7 +134,7 @@ def say_weak() -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Parameters, persistent buffers and whatever else a model saves, under all names, each with
+    """Parameters, persistent buffers and all else that a model saves, under all names, each with
     its module. Packed weights are not saved, and count.
     """
     for path, module in model.named_modules(remove_duplicate=False):
