@@ -192,7 +192,7 @@ def stored(subject: Subject) -> Measured:
     for layer in cache.asking:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
-        held = layer.memory.held.map(lambda x, slots=slots: x[:, :, slots])
+        held = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
         read = layer.memory.form.read_at(*held, slice(0))
         for born, found in zip((keys, values), read, strict=True):
             born, found = born[:, :, lost], found.to(born)
