@@ -49,7 +49,7 @@ class BareKeys:
     base: Tensor | None = None
 
     def of(self, keys: Tensor, at: At) -> Tensor:
-        """What is stored of keys [..., H, S, D] at these positions, in float32."""
+        """Stored form of keys [..., H, S, D] at these positions, in float32."""
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.turn_to(at, keys.device).inverse(keys)

@@ -115,7 +115,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self.sizes.cache_dtype == "int8"
 
     def bare_keys(self, layer_idx: int) -> BareKeys:
-        """What 8 bits hold of a layer's keys. Those that a table reads have no mean, and so no
+        """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
         base.
         """
         rotation, bases = self.realigner.rotation, self.bases
