@@ -26,13 +26,13 @@ class InSight(NamedTuple):
     Attributes:
         newest: [1] int64, the slot.
         visible: [B] int64, their number.
-        behind: position of the first of them; a number, or [B, 1, 1] int64.
+        behind: [B, 1, 1] int64, the position of the first of them.
         turns: of as many places, as our kernel takes them; None: keys do not turn.
     """
 
     newest: Tensor
     visible: Tensor
-    behind: int | Tensor
+    behind: Tensor
     turns: Tensor | None
 
 
@@ -49,7 +49,7 @@ class BareKeys:
     base: Tensor | None = None
 
     def of(self, keys: Tensor, at: At) -> Tensor:
-        """The stored part of keys [..., H, S, D] at these positions, in float32."""
+        """Stored form of keys [..., H, S, D] at these positions, in float32."""
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.turn_to(at, keys.device).inverse(keys)

@@ -115,8 +115,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self.sizes.cache_dtype == "int8"
 
     def bare_keys(self, layer_idx: int) -> BareKeys:
-        """The form in which 8 bits hold a layer's keys. Those that a table reads have no mean, and
-        so no base.
+        """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
+        base.
         """
         rotation, bases = self.realigner.rotation, self.bases
         base = None if bases is None or self.realigner.reads else bases.get(layer_idx)

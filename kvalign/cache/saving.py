@@ -34,7 +34,7 @@ class Saving(Rows):
 
     @abstractmethod
     def bare_keys(self, layer_idx: int) -> BareKeys:
-        """The form in which 8 bits hold a layer's keys."""
+        """Form of a layer's keys in 8 bits."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -92,7 +92,7 @@ class Saving(Rows):
         self._hold(seen)
 
     def _bare(self, layer_idx: int, name: str, keys: Tensor, seen: list[int]) -> Tensor:
-        """The stored part of a layer's keys, which were stored with their rotation and base."""
+        """Stored form of the keys of a layer that were stored with their rotation and base."""
         bare, at = self.bare_keys(layer_idx), torch.arange(keys.shape[2])
         form = form_of(self.sizes, torch.float32, bare)
         if name.startswith("memory"):

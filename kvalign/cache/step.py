@@ -204,8 +204,7 @@ class Step:
         in_sight = None
         if by_kernel:
             visible = torch.tensor([n + 1 for n in self.stored])
-            behind = self.behind[0] if len(set(self.behind)) == 1 else self.behind_rows
-            in_sight = InSight(torch.tensor([slot]), visible, behind, turns)
+            in_sight = InSight(torch.tensor([slot]), visible, self.behind_rows, turns)
         position_ids = torch.tensor(self.positions, device=self.device)[:, None]
         return DecodeStep(
             slot=slot,

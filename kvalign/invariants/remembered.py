@@ -192,9 +192,8 @@ def stored(subject: Subject) -> Measured:
     for layer in cache.asking:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
-        held_keys, held_values = layer.memory.held
-        of_slots = held_keys[:, :, slots], held_values[:, :, slots]
-        read = layer.memory.form.read_at(*of_slots, slice(0))
+        held = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
+        read = layer.memory.form.read_at(*held, slice(0))
         for born, found in zip((keys, values), read, strict=True):
             born, found = born[:, :, lost], found.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.

@@ -78,7 +78,7 @@ def pack(model: PreTrainedModel, weights: str) -> None:
 
 
 def _not_saved(*args: Any, **kwargs: Any) -> NoReturn:
-    """In place of what would write a folder that nothing reads."""
+    """Refusal of what would write a folder that nothing reads."""
     raise UserError(
         "packed weights cannot be saved as a model: load it with weights=float32 and save that"
     )

@@ -106,7 +106,8 @@ class Rotation:
         turns = self._from_start.get(device)
         if turns is None or len(turns.cos) < at.stop:
             with lasting():
-                positions = torch.arange(1 << (at.stop - 1).bit_length(), device=device)
+                num = 1 << max(10, (at.stop - 1).bit_length())  # seldom made anew
+                positions = torch.arange(num, device=device)
                 turns = self._from_start[device] = self.turn(-positions)
         return Turn(turns.cos[at], turns.sin[at], self.layout)
 

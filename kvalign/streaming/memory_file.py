@@ -104,7 +104,7 @@ class Held:
 
 
 class Before(NamedTuple):
-    """Entry of a stream's file about its memory: where it is, its `SUMS` and its `DIGESTS`, which
+    """Record in a stream's file of its memory: where it is, its `SUMS` and its `DIGESTS`, which
     version 0.2 did not write.
     """
 

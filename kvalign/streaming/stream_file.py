@@ -193,7 +193,7 @@ def _read(
 
 
 def _memory_of(path: Path) -> Before | None:
-    """Entry of a stream's file about its memory, if it has one."""
+    """Record in a stream's file of its memory, if it has one."""
     try:
         saved, tensors = _read(path, names=[SUMS, DIGESTS])
     except UserError:
