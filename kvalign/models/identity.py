@@ -222,11 +222,12 @@ def _without_layout(module: nn.Module, name: str, x: Any) -> Any:
 
 def _about(x: Any) -> str:
     """Dtype, shape and checksum of a tensor; of anything else the checksum of its file."""
+    x = x.detach().cpu() if isinstance(x, Tensor) else x
     if not _is_plain(x):
         file = io.BytesIO()
         torch.save(x, file)
         return f"{type(x).__name__} {zlib.crc32(file.getbuffer()):08x}"
-    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = x.contiguous().reshape(-1).view(torch.uint8)
     return f"{x.dtype} {list(x.shape)} {zlib.crc32(raw.numpy().data):08x}"
 
 

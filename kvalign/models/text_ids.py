@@ -52,10 +52,13 @@ def ids_of(
 
 
 def _going_on(text: str, encode: Encoder) -> list[int]:
-    """The ids of a text after another one: without the space that some tokenizers put in front."""
-    if _after_another("a", encode) == encode("a"):
-        return encode(text)
-    return _after_another(text, encode)
+    """The ids of a text after another one: without the space that some tokenizers put in front.
+
+    A tokenizer of whole words makes one word of two texts that meet without a space, so it has no
+    ids for the second one: there each text is encoded alone.
+    """
+    after = _after_another("a", encode)
+    return _after_another(text, encode) if after and after != encode("a") else encode(text)
 
 
 def _after_another(text: str, encode: Encoder) -> list[int]:

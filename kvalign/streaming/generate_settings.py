@@ -7,7 +7,7 @@ transformers, so that a new setting is not passed over.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
@@ -124,9 +124,11 @@ def check_config(config: GenerationConfig, of_model: GenerationConfig) -> None:
             _check(name, value)
 
 
-def check_processors(processors: Iterable[Any]) -> None:
-    """Raise UserError for a logits processor of transformers that calls the model."""
-    for processor in processors:
+def check_processors(processors: Any) -> None:
+    """Raise UserError for a logits processor of transformers that calls the model; `processors`: a
+    list of them, one, or None.
+    """
+    for processor in processors if isinstance(processors, list) else [processors]:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             raise UserError(f"streaming {_GUIDANCE}: leave out {type(processor).__name__}")
 

@@ -85,7 +85,7 @@ def stream_tokens(
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
-    check_processors(processors or ())
+    check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     chooser = Chooser(ids, processors, do_sample, generator)
     guesser = None

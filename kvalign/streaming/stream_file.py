@@ -23,6 +23,7 @@ from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
 from kvalign.models import identity
+from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
@@ -215,13 +216,15 @@ def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_model(saved: SavedStream, model: PreTrainedModel) -> None:
     """Raise UserError unless the stream belongs to this model, with weights of this form."""
-    if saved.weights not in (None, weights := weights_of(model)):
-        raise UserError(
-            f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
-            f"it with weights={saved.weights} (--weights {saved.weights})"
-        )
-    if not identity.is_of(model, saved.identity, saved.embedding_fingerprint):
+    is_of_form = saved.weights in (None, weights := weights_of(model))
+    if is_of_form and identity.is_of(model, saved.identity, saved.embedding_fingerprint):
+        return
+    if is_of_form or saved.base_model != spec_of(model.config).name:
         raise UserError(f"it is a stream of {saved.base_model}: the weights of this model differ")
+    raise UserError(
+        f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
+        f"it with weights={saved.weights} (--weights {saved.weights})"
+    )
 
 
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:

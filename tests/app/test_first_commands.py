@@ -32,7 +32,7 @@ def kvalign(tmp_path, monkeypatch, capfd):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     documentation = "kvalign.data_gen.python_docs.python_docs"
-    monkeypatch.setattr(documentation, lambda split: [{"text": TEXT[:12_000]}])
+    monkeypatch.setattr(documentation, lambda split: [{"text": TEXT[:24_000]}])
 
     def run(command, code=0):
         assert main(command.split()) == code
@@ -136,7 +136,7 @@ def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
 
 
 def test_another_corpus_has_folders_of_its_own(kvalign, tmp_path):
-    (tmp_path / "my text.txt").write_text(TEXT[:12_000])
+    (tmp_path / "my text.txt").write_text(TEXT[:24_000])
     kvalign("gen-data --num-tokens 2560")
     text = ["--corpus", "text:my text.txt"]
     assert main(["gen-data", "--num-tokens", "2560", *text]) == 0

@@ -135,9 +135,9 @@ def faults(path: Path) -> list[str]:
     if not re.fullmatch(r"([\w.]+-\d+-g)?[0-9a-f]{7,}", commit):
         return [f"commit {commit!r}: not that of a clean checkout"]
     settings, sizes = document["settings"], {row.get("cache_size") for row in document["rows"]}
-    if document["kind"] == "eval perplexity" and "num_tokens" in settings and len(sizes) > 1:
-        if "protocol" not in settings:
-            return ["each cache size has labels of its own: it is of 0.2"]
+    of_before = "num_tokens" in settings and "protocol" not in settings
+    if document["kind"] == "eval perplexity" and of_before and len(sizes) > 1:
+        return ["each cache size has labels of its own: it is of 0.2"]
     return []
 
 
