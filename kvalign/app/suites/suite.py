@@ -81,16 +81,17 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
     changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
+    identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
             command = filled_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
-            identity = _identity_of(cell, settings.out)  # as it begins
+            identity = identities.of(cell)  # as it begins
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed, identity)
     if parallel:
-        identities = {cell.name: _identity_of(cell, settings.out) for cell in parallel}
+        of_cells = {cell.name: identities.of(cell) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
-            keep(cell, settings.out, output, changed, identities[cell.name])
+            keep(cell, settings.out, output, changed, of_cells[cell.name])
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -134,15 +135,13 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    found, num_unknown, now = [], 0, dict[str | None, str]()
+    found, num_unknown, identities = [], 0, Identities(out)
     for cell in finished:
         if (name := cell.model(out)) is None:
             continue
         said = read_json(_path(cell, out)).get(_IDENTITY)
         num_unknown += said is None
-        if said and name not in now:
-            now[name] = _identity_of(cell, out)
-        if said and now[name] and now[name] != said:
+        if said and (now := identities.of(cell)) and now != said:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             found.append(cell)
     if num_unknown:
@@ -154,14 +153,24 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     return found
 
 
-def _identity_of(cell: Cell, out: Path) -> str:
-    """The identity of a cell's model now; empty without one, or if it is not here."""
-    from kvalign.models.identity import identity_of
+class Identities:
+    """Identities of the models of cells, each read once."""
 
-    try:
-        return identity_of(name) if (name := cell.model(out)) else ""
-    except UserError:
-        return ""
+    def __init__(self, out: Path):
+        self.out, self._known = out, dict[str, str]()
+
+    def of(self, cell: Cell) -> str:
+        """The identity of a cell's model; empty without one, or if it is not here."""
+        from kvalign.models.identity import identity_of
+
+        if (name := cell.model(self.out)) is None:
+            return ""
+        if name not in self._known:
+            try:
+                self._known[name] = identity_of(name)
+            except UserError:
+                self._known[name] = ""
+        return self._known[name]
 
 
 def run_cell(command: str, out: Path) -> str:
