@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.aligners import Move, TableAligner
-from kvalign.cache.buffer import KV, cat
+from kvalign.cache.ring import KV, cat
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.buffer import KV
+from kvalign.cache.ring import KV
 from kvalign.cache.foreign import ForeignCalls
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saving import Saving

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.buffer import KV, Part, cat
+from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.step import Step

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
-from kvalign.cache.buffer import KV
+from kvalign.cache.ring import KV
 from kvalign.cache.memory import TOGETHER
 from kvalign.cache.memory_layer import MemoryLayer
 from kvalign.cache.realigner import Realigner

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.buffer import KV
+from kvalign.cache.ring import KV
 from kvalign.cache.layer import Owner
 from kvalign.cache.memory import Memory
 from kvalign.cache.recall import Asking, Found, Recalls

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.cache.buffer import KV, cat
+from kvalign.cache.ring import KV, cat
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall_places import RecallPlaces
 from kvalign.cache.recalled import Recalled

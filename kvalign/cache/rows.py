@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvalign.cache.buffer import Part
+from kvalign.cache.ring import Part
 from kvalign.cache.realigner import Realigner
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvalign.cache.buffer import KV, Part, cat
+from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.form import Form
 from kvalign.cache.step import Step
 from kvalign.foundation.lasting import lasting

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvalign.cache.buffer import Part
+from kvalign.cache.ring import Part
 from kvalign.cache.saved import expect_tensor
 from kvalign.models.eval_mode import in_eval_mode
 

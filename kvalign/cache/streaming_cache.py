@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.buffer import KV, KVBuffer, Part
+from kvalign.cache.ring import KV, KVBuffer, Part
 from kvalign.cache.realigner import MASKED
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.cache.buffer import KV, KVBuffer, cat
+from kvalign.cache.ring import KV, KVBuffer, cat
 from kvalign.cache.form import Form, form_of
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.saved import ReadTensor

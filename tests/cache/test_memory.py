@@ -11,7 +11,7 @@ from helpers.pairwise import covering
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
-from kvalign.cache.buffer import KV
+from kvalign.cache.ring import KV
 from kvalign.cache.form import Form, form_of
 from kvalign.cache.memory import ALIKE, Memory
 from kvalign.cache.recall import Asking

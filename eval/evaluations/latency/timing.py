@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.buffer import slack_of
+from kvalign.cache.ring import slack_of
 from kvalign.cache.memory_cache import MemoryCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.peer import LlamaCpp

@@ -2,7 +2,7 @@
 shows cache slots, and a strip below it the buffer.
 
 It is one document that loads nothing and runs only its own script. The script repeats the
-arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.buffer`, `kvalign.cache.recall` and
+arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.ring`, `kvalign.cache.recall` and
 `Reencoding.keep`. tests/app/test_lanes_in_browser.py compares the two.
 """
 
