@@ -176,7 +176,7 @@ def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: i
     if isinstance(tables, OnRead) and tables.rotation is None:
         cache = StreamingCache(spec_of(model.config), CacheSizes(size, 0), tables)
         cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
-        held = (layer.entries.stored(size) for layer in cache.layers)
+        held = (layer.newest(layer.entries, size) for layer in cache.attention)
         return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in held])
     births, realigner = slice(0, size), FromBirth(model, aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)

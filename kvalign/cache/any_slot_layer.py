@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.aligners import Move, TableAligner
-from kvalign.cache.ring import KV, cat
 from kvalign.cache.layer import Owner, StreamingLayer
+from kvalign.cache.ring import KV, cat
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -80,8 +80,8 @@ class AnySlotLayer(StreamingLayer):
         if num_new > 1:
             future = torch.ones(num_new, num, dtype=torch.bool, device=keys.device)
             scores = scores.masked_fill(future.triu(num - num_new + 1), -torch.inf)
-        if step.uneven is not None:
-            visible = step.uneven.visible[:, None, None, None].to(keys.device)
+        if step.hides:
+            visible = step.visible[:, None, None, None].to(keys.device)
             scores = scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(-1)
         self._score(step, KV(keys, values), weights.mean(2))

@@ -21,17 +21,16 @@ At = slice | Tensor
 
 
 class InSight(NamedTuple):
-    """The entries that one query of each row sees: the last ones up to a slot of the buffers.
+    """The entries that one query of each row sees.
 
     Attributes:
-        newest: [1] int64, the slot.
-        visible: [B] int64, their number.
-        behind: [B, 1, 1] int64, the position of the first of them.
+        places: [B, S] int64, the place of each slot's entry among those of its row; negative: it is
+            not there.
+        behind: [B, 1, 1] int64, the position of place 0.
         turns: of as many places, as our kernel takes them; None: keys do not turn.
     """
 
-    newest: Tensor
-    visible: Tensor
+    places: Tensor
     behind: Tensor
     turns: Tensor | None
 
@@ -64,11 +63,10 @@ class BareKeys:
     def attend(
         self, seen: InSight, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of queries [B, H, 1, D] by our kernel, which reads all slots of a buffer as
+        """Attention of queries [B, H, 1, D] by our kernel, which reads all slots of a ring as
         they are stored: [B, 1, H, D].
         """
         if seen.turns is not None and self.rotation is not None:  # which count from the first
             query = self.rotation.shift(query, seen.behind)
         base = None if self.base is None else self.base[:, 0]
-        of_query = seen.newest, seen.visible, query, keys, values, scale
-        return kernel.attend(*of_query, seen.turns, base)
+        return kernel.attend(seen.places, query, keys, values, scale, seen.turns, base)

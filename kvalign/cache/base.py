@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.ring import KV
 from kvalign.cache.foreign import ForeignCalls
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.ring import KV
 from kvalign.cache.saving import Saving
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -48,8 +48,11 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     Attributes:
         seen: number of tokens that each row has been fed.
+        end: entries that the longest row has written, as `CacheSizes.slot` counts them: the next
+            one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
         step: the current pass.
+        last_step: the last pass that ended; None: none has.
         attention: the layers that have entries. Hybrid models have other layers, which have a
             state.
 
@@ -77,9 +80,10 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.bases = bases
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
+        self.last_step: Step | None = None
         self._whole = Whole()
         self._counts_places = spec.family == "alibi"  # in the mask that uneven rows are told
-        self._hold([])
+        self._hold_in_order([])
         self.attention = self._make_layers(spec)
         super().__init__(layers=with_states(self.attention, spec.num_layers))
 
@@ -98,6 +102,15 @@ class FixedSizeCache(Saving, ForeignCalls):
     def _hold(self, seen: list[int]) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen = seen
+
+    def _hold_in_order(self, seen: list[int]) -> None:
+        """Same, with entries in the order of time."""
+        self._hold(seen)
+        self.end = self.num_stored
+
+    def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
+        """Return whether attention gets entries in the order of time, or slots as they lie."""
+        return True
 
     @property
     def num_stored(self) -> int:
@@ -222,21 +235,37 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
         if not self.seen:
-            self._hold([0] * num_rows)
+            self._hold_in_order([0] * num_rows)
         self.step = self._settled(num_new, segment)
         return self.step
 
     def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
         first, positions = self.attention[0], self.positions()
+        stored = [self.sizes.num_stored(n) for n in self.seen]
         runs_on = self.realigner.runs_on  # there positions are no places
-        births = [self.sizes.num_stored(n) for n in self.seen] if runs_on else positions
         device = first.device if first.is_filled else torch.device("cpu")
+        behind = [self.frame.num_behind(n) for n in self.seen]
         return self._bring(
-            Step.of(self.sizes, self.frame, self.seen, positions, births, num_new, segment, device)
+            Step(
+                sizes=self.sizes,
+                num_new=num_new,
+                device=device,
+                seen=self.seen,
+                stored=stored,
+                behind=behind,
+                positions=positions,
+                births=stored if runs_on else positions,
+                end=self.end,
+                in_order=self._reads_in_order(stored, num_new),
+                behind_rows=torch.tensor(behind, device=device)[:, None, None],
+                segment=segment,
+            )
         )
 
     def _end(self, step: Step) -> None:
         self.seen = [n + step.num_new for n in step.seen]
+        self.end += step.num_new
+        self.last_step = step
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token; transformers asks for it before each pass."""
@@ -244,15 +273,18 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         step = self.step
-        if self._counts_places and step and step.uneven is not None and not step.is_even:
+        if step is None:
+            num = self.num_stored
+        elif self._counts_places and not step.is_even:
             return step.num_visible, 0
-        num = step.num_before if step is not None else self.num_stored
+        else:
+            num = step.length - step.num_new
         return num + query_length, self.get_seq_length(layer_idx) - num
 
     def reset(self) -> None:
         """Forget everything: the next token is the first of a new stream."""
-        self.step = None
-        self._hold([])
+        self.step = self.last_step = None
+        self._hold_in_order([])
         for layer in self.layers:
             layer.reset()
         self._whole.end()

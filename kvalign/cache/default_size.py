@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 MOST, OF_A_MINI = 4096, 128
 _LEAST = 128  # of a machine without memory; what then does not fit is said where it is allocated
-_ROOM = 1.25  # a buffer has slack
 _SHARE = 1 / 4  # of the memory that is free, for the caches of all streams
 
 
@@ -56,7 +55,7 @@ def default_size(
         form = Form(model.dtype, cache_dtype == "int8")
         of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
-        held = int(free * _SHARE / num_streams / (of_an_entry * _ROOM))
+        held = int(free * _SHARE / num_streams / of_an_entry)
         limits.append(DefaultSize(max(held, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
         limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))

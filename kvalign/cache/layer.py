@@ -10,8 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
@@ -22,9 +22,13 @@ class Owner(Protocol):
 
     realigner: Realigner
     seen: list[int]
+    end: int
+    num_guessed: int
 
     @property
     def num_stored(self) -> int: ...
+    @property
+    def turns_sinks(self) -> bool: ...
     def bare_keys(self, layer_idx: int) -> BareKeys: ...
     def enter(self, layer_idx: int, new: KV) -> Step: ...
     def leave(self, layer_idx: int) -> None: ...
@@ -100,7 +104,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         """
         anchor = (realigner or self.cache.realigner).anchor
         num_sinks, segment = step.sizes.num_sinks, step.segment
-        if step.uneven is not None and step.num_new == 1:
+        if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
             births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
             turned = KV(*anchor(self.layer_idx, *new.map(_transposed), *births)).map(_transposed)
@@ -131,7 +135,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         step = self.cache.settle()
         if step is None or not self.is_initialized:
             return None, None
-        if step.uneven is not None:
+        if not step.is_alike:
             raise UserError("the rows of this cache differ: select one to see its entries")
         return cat(self.pieces(step))
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.form import Form
 from kvalign.cache.recall import COMPARED, Asking, Found, Lost
+from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.search import alike_newer, at, products
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes

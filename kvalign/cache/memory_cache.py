@@ -8,14 +8,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
-from kvalign.cache.ring import KV
 from kvalign.cache.memory import TOGETHER
 from kvalign.cache.memory_layer import MemoryLayer
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall import Recalls
 from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.recall_places import RecallPlaces
-from kvalign.cache.sinks import Sinks
+from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
@@ -92,18 +91,22 @@ class MemoryCache(StreamingCache):
             raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.recalls, self.grows = Recalls(sizes, born, places), grows
         self._num_pending = 0  # tokens fed one by one that are not in the memories yet
-        super().__init__(spec, sizes, realigner, bases)
+        super().__init__(spec, sizes, realigner, bases, config)
         if not is_free:
             self.frame = places.frame
         install(config)
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
-        self.sinks = Sinks(spec.num_layers, self.sizes.num_sinks)
-        of_all = self.sinks, self.sizes, self.recalls
+        layers = super()._make_layers(spec)
         asked = layers_asked(self.sizes.recall_layers, spec.attention)
-        self.asking = [MemoryLayer(self, i, *of_all, self.grows) for i in sorted(asked)]
-        others = [WindowLayer(self, i, *of_all[:2]) for i in spec.attention if i not in asked]
+        of_all = self.sinks, self.sizes, self.recalls, self.grows
+        self.asking = [MemoryLayer(self, i, *of_all) for i in sorted(asked)]
+        others = [layer for layer in layers if layer.layer_idx not in asked]
         return sorted([*self.asking, *others], key=lambda layer: layer.layer_idx)
+
+    @property
+    def _asks_for_places(self) -> bool:
+        return True
 
     @property
     def room(self) -> int:
@@ -119,7 +122,9 @@ class MemoryCache(StreamingCache):
                 memory.prepare(asking)
         step = super()._bring(step)
         is_usual = asking is not None and asking.finds_all
-        return step if is_usual else replace(step, decode=None)
+        if step.decode is None or is_usual:
+            return step
+        return replace(step, decode=replace(step.decode, is_usual=False))
 
     def _put_aside(self) -> None:
         """Move the entries that single steps have added to the window into the memories. A group at
@@ -176,4 +181,4 @@ class MemoryCache(StreamingCache):
         for layer in self.asking:
             new = (torch.randn(shape, generator=rng, dtype=torch.float32).to(one) for _ in range(2))
             layer.memory.write(self.seen, KV(*new))
-        self._hold([n + num for n in self.seen])
+        self._hold([n + num for n in self.seen])  # with the window as it is

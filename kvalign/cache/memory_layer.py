@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.ring import KV
 from kvalign.cache.layer import Owner
 from kvalign.cache.memory import Memory
 from kvalign.cache.recall import Asking, Found, Recalls
 from kvalign.cache.recalled import Recalled
+from kvalign.cache.ring import KV
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block
-from kvalign.cache.sinks import Sinks
+from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
@@ -38,7 +38,7 @@ class MemoryLayer(WindowLayer):
         self,
         cache: Owner,
         layer_idx: int,
-        sinks: Sinks,
+        sinks: SinkKeys,
         sizes: CacheSizes,
         recalls: Recalls,
         grows: bool,
@@ -75,7 +75,7 @@ class MemoryLayer(WindowLayer):
         """Put the window's newest entries into the memory: those of `num` tokens of each row after
         `seen`, at the positions `at` [B, 1, num].
         """
-        entries, realigner = self.sources.stored(num), self.cache.realigner
+        entries, realigner = self.newest(self.sources, num), self.cache.realigner
         if self.memory.form.is_int8:  # they are stored bare, and there without a position
             self.memory.put(seen, entries)
             return
@@ -108,20 +108,20 @@ class MemoryLayer(WindowLayer):
         asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
         found, realigner = self.memory.find(asked, asking), self.cache.realigner
         stored = self.recalls.stored(self.layer_idx, realigner, step, asking, found)
-        seen, bias = KV(keys, values), self._bias(asking, found, keys)
+        slots = step.oldest(stored.keys.shape[2]).to(keys.device)
+        seen, bias = KV(keys, values), self._bias(asking, found, keys, slots)
         if torch.is_grad_enabled():  # which keeps what attention sees
             seen = seen.map(torch.clone)
-        slots = seen.slots(self.sizes.num_sinks, stored.keys.shape[2])
+        own = seen.at(slots)
         if asking.has_lost is not None:
-            stored = slots.unless(asking.has_lost[:, 0].to(keys.device), stored)
-        own = slots.map(torch.clone)
-        slots.put(stored)
+            stored = own.unless(asking.has_lost[:, 0].to(keys.device), stored)
+        seen.put_at(slots, stored)
         given = realigner.attend(step, self.layer_idx, query, *seen, scale, bias)
         if not torch.is_grad_enabled():
-            slots.put(own)
+            seen.put_at(slots, own)
         return given
 
-    def _bias(self, asking: Asking, found: Found, keys: Tensor) -> Tensor | None:
+    def _bias(self, asking: Asking, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
         """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
         None: nothing.
         """
@@ -132,8 +132,7 @@ class MemoryLayer(WindowLayer):
         if asking.has_lost is not None:
             of_found = of_found.masked_fill(~asking.has_lost[:, :1, None].to(keys.device), 0.0)
         bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        bias.narrow(2, self.sizes.num_sinks, of_found.shape[-1]).copy_(of_found)
-        return bias
+        return bias.index_copy(2, slots, of_found)
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)

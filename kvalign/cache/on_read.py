@@ -15,7 +15,7 @@ from kvalign.aligners.base import Birth, KeysValues
 from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step, UnevenRows
+from kvalign.cache.step import Step
 from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import rotation_of, window_of
 from kvalign.models.attention import install
@@ -113,15 +113,12 @@ class OnRead(Realigner):
         placed = query
         if self.rotation is not None:
             placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
-        scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
+        scores = (query @ keys.mT).float()  # [B, H_kv, G, S]
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-        of_all = scores, placed.float(), tables, num_sinks, bias
-        if step.uneven is None:
-            first = step.first_place
-            places = slice(first, first + keys.shape[2] - num_sinks)
-            weights, out = _alike(*of_all, places)
-        else:
-            weights, out = _uneven(*of_all, step.uneven)
+        of_all = scores, placed.float(), tables, num_sinks, bias, step
+        decode = step.decode
+        is_alike = decode is not None and decode.birth is not None
+        weights, out = _alike(*of_all) if is_alike else _uneven(*of_all)
         out = out + (weights.to(values.dtype) if half else weights) @ values
         return out.flatten(1, 2)[:, None]
 
@@ -140,25 +137,36 @@ def _alike(
     tables: Tables,
     num_sinks: int,
     bias: Tensor | None,
-    places: slice,
+    step: Step,
 ) -> tuple[Tensor, Tensor]:
-    """Weights of stored entries [B, H, G, S'], and the part of the output from positions [B, H, G,
-    D]. The positions of a window are a slice of the tables; scores are overwritten, unless
+    """Weights of stored entries [B, H, G, S], and the part of the output from positions [B, H, G,
+    D], for rows with the same places. Positions are read and written in the order of time, and
+    numbers go from there to the slots and back: no table is copied. Scores are overwritten, unless
     gradients are recorded.
     """
+    decode = step.decode
+    assert decode is not None
+    assert decode.ranks is not None
+    assert decode.order is not None
+    ranks, order = (x.to(scores.device) for x in (decode.ranks, decode.order))
     in_place = not torch.is_grad_enabled()
     mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
+    first = step.first_place
+    places = slice(first, first + len(order))
     sinks, window = scores.tensor_split([num_sinks], -1)
-    window = mul(window, tables.key_scales[:, None, places])
-    window = add(window, _by_head(query, tables.key_means[:, places].mT))
+    window = mul(window, tables.key_scales[:, None, places].index_select(-1, ranks))
+    of_position = _by_head(query, tables.key_means[:, places].mT)
+    window = add(window, of_position.index_select(-1, ranks))
     if not in_place:
         scores = torch.cat([sinks, window], -1)
+    if decode.hides:
+        scores = scores.masked_fill(~step.visible[:, None, None].to(scores.device), -torch.inf)
     if bias is not None:
         scores = add(scores, bias[:, :, None])
     weights = scores.softmax(-1)
     sinks, window = weights.tensor_split([num_sinks], -1)
-    out = _by_head(window, tables.value_means[:, places])
-    window = mul(window, tables.value_scales[:, None, places])
+    out = _by_head(window.index_select(-1, order), tables.value_means[:, places])
+    window = mul(window, tables.value_scales[:, None, places].index_select(-1, ranks))
     return weights if in_place else torch.cat([sinks, window], -1), out
 
 
@@ -168,15 +176,20 @@ def _uneven(
     tables: Tables,
     num_sinks: int,
     bias: Tensor | None,
-    rows: UnevenRows,
+    step: Step,
 ) -> tuple[Tensor, Tensor]:
     """Same for rows whose entries have their own positions."""
-    # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
+    ranks = step.places.expand(len(scores), -1).to(scores.device)
+    births, stored = (
+        torch.tensor(x, device=scores.device)[:, None] for x in (step.births, step.stored)
+    )
+    inside, visible = ranks >= num_sinks, ranks >= 0
+    # [B, 1, 1, S] each; 0 at sinks and at what a row lacks.
     places, inside, visible = (
-        x[:, None, None].to(scores.device) for x in (rows.places, rows.inside, rows.visible)
+        x[:, None, None] for x in ((ranks + births - stored) * inside, inside, visible)
     )
 
-    def scale(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S']
+    def scale(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
         return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
 
     of_position = _by_head(query, tables.key_means.mT).gather(-1, places.expand_as(scores))

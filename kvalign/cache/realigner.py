@@ -104,12 +104,13 @@ class Realigner:
         """Attention of one query [B, H, 1, D] over all entries that a layer stores, with a bias [B,
         H_kv, S] float32 added to its scores: [B, 1, H, D].
         """
-        mask = None if step.uneven is None else step.uneven.visible[:, None].to(keys.device)
+        hides = step.hides if step.decode is None else step.decode.hides
+        mask = step.visible[:, None].to(keys.device) if hides else None
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-            mask = mask.to(query.dtype)
+            mask = mask.to(query.dtype).repeat_interleave(query.shape[1] // mask.shape[1], 1)
         if mask is not None:
-            mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)[:, :, None]
+            mask = mask[:, :, None]
         out = scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvalign.cache.ring import Part
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.ring import Part
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.models.input_ids import rows_of
@@ -50,6 +50,10 @@ class Rows(NotPickled, ABC):
     def _hold(self, seen: list[int]) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
 
+    @abstractmethod
+    def _hold_in_order(self, seen: list[int]) -> None:
+        """Same, with entries in the order of time."""
+
     def _parts(self) -> list[Part]:
         """Return the parts that hold rows."""
         return [*self.layers]
@@ -82,4 +86,4 @@ class Rows(NotPickled, ABC):
         with self.changing():
             for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
                 part.join(joined)
-            self._hold([n for cache in caches for n in cache.seen])
+            self._hold_in_order([n for cache in caches for n in cache.seen])

@@ -31,6 +31,7 @@ class Saving(Rows):
     attention: list[Any]
     sizes: CacheSizes
     frame: CacheSizes
+    end: int
 
     @abstractmethod
     def bare_keys(self, layer_idx: int) -> BareKeys:
@@ -48,7 +49,7 @@ class Saving(Rows):
             return {}
         with self.changing():
             self.settle()
-        tensors = {"seen": torch.tensor(self.seen)}
+        tensors = {"seen": torch.tensor(self.seen), "end": torch.tensor([self.end])}
         for i, layer in enumerate(self.layers):
             tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
         return tensors
@@ -66,6 +67,12 @@ class Saving(Rows):
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
         if not all(0 < n < 2**62 for n in seen) or not seen:
             raise UserError("each row of a stream must have at least one token")
+        stored = max(map(self.sizes.num_stored, seen))
+        # Version 0.2 had no ring: there the order of time is that of the slots.
+        end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
+        if not stored <= end < 2**62:
+            raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
+        self.end = int(end)
         spec = spec_of(model.config)
         restore_states(self.layers, state, num_rows, model)
         for layer in self.attention:

@@ -1,61 +1,54 @@
-"""Sinks: the first entries of each row, which are never evicted."""
+"""Keys of sinks as they were computed, from which they are rotated to follow the window."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvalign.cache.ring import KV, Part, cat
-from kvalign.cache.form import Form
+from kvalign.cache.ring import Part
 from kvalign.cache.step import Step
 from kvalign.foundation.lasting import lasting
 
 
-class Sinks(Part):
-    """Keys and values in their original form, stacked over all layers, so that one rotation makes
-    them follow the window.
+class SinkKeys(Part):
+    """Keys of the first entries, stacked over all layers, so that one rotation moves them.
 
     Attributes:
-        held: by device, as they are stored: [L, B, H, num_sinks, width of the form]; a layer's
-            sinks are on its device.
+        by_device: [L, B, H, num_sinks, D]; a layer's keys are on its device.
     """
 
     def __init__(self, num_layers: int, num_sinks: int):
         self.num_layers, self.num_sinks = num_layers, num_sinks
-        self.held: dict[torch.device, KV] = {}
+        self.by_device: dict[torch.device, Tensor] = {}
 
     @lasting()
-    def make(self, like: KV, form: Form) -> None:
-        """Allocate the sinks of a layer whose entries [B, H, ?, D] are like these."""
-        num_layers, num_sinks = self.num_layers, self.num_sinks
-        if like.keys.device not in self.held:
-            one = like.map(lambda x: form.empty(x, num_sinks))
-            self.held[like.keys.device] = one.map(lambda x: x.new_zeros(num_layers, *x.shape))
+    def make(self, like: Tensor) -> None:
+        """Allocate the keys of layers like this one's [B, H, ?, D]."""
+        if like.device not in self.by_device:
+            one = like.new_zeros(*like.shape[:2], self.num_sinks, like.shape[3])
+            self.by_device[like.device] = one.expand(self.num_layers, *one.shape).contiguous()
 
-    def of(self, layer: int, device: torch.device) -> KV:
-        """Sinks of a layer, as they are stored."""
-        return self.held[device].map(lambda x: x[layer])
+    def of(self, layer: int, device: torch.device) -> Tensor:
+        """Keys of a layer, [B, H, num_sinks, D]."""
+        return self.by_device[device][layer]
 
-    def add(self, layer: int, step: Step, new: KV, form: Form) -> None:
-        """Add the sinks among new entries [B, H, T, D] of a layer."""
-        if min(step.seen) >= self.num_sinks:
-            return
-        own = self.of(layer, new.keys.device)
+    def add(self, layer: int, step: Step, keys: Tensor) -> None:
+        """Add those of the sinks among new keys [B, H, T, D] of a layer."""
+        own = self.of(layer, keys.device)
         for row, seen in enumerate(step.seen):
             num = min(step.num_new, self.num_sinks - seen)
-            if num <= 0:
-                continue
-            first = new.rows(slice(row, row + 1)).slots(0, num)
-            kept = form.stored_at(*first.map(Tensor.detach), slice(seen, seen + num))
-            for sinks, x in zip(own, kept, strict=True):
-                sinks[row, :, seen : seen + num] = x[0]
+            if num > 0:
+                own[row, :, seen : seen + num] = keys[row, :, :num].detach()
+
+    def reset(self) -> None:
+        self.by_device.clear()
 
     @lasting()
     def select(self, rows: Tensor) -> None:
-        for device, held in self.held.items():
-            self.held[device] = held.map(lambda x: x[:, rows.to(x.device)])
+        for device, keys in self.by_device.items():
+            self.by_device[device] = keys[:, rows.to(device)]
 
     @lasting()
-    def join(self, others: Sequence["Sinks"]) -> None:
-        devices = others[0].held
-        self.held = {device: cat((x.held[device] for x in others), dim=1) for device in devices}
+    def join(self, others: Sequence["SinkKeys"]) -> None:
+        devices = others[0].by_device
+        self.by_device = {x: torch.cat([one.by_device[x] for one in others], 1) for x in devices}

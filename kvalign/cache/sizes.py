@@ -2,6 +2,7 @@
 
 places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
+slots   0 1 2 3 | 4 5 6 ... C-1 C    where they lie: C + 1, of which the window's are a ring
 """
 
 from __future__ import annotations
@@ -169,9 +170,7 @@ class CacheSizes:
 
     @property
     def is_oldest(self) -> bool:
-        """Return whether the kept entries are a slice of the stream, which a sliding buffer can
-        hold and move.
-        """
+        """Return whether the kept entries are a slice of the stream, which a ring can hold."""
         return self.policy == OLDEST and self.positions == "compact"
 
     @property
@@ -183,6 +182,20 @@ class CacheSizes:
     def first_input_len(self) -> int:
         """Tokens that an empty cache reads before anything is evicted: C + 1."""
         return self.cache_size + 1
+
+    @property
+    def num_window_slots(self) -> int:
+        """Slots of the ring: one more than the window, for the new entry."""
+        return self.window_size + 1
+
+    def slot(self, place: int) -> int:
+        """Slot of the `place`-th entry of a row: sinks come first and stay, and the others go round
+        the ring behind them.
+        """
+        num_sinks = self.num_sinks
+        if place < num_sinks:
+            return place
+        return num_sinks + (place - num_sinks) % self.num_window_slots
 
     def num_dropped(self, num_entries: N) -> N:
         """Return how many of so many entries (a number, or an int64 tensor of any shape) are

@@ -9,50 +9,50 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import InSight
+from kvalign.cache.ring import KV
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec, window_of
 
 
 @dataclass(frozen=True)
-class UnevenRows:
-    """Positions of the entries of rows that differ in length.
-
-    Attributes:
-        visible: [B, S] bool, the entries that a row has; the last of S is the newest.
-        inside: [B, S] bool, its entries after the sinks.
-        places: [B, S] int64, positions of each row's entries after the sinks; 0 elsewhere.
-    """
-
-    visible: Tensor
-    inside: Tensor
-    places: Tensor
-
-
-@dataclass(frozen=True)
 class DecodeStep:
     """Usual pass: one token in rows that have their sinks. It is described completely before it
-    begins. So its layers do the same in every step, and it can be compiled.
+    begins, and nothing but tensors changes from one to the next in a full cache. So its layers do
+    the same in every step, and it can be compiled.
 
     Attributes:
-        slot: buffer slot to write.
-        num_visible: entries for attention; the new one is the last.
-        birth: the token's cache slot, in rows of equal length.
+        slot: [1] int64, the slot that it writes.
+        read: slots that attention gets, in the order of time; None: as they lie.
+        size: number of entries or slots that it gets.
+        hides: whether some of these are not of their row.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
-        newest: positions of the token's key, as of `Step.at`.
-        all_visible: those of all entries for attention.
+        birth: the token's cache slot; None if those of rows differ.
+        places: as of `Step.places`; None if attention does not ask for them.
+        order: [W] int64, of the entries after the sinks in the order of time, each one's number
+            among the slots after the sinks; None if attention does not ask for it, or rows differ.
+        ranks: [S - num_sinks] int64, of the slots after the sinks each one's number in that order;
+            0 where none is. None likewise.
+        all_at: positions of what attention gets, as of `Step.at_places`; None likewise.
         in_sight: these entries for our kernel, where it reads them as they are stored.
+        is_usual: whether layers do the same as in other steps of a full cache: rows are alike, and
+            a memory has all that it compares.
     """
 
-    slot: int
-    num_visible: int
-    birth: slice
+    slot: Tensor
+    read: slice | Tensor | None
+    size: int
+    hides: bool
     position_ids: Tensor
     at: Tensor
-    newest: slice | Tensor
-    all_visible: slice | Tensor
+    birth: slice | None
+    places: Tensor | None
+    order: Tensor | None
+    ranks: Tensor | None
+    all_at: slice | Tensor | None
     in_sight: InSight | None
+    is_usual: bool
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Step:
         behind: number by which each row's positions have run on.
         positions: position of each row's first new token.
         births: cache slot of each row's first new token.
-        num_before: entries that the longest row finds.
-        first_place: position of the first entry after the sinks, in rows of equal length.
+        end: entries that the longest row has written, as `CacheSizes.slot` counts them.
+        in_order: whether attention gets entries in the order of time, right-aligned; else it gets
+            slots as they lie.
         behind_rows: [B, 1, 1] int64, `behind` in another shape.
-        uneven: None if rows have equal lengths.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass.
     """
@@ -82,68 +82,16 @@ class Step:
     behind: list[int]
     positions: list[int]
     births: list[int]
-    num_before: int
-    first_place: int
+    end: int
+    in_order: bool
     behind_rows: Tensor
-    uneven: UnevenRows | None
     segment: Segment | None = None
     decode: DecodeStep | None = None
 
-    @classmethod
-    def of(
-        cls,
-        sizes: CacheSizes,
-        frame: CacheSizes,
-        seen: list[int],
-        positions: list[int],
-        births: list[int],
-        num_new: int,
-        segment: Segment | None,
-        device: torch.device,
-    ) -> "Step":
-        """Pass over `num_new` tokens after those that rows have seen."""
-        stored, behind = [sizes.num_stored(n) for n in seen], [frame.num_behind(n) for n in seen]
-        num_before, uneven = max(stored, default=0), None
-        if len(set(stored)) > 1 or len(set(births)) > 1:
-            of_rows, born = (torch.tensor(x, device=device)[:, None] for x in (stored, births))
-            rank = torch.arange(num_before + num_new, device=device) - num_before + of_rows
-            visible, inside = rank >= 0, rank >= sizes.num_sinks
-            uneven = UnevenRows(visible, inside, (rank + born - of_rows) * inside)
-        return cls(
-            sizes=sizes,
-            num_new=num_new,
-            device=device,
-            seen=seen,
-            stored=stored,
-            behind=behind,
-            positions=positions,
-            births=births,
-            num_before=num_before,
-            first_place=sizes.num_sinks + births[0] - stored[0],
-            behind_rows=torch.tensor(behind, device=device)[:, None, None],
-            uneven=uneven,
-            segment=segment,
-        )
-
-    def at(self, num: int, num_new: int = 0) -> slice | Tensor:
-        """Positions of `num` entries, of which so many are new: a slice, or [B, 1, S] if those of
-        rows differ.
-        """
-        if len(set(self.positions)) == 1:
-            end = self.positions[0] + num_new
-            return slice(end - num, end)
-        ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
-        return ends + torch.arange(-num, 0, device=self.device)
-
-    def alike_rows(self) -> list[slice]:
-        """All rows if their entries have equal positions, else each."""
-        num = len(self.seen)
-        return [slice(None)] if self.uneven is None else [slice(i, i + 1) for i in range(num)]
-
     @property
-    def position(self) -> int:
-        """Position of the longest row's first new token."""
-        return max(self.positions)
+    def num_before(self) -> int:
+        """Entries that the longest row finds."""
+        return max(self.stored)
 
     @property
     def num_visible(self) -> int:
@@ -151,9 +99,110 @@ class Step:
         return self.num_before + self.num_new
 
     @property
+    def size(self) -> int:
+        """Slots that are in use after the pass."""
+        return min(self.end + self.num_new, self.sizes.first_input_len)
+
+    @property
+    def length(self) -> int:
+        """Entries or slots that attention gets."""
+        as_they_lie = self.is_single and not self.in_order
+        return self.size if as_they_lie else self.num_visible
+
+    @property
+    def hides(self) -> bool:
+        """Return whether some of what attention gets is not of its row."""
+        return min(self.stored) + self.num_new < self.length
+
+    @property
+    def first_place(self) -> int:
+        """Position of the first entry after the sinks, in rows that are alike."""
+        return self.sizes.num_sinks + self.births[0] - self.stored[0]
+
+    @property
     def is_even(self) -> bool:
         """Return whether rows have equally many entries."""
         return len(set(self.stored)) == 1
+
+    @property
+    def is_alike(self) -> bool:
+        """Return whether the entries of rows have equal positions, too."""
+        return self.is_even and len(set(self.births)) == 1
+
+    @property
+    def places(self) -> Tensor:
+        """Place among its row's entries of each that attention gets for one new token, [B, S]
+        int64, or [1, S] if rows are even; negative: it is not of the row.
+        """
+        if self.decode is not None and self.decode.places is not None:
+            return self.decode.places
+        of_rows = self.stored[:1] if self.is_even else self.stored
+        visible = torch.tensor(of_rows, device=self.device)[:, None] + self.num_new
+        slots = torch.arange(self.length, device=self.device)
+        if not self.is_single or self.in_order:
+            return slots + visible - self.length
+        num_sinks, newest = self.sizes.num_sinks, self.sizes.slot(self.end)
+        ages = (newest - slots) % max(self.size - num_sinks, 1)
+        of_window = visible - 1 - ages
+        of_window = of_window.masked_fill(of_window < num_sinks, -1)
+        of_sinks = slots.expand_as(of_window).masked_fill(slots >= visible, -1)
+        return torch.where(slots < num_sinks, of_sinks, of_window)
+
+    @property
+    def visible(self) -> Tensor:
+        """Return which of what attention gets are of the row, [B or 1, S] bool."""
+        return self.places >= 0
+
+    def order(self, num: int) -> slice | Tensor:
+        """Slots of the newest entries before the pass (see `order_of`)."""
+        return order_of(self.sizes, self.stored, self.end, num, self.device)
+
+    def by_time(self, found: KV) -> KV:
+        """What attention got for one new token, in the order of time, right-aligned."""
+        if self.in_order or not self.is_single:
+            return found
+        stored = [n + 1 for n in self.stored]
+        order = order_of(self.sizes, stored, self.end + 1, self.num_visible, found.keys.device)
+        return found.at(order)
+
+    def oldest(self, num: int) -> Tensor:
+        """Slots [num] of the oldest entries after the sinks in the longest row, of those that one
+        new token sees.
+        """
+        if self.decode is not None and self.decode.order is not None:
+            return self.decode.order[:num] + self.sizes.num_sinks
+        num_window = self.num_visible - self.sizes.num_sinks
+        return slots_of(self.sizes, self.end + 1 - num_window, num, self.device)
+
+    def at(self, num: int, num_new: int = 0) -> slice | Tensor:
+        """Positions of `num` entries in the order of time, of which so many are new: a slice, or
+        [B, 1, S] if those of rows differ.
+        """
+        if len(set(self.positions)) == 1:
+            end = self.positions[0] + num_new
+            return slice(end - num, end)
+        ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
+        return ends + torch.arange(-num, 0, device=self.device)
+
+    def at_places(self) -> slice | Tensor:
+        """Positions of what attention gets for one new token, [B or 1, 1, S]; a slice if it is in
+        the order of time.
+        """
+        if self.in_order:
+            return self.at(self.length, 1)
+        first = torch.tensor(
+            [at - n for at, n in zip(self.positions, self.stored, strict=True)], device=self.device
+        )
+        return (self.places.clamp_min(0) + first[:, None])[:, None]
+
+    def alike_rows(self) -> list[slice]:
+        """All rows if their entries have equal positions, else each."""
+        return [slice(None)] if self.is_alike else [slice(i, i + 1) for i in range(len(self.seen))]
+
+    @property
+    def position(self) -> int:
+        """Position of the longest row's first new token."""
+        return max(self.positions)
 
     @property
     def evicts(self) -> bool:
@@ -163,13 +212,14 @@ class Step:
 
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model's extra inputs for one token in rows of unequal lengths: the positions
-        of rows that differ, and a mask over the missing entries of shorter rows.
+        of rows that differ, and a mask over the missing entries of shorter rows, where attention
+        gets them in the order of time.
         """
         told: dict[str, Any] = {}
         if len(set(self.positions)) > 1 or not self.is_even:
             told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
-        if self.uneven is not None and not self.is_even:
-            mask: Any = self._mask(model, spec, self.uneven.visible.to(model.device))
+        if not self.is_even and self.in_order:
+            mask: Any = self._mask(model, spec, self.visible.to(model.device))
             if spec.states:  # which go by no mask: each row has its own token
                 mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
             told["attention_mask"] = mask
@@ -197,22 +247,63 @@ class Step:
         """Return whether it can be the usual pass: one token in rows that have their sinks."""
         return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
-    def as_decode(self, slot: int, turns: Tensor | None, by_kernel: bool) -> DecodeStep:
-        """The usual pass that writes this slot of the buffers; for our kernel with the turns of
-        places.
+    def as_decode(self, asks_for_places: bool, in_sight: InSight | None = None) -> DecodeStep:
+        """The usual pass, described for attention that asks where entries are, or for our
+        kernel.
         """
-        in_sight = None
-        if by_kernel:
-            visible = torch.tensor([n + 1 for n in self.stored])
-            in_sight = InSight(torch.tensor([slot]), visible, self.behind_rows, turns)
-        position_ids = torch.tensor(self.positions, device=self.device)[:, None]
+        device, num_sinks = self.device, self.sizes.num_sinks
+        position_ids = torch.tensor(self.positions, device=device)[:, None]
+        order = ranks = read = None
+        places = self.places if asks_for_places else None
+        if self.in_order:
+            stored = [n + 1 for n in self.stored]
+            read = order_of(self.sizes, stored, self.end + 1, self.length, device)
+        if places is not None and self.is_even:
+            ranks = (places[0, num_sinks:] - num_sinks).clamp_min(0)
+            num = max(self.stored[0] + 1 - num_sinks, 0)
+            order = torch.arange(num, device=device)
+            if not self.in_order:
+                order = slots_of(self.sizes, self.end + 1 - num, num, device) - num_sinks
         return DecodeStep(
-            slot=slot,
-            num_visible=self.num_visible,
-            birth=slice(self.births[0], self.births[0] + 1),
+            slot=torch.tensor([self.sizes.slot(self.end)], device=device),
+            read=read,
+            size=self.length,
+            hides=self.hides,
             position_ids=position_ids,
             at=position_ids[:, None],
-            newest=self.at(1, 1),
-            all_visible=self.at(self.num_visible, 1),
+            birth=slice(self.births[0], self.births[0] + 1) if self.is_alike else None,
+            places=places,
+            order=order,
+            ranks=ranks,
+            all_at=self.at_places() if asks_for_places else None,
             in_sight=in_sight,
+            is_usual=self.is_alike,
         )
+
+
+def slots_of(sizes: CacheSizes, first: int, num: int, device: torch.device) -> Tensor:
+    """Slots [num] of the entries after the sinks that were written `first` and next."""
+    written = torch.arange(first - sizes.num_sinks, first - sizes.num_sinks + num, device=device)
+    return sizes.num_sinks + written % sizes.num_window_slots
+
+
+def order_of(
+    sizes: CacheSizes, stored: list[int], end: int, num: int, device: torch.device
+) -> slice | Tensor:
+    """Slots of the newest `num` entries in the order of time, right-aligned: a slice, [num], or [B,
+    num] if rows differ, of which some may be any for rows with fewer entries.
+
+    Args:
+        stored: entries of each row.
+        end: entries that the longest row has written.
+    """
+    num_sinks, is_even = sizes.num_sinks, len(set(stored)) == 1
+    if end <= sizes.first_input_len and (num <= min(stored) - num_sinks or {end} == {*stored}):
+        return slice(end - num, end)
+    of_ring = slots_of(sizes, end - num, num, device)
+    if num <= min(stored) - num_sinks:
+        return of_ring
+    of_rows = torch.tensor(stored[:1] if is_even else stored, device=device)[:, None]
+    places = of_rows + torch.arange(-num, 0, device=device)
+    slots = torch.where(places < num_sinks, places.clamp_min(0), of_ring)
+    return slots[0] if is_even else slots

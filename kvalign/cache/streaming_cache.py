@@ -3,9 +3,9 @@
      places  0 1 2 3 | 4 5 6 ... C-1      C entries are kept between two steps
              sinks   | window
 
-A step passes in the key and value of the new token. Attention gets all C + 1 entries, one slice of
-a sliding buffer. Before the next step the slice begins `num_evicted` entries later, and the sinks
-are written in front of it again. The next position stays in range however long the stream is.
+A step passes in the key and value of the new token, which are written over the oldest entry of the
+window (`ring.py`). Attention gets all C + 1 slots as they lie. The next position stays in range
+however long the stream is.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
 
+from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.ring import KV, KVBuffer, Part
-from kvalign.cache.realigner import MASKED
+from kvalign.cache.realigner import MASKED, Realigner
+from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
-from kvalign.cache.sinks import Sinks
+from kvalign.cache.sinks import SinkKeys
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import ModelSpec
-from kvalign.models.attention import install, own_mask
+from kvalign.models.attention import REGISTERED, install, own_mask
+from kvalign.models.key_bases import KeyBases
 
 
 class Ahead(NamedTuple):
@@ -44,7 +48,12 @@ class Ahead(NamedTuple):
 
 
 class StreamingCache(FixedSizeCache):
-    """Sinks and a window; arguments and errors as of `FixedSizeCache`.
+    """Sinks and a window.
+
+    Args:
+        spec, sizes, realigner, bases: see `FixedSizeCache`.
+        config: of the model, whose attention can be told which slots a row has (`mark`). None: it
+            gets entries in the order of time where rows have not all of them, and needs a mask.
 
     Attributes:
         ahead: result of `read_ahead`, until any other token comes; None: nothing.
@@ -54,9 +63,25 @@ class StreamingCache(FixedSizeCache):
     attention: list[WindowLayer]
     ahead: Ahead | None
     by_kernel = False
+    num_guessed = 0
+    """Tokens of the pass that are read ahead."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None = None,
+        bases: KeyBases | None = None,
+        config: PretrainedConfig | None = None,
+    ):
+        self.config = config if spec.model_type in REGISTERED else None
+        super().__init__(spec, sizes, realigner, bases)
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
-        self.sinks = Sinks(spec.num_layers, self.sizes.num_sinks)
+        self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
+        # ALiBi's bias, and the mask of a layer that sees only a window, go by the order.
+        sees_window = spec.window is not None and spec.window <= self.sizes.cache_size
+        self._goes_by_order = spec.family == "alibi" or sees_window
         return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
 
     def _hold(self, seen: list[int]) -> None:
@@ -65,11 +90,21 @@ class StreamingCache(FixedSizeCache):
         # Places by which the entries of each row have been moved.
         self._moved = [self.frame.num_moved(n) for n in seen]
 
+    def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
+        if self._goes_by_order:
+            return True
+        if min(stored) + num_new == min(self.end + num_new, self.sizes.first_input_len):
+            return False
+        if self.config is None:
+            return True
+        install(self.config)
+        return False
+
     def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers]
 
-    def _buffers(self) -> Iterator[KVBuffer]:
-        return (buffer for layer in self.attention for buffer in layer.buffers)
+    def _rings(self) -> Iterator[Ring]:
+        return (ring for layer in self.attention for ring in layer.rings)
 
     def index(self, row: int = 0) -> Tensor:
         """Return the positions in the stream of a row's entries, counted from 0: [S]."""
@@ -77,6 +112,11 @@ class StreamingCache(FixedSizeCache):
         tokens, dropped = torch.arange(seen), self.sizes.num_dropped(seen)
         first = self.sizes.num_sinks
         return tokens if not dropped else torch.cat([tokens[:first], tokens[first + dropped :]])
+
+    @cached_property
+    def turns_sinks(self) -> bool:
+        """Return whether the keys of sinks are rotated to follow the window."""
+        return self.realigner.rotation is not None and not self.stores_bare
 
     @cached_property
     @lasting()
@@ -96,19 +136,34 @@ class StreamingCache(FixedSizeCache):
     def _bring(self, step: Step) -> Step:
         self.ahead = None
         self._move_back(step)
-        if step.num_new == 1:
-            for buffer in self._buffers():
-                buffer.make_room(step.num_before, 1)
-        if self.sizes.num_sinks and any(map(self.sizes.num_dropped, step.seen)):
-            self._write_sinks(step)
+        if step.num_new == 1 and step.end <= self.sizes.cache_size:
+            for ring in self._rings():
+                ring.grow(step.size)
+        if self.turns_sinks and any(map(self.sizes.num_dropped, step.seen)):
+            self._turn_sinks(step)
         self.realigner.prepare(len(self.attention))
-        first = self.attention[0]
-        if not step.is_decode or not first.is_filled:
+        if not step.is_decode or not self.attention[0].is_filled:
             return step
-        if step.uneven is not None and not self.stays:
+        if not step.is_alike and not self.stays:
             return step
-        turns = self.turns if self.by_kernel else None
-        return replace(step, decode=step.as_decode(first.entries.end, turns, self.by_kernel))
+        in_sight = None
+        if self.by_kernel:
+            in_sight = InSight(self.places(step), step.behind_rows, self.turns)
+        asks = in_sight is None and (self._asks_for_places or step.hides)
+        return replace(step, decode=step.as_decode(asks, in_sight))
+
+    @property
+    def _asks_for_places(self) -> bool:
+        """Return whether attention asks for the places of the slots that it gets."""
+        return self.realigner.reads or self.stores_bare
+
+    def places(self, step: Step) -> Tensor:
+        """Places of the entries of all slots of the rings, for our kernel: [B, S] int64, negative
+        where a row has none.
+        """
+        places = step.places.expand(len(step.seen), -1)
+        missing = self.attention[0].entries.num_slots - step.size
+        return pad(places, (0, missing), value=-1).contiguous()
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
@@ -120,24 +175,18 @@ class StreamingCache(FixedSizeCache):
             for layer in self.attention:
                 layer.move(step, shifts)
 
-    def _write_sinks(self, step: Step) -> None:
-        """Write the sinks in front of the window again, rotated to follow it."""
-        rotation = None if self.stores_bare else self.realigner.rotation
-        for device, (keys, values) in self.sinks.held.items():
-            if rotation is not None:
-                keys = rotation.shift_layers(keys, -step.behind_rows, dim=0)
-            for layer in self.attention:
-                if layer.device == device:
-                    layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))
-
-    def _end(self, step: Step) -> None:
-        if step.decode is not None:  # which has written, and counted nothing
-            for buffer in self._buffers():
-                buffer.end += 1
-        super()._end(step)
+    def _turn_sinks(self, step: Step) -> None:
+        """Rotate the keys of sinks, as far as the positions of the others have run on."""
+        rotation, num = self.realigner.rotation, self.sizes.num_sinks
+        assert rotation is not None
+        for device, keys in self.sinks.by_device.items():
+            turned = rotation.shift_layers(keys, -step.behind_rows, dim=0)
+            layers = [layer for layer in self.attention if layer.device == device]
+            own = [layer.entries.data.keys[:, :, :num] for layer in layers]
+            torch._foreach_copy_(own, [turned[layer.layer_idx] for layer in layers])
 
     def reset(self) -> None:
-        self.sinks.held.clear()
+        self.sinks.reset()
         super().reset()
 
     def segment(self, num_tokens: int, device: torch.device) -> Segment:
@@ -174,18 +223,20 @@ class StreamingCache(FixedSizeCache):
         """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
         `is_exact`, with at most `most_at_once` of them.
 
-        The cache is then as if only the first had been fed: the guesses lie beyond the end of its
-        buffers. `take_ahead` makes a guess count; any other token overwrites them.
+        The cache is then as if only the first had been fed: the guesses are put aside.
+        `take_ahead` makes a guess count; any other token lets go of them.
 
         Returns:
             logits [1, V] after the first.
         """
         num = ids.shape[1]
-        with self.changing():
-            for buffer in self._buffers():  # what leaves the window meanwhile may have to come back
-                buffer.make_room(self.num_stored, num)
-            logits = self.feed_segment(model, ids).float()
-            self._count(1 - num)
+        self.num_guessed = num - 1
+        try:
+            with self.changing():
+                logits = self.feed_segment(model, ids).float()
+                self._uncount(num - 1)
+        finally:
+            self.num_guessed = 0
         self.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:])
         return logits[:, 0]
 
@@ -195,7 +246,11 @@ class StreamingCache(FixedSizeCache):
             return None
         ids, logits = self.ahead
         with self.changing():
-            self._count(1)
+            slot = torch.tensor([self.sizes.slot(self.end)])
+            for layer in self.attention:
+                layer.entries.grow(self.end + 1)
+                layer.take_ahead(slot)
+            self._uncount(-1)
             self.ahead = Ahead(ids[1:], logits[1:])
         return logits[:1]
 
@@ -206,8 +261,7 @@ class StreamingCache(FixedSizeCache):
         has_sinks = min(self.seen, default=0) >= sizes.num_sinks
         return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
 
-    def _count(self, num: int) -> None:
-        """Count so many more tokens, or fewer, whose entries are in the buffers."""
-        for buffer in self._buffers():
-            buffer.end += num
-        self.seen = [n + num for n in self.seen]
+    def _uncount(self, num: int) -> None:
+        """Count so many tokens fewer, whose entries are not stored."""
+        self.end -= num
+        self.seen = [n - num for n in self.seen]

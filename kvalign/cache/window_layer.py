@@ -1,4 +1,4 @@
-"""Layer of the streaming cache: its buffers, and the slice that attention gets."""
+"""Layer of the streaming cache: sinks, and a window in a ring."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,124 +8,192 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.cache.ring import KV, KVBuffer, cat
 from kvalign.cache.form import Form, form_of
 from kvalign.cache.layer import Owner, StreamingLayer
+from kvalign.cache.ring import KV, Ring, cat
 from kvalign.cache.saved import ReadTensor
-from kvalign.cache.sinks import Sinks
+from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
 
 class WindowLayer(StreamingLayer):
-    """Sinks and a window in a sliding buffer.
+    """Sinks and a window.
 
     Attributes:
-        buffers: `entries` and `sources`, which may be one; none before the first entry.
+        rings: `entries` and `sources`, which may be one; none before the first entry.
+        ahead: entries that were read ahead, as they are stored, until their tokens come.
     """
 
-    def __init__(self, cache: Owner, layer_idx: int, sinks: Sinks, sizes: CacheSizes):
+    def __init__(self, cache: Owner, layer_idx: int, sinks: SinkKeys, sizes: CacheSizes):
         self.sinks, self.sizes = sinks, sizes
         super().__init__(cache, layer_idx)
 
     def reset(self) -> None:
         super().reset()
-        self.buffers: list[KVBuffer] = []
+        self.rings: list[Ring] = []
+        self.ahead: KV | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for entries like these."""
+        """Allocate rings for entries like these."""
         like, realigner = KV(key_states, value_states), self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
         form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
-        self.buffers = [KVBuffer(like, self.sizes, form)]
+        most = self.sizes.first_input_len
+        self.rings = [Ring(like, most, form)]
         if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
             dtype = torch.float32 if realigner.recursive else self.dtype
-            self.buffers.append(KVBuffer(like, self.sizes, form_of(self.sizes, dtype)))
-        self.sinks.make(like, form)
+            self.rings.append(Ring(like, most, form_of(self.sizes, dtype)))
+        if self.cache.turns_sinks:
+            self.sinks.make(key_states)
         self.is_initialized = True
 
     @property
-    def entries(self) -> KVBuffer:
-        """Entries in their stored form; attention gets a slice."""
-        return self.buffers[0]
+    def entries(self) -> Ring:
+        """Entries in their stored form, which attention gets."""
+        return self.rings[0]
 
     @property
-    def sources(self) -> KVBuffer:
-        """Input of a realigner that moves entries: a buffer of its own; or `entries`, if nothing
+    def sources(self) -> Ring:
+        """Input of a realigner that moves entries: a ring of its own; or `entries`, if nothing
         moves or moves start from the last output in the model's precision.
         """
-        return self.buffers[-1]
+        return self.rings[-1]
 
     @property
     def is_filled(self) -> bool:
-        return self.is_initialized and self.entries.end > 0
+        return self.is_initialized and self.cache.end > 0
 
     def take(self, step: Step, new: KV) -> KV:
         if step.decode is not None:
-            return self._take_one(step, new)
-        realigner, segment = self.cache.realigner, step.segment
-        form, at = self.entries.form, step.at(step.num_new, step.num_new)
-        # 1. What is kept of the new entries.
-        self.sinks.add(self.layer_idx, step, new, form)
+            return self._take_one(step, step.decode, new)
+        if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
+            self.sinks.add(self.layer_idx, step, new.keys)
+        if not step.is_single:
+            return self._take_many(step, new)
+        for ring in self.rings:
+            ring.grow(step.size)
+        return self._take_one(step, step.as_decode(asks_for_places=True), new)
+
+    def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
+        """Write one token of each row, and return what its attention gets."""
+        realigner, form = self.cache.realigner, self.entries.form
+        slot = self._slot(step)
+        stored = new
+        if realigner.reads or self.sources is not self.entries:
+            anchored = self._anchored(step, new)
+            if realigner.reads:
+                stored = anchored
+            else:
+                self.sources.data.put_at(slot, anchored)
+        if form.is_int8:
+            stored = KV(*form.stored_at(*stored, decode.at))
+        self.entries.data.put_at(slot, stored)
+        data = self.entries.data
+        if decode.in_sight is not None:
+            attend = partial(form.bare.attend, decode.in_sight)
+            return KV(mark(data.keys.detach(), attend), data.values)
+        if decode.read is not None:
+            data = data.at(decode.read)
+        elif self.entries.num_slots > decode.size:
+            data = data.slots(0, decode.size)
+        if decode.all_at is not None and form.is_int8:
+            data = KV(*form.read_at(*data, decode.all_at))
+        if realigner.reads or (decode.hides and not step.in_order):
+            attend = partial(realigner.attend, step, self.layer_idx)
+            return KV(mark(data.keys.detach(), attend), data.values)
+        return data
+
+    def _slot(self, step: Step) -> Tensor:
+        """Slots that a token of each row is written to: [1], or [B, 1] where rows differ."""
+        if step.decode is not None:
+            return step.decode.slot.to(self.device)
+        num_sinks, newest = self.sizes.num_sinks, self.sizes.slot(step.end)
+        slots = [n if n < num_sinks else newest for n in step.seen]
+        return torch.tensor(slots, device=self.device)[:, None]
+
+    def _anchored(self, step: Step, new: KV) -> KV:
+        """One new token of each row, as `anchor` returns it."""
+        decode = step.decode
+        if decode is None or decode.birth is None:
+            return self.without_position(step, new)
+        return KV(*self.cache.realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
+
+    def _take_many(self, step: Step, new: KV) -> KV:
+        """Write the tokens of a prefill chunk or a segment, and return all that was there, and all
+        of them.
+        """
+        realigner, form, segment = self.cache.realigner, self.entries.form, step.segment
+        at = step.at(step.num_new, step.num_new)
         if segment is not None:
             new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
         anchored = self.without_position(step, new) if realigner.reads else new
         stored = KV(*form.stored_at(*anchored, at))
-        # 2. What attention sees of a prefill chunk: all that was there, and all of the chunk.
-        found = None
         if segment is not None:
-            num_sinks = min(step.sizes.num_sinks, step.seen[0])
-            sinks = self.sinks.of(self.layer_idx, self.device).slots(0, num_sinks)
+            num_sinks = min(self.sizes.num_sinks, step.seen[0])
             num = step.stored[0] - num_sinks
-            found = cat(
-                [
-                    form.read_at(*sinks, slice(0, num_sinks)),
-                    self.entries.last(num, step.at(num)),
-                    form.read_at(*stored, at),
-                ]
+            sinks = self._sinks(num_sinks)
+            window = self.entries.data.at(step.order(num))
+            window, sinks, own = (
+                KV(*form.read_at(*x, where))
+                for x, where in (
+                    (window, step.at(num)),
+                    (sinks, slice(0, num_sinks)),
+                    (stored, at),
+                )
             )
+            found = cat([sinks, window, own])
             mark(found.keys, partial(segment.attend, self.layer_idx))
-        elif step.num_new > 1:
+        else:
             found = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
-        # 3. They are written.
         self._write(step, stored, new)
-        # 4. What attention sees of single tokens: a slice of what is stored.
-        if found is None:
-            found = self.entries.last(step.num_visible, step.at(step.num_visible, 1))
-            if realigner.reads:
-                mark(found.keys, partial(realigner.attend, step, self.layer_idx))
         return found
 
-    def _take_one(self, step: Step, new: KV) -> KV:
-        """A decode step: the same in every step of a full cache, for `torch.compile`."""
-        realigner, decode = self.cache.realigner, step.decode
-        assert decode is not None
-        stored = new
-        if realigner.reads or self.sources is not self.entries:
-            anchored = KV(*realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
-            if realigner.reads:
-                stored = anchored
-            else:
-                self.sources.put(decode.slot, anchored)
-        self.entries.put(decode.slot, KV(*self.entries.form.stored_at(*stored, decode.newest)))
-        if decode.in_sight is not None:
-            keys, values = self.entries.data.map(Tensor.detach)
-            attend = partial(self.entries.form.bare.attend, decode.in_sight)
-            return KV(mark(keys, attend), values)
-        first = decode.slot + 1 - decode.num_visible
-        found = self.entries.read(first, decode.num_visible, decode.all_visible)
-        if realigner.reads:
-            mark(found.keys, partial(realigner.attend, step, self.layer_idx))
-        return found
+    def _sinks(self, num: int) -> KV:
+        """Sinks as they are stored, keys at their own positions."""
+        keys, values = self.entries.data.slots(0, num)
+        if self.cache.turns_sinks:
+            keys = self.sinks.of(self.layer_idx, self.device)[:, :, :num]
+        return KV(keys, values)
+
+    def _write(self, step: Step, stored: KV, new: KV) -> None:
+        """Write the entries that stay after a pass of several tokens; if they move, also their
+        source.
+        """
+        sizes, seen, num_new = self.sizes, step.seen[0], step.num_new - self.cache.num_guessed
+        num_first = min(max(sizes.num_sinks - seen, 0), num_new)  # new sinks
+        num_last = min(num_new - num_first, sizes.num_stored(seen + num_new) - sizes.num_sinks)
+        num_last = max(num_last, 0)
+        firsts = torch.arange(seen, seen + num_first, device=self.device)
+        lasts = slots_of(sizes, step.end + num_new - num_last, num_last, self.device)
+        slots = torch.cat([firsts, lasts])
+
+        def put(ring: Ring, of_new: KV) -> None:
+            ring.grow(step.end + num_new)
+            parts = of_new.slots(0, num_first), of_new.slots(num_new - num_last, num_last)
+            ring.data.put_at(slots, cat(parts))
+
+        put(self.entries, stored)
+        if self.sources is not self.entries:
+            put(self.sources, self.without_position(step, new))
+        self.ahead = stored.slots(num_new, self.cache.num_guessed)
+
+    def take_ahead(self, slot: Tensor) -> None:
+        """Write the first of the entries that were read ahead into a slot, [1]."""
+        assert self.ahead is not None
+        num = self.ahead.keys.shape[2]
+        self.entries.data.put_at(slot.to(self.device), self.ahead.slots(0, 1))
+        self.ahead = self.ahead.slots(1, num - 1)
 
     def pieces(self, step: Step) -> list[KV]:
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the
         positions to which the new ones have run on.
         """
         num, first = step.stored[0], step.first_place
-        held = self.entries.last(num, step.at(num))
-        return self._as_read(step, held, min(num, step.sizes.num_sinks), first)
+        stored = self.entries.data.at(step.order(num))
+        found = KV(*self.entries.form.read_at(*stored, step.at(num)))
+        return self._as_read(step, found, min(num, step.sizes.num_sinks), first)
 
     def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
         """Return the new entries of a pass in parts, as attention will find them stored."""
@@ -155,70 +223,86 @@ class WindowLayer(StreamingLayer):
                 continue
             num, first = step.stored[rows][0] - num_sinks, num_sinks + step.behind[rows][0]
             now = torch.arange(first, first + num, device=self.device)
-            source = self.sources.stored(num).rows(rows)
-            placed = realigner.place(self.layer_idx, *source, Move(shifts[rows][0], first, now))
-            self.entries.rewrite(KV(*placed), rows)
+            slots = slots_of(self.sizes, step.end - num, num, self.device)
+            source = self.sources.data.rows(rows).at(slots)
+            move = Move(shifts[rows][0], first, now)
+            placed = KV(*realigner.place(self.layer_idx, *source, move))
+            self.entries.data.rows(rows).put_at(slots, placed)
             if realigner.recursive and self.sources is not self.entries:
-                self.sources.rewrite(KV(*placed), rows)
-
-    def write_sinks(self, step: Step, sinks: KV) -> None:
-        """Write sinks, given as they are stored, in front of each row's window."""
-        num, end = step.sizes.num_sinks, self.entries.end
-        if step.is_even:
-            self.entries.data.slots(end - step.num_before, num).put(sinks)
-            return
-        full = [row for row, seen in enumerate(step.seen) if seen >= num]
-        starts = torch.tensor([end - step.stored[row] for row in full])
-        rows, slots = torch.tensor(full)[:, None], starts[:, None] + torch.arange(num)
-        for data, x in zip(self.entries.data, sinks, strict=True):
-            data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(data.dtype)
-
-    def _write(self, step: Step, stored: KV, new: KV) -> None:
-        """Append the entries that stay after this pass; if they move, also their source."""
-        kept, num_new = step.num_before, step.num_new
-        if num_new > 1 or step.segment is not None:
-            after = step.sizes.num_stored(step.seen[0] + num_new)
-            num_new = min(num_new, after)
-            kept = after - num_new
-        for buffer in self.buffers:
-            buffer.make_room(kept, num_new)
-        num_gone = step.num_new - num_new
-        self.entries.write(stored.slots(num_gone, num_new))
-        if self.sources is not self.entries:
-            source = self.without_position(step, new)
-            self.sources.write(source.slots(num_gone, num_new))
+                self.sources.data.rows(rows).put_at(slots, placed)
 
     def select(self, rows: Tensor) -> None:
-        for buffer in self.buffers:
-            buffer.select(rows)
+        self.ahead = None
+        for ring in self.rings:
+            ring.select(rows)
 
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
-            self.lazy_initialization(*layers[0].entries.last(0, slice(0, 0)))
-        of_layers = [(layer.cache.num_stored, layer.buffers) for layer in layers]
-        width = max(num for num, _ in of_layers)
-        for j, buffer in enumerate(self.buffers):
-            rows = (buffers[j].stored(num).padded(width) for num, buffers in of_layers)
-            buffer.replace(cat(rows, dim=0))
+            other = layers[0].entries
+            self.lazy_initialization(*other.data.slots(0, 0).map(other.form.read))
+        num_sinks = self.sizes.num_sinks
+        width = max(max(layer.cache.num_stored for layer in layers) - num_sinks, 0)
+        for j, ring in enumerate(self.rings):
+            parts = []
+            for layer in layers:
+                num = max(layer.cache.num_stored - num_sinks, 0)
+                layer.rings[j].grow(num_sinks)
+                data = layer.rings[j].data
+                window = data.at(slots_of(self.sizes, layer.cache.end - num, num, self.device))
+                parts.append(cat([data.slots(0, num_sinks), window.padded(width)]))
+            ring.replace(cat(parts, dim=0))
+
+    def newest(self, ring: Ring, num: int) -> KV:
+        """The newest entries of a ring between two passes, as they are stored, in the order of
+        time.
+        """
+        stored = [self.sizes.num_stored(n) for n in self.cache.seen]
+        return ring.data.at(order_of(self.sizes, stored, self.cache.end, num, self.device))
 
     def state(self) -> dict[str, Tensor]:
-        num, sinks = self.cache.num_stored, self.sinks.of(self.layer_idx, self.device)
-        held = dict(zip(_names(self.entries.form), (self.entries.stored(num), sinks), strict=True))
+        num, num_sinks = self.cache.num_stored, self.sizes.num_sinks
+        stored = torch.tensor([self.sizes.num_stored(n) for n in self.cache.seen])[:, None]
+        is_missing = (torch.arange(num, 0, -1) > stored)[:, None, :, None].to(self.device)
+        is_no_sink = (torch.arange(num_sinks) >= stored)[:, None, :, None].to(self.device)
+
+        def of_rows(ring: Ring) -> KV:
+            return self.newest(ring, num).map(lambda x: x.masked_fill(is_missing, 0))
+
+        self.entries.grow(num_sinks)
+        sinks = self._sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
+        held = dict(zip(_names(self.entries.form), (of_rows(self.entries), sinks), strict=True))
         if self.sources is not self.entries:
-            held["sources"] = self.sources.stored(num)
+            held["sources"] = of_rows(self.sources)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
-        width, form = max(map(self.sizes.num_stored, seen)), form_of(self.sizes, dtype)
+        stored = [self.sizes.num_stored(n) for n in seen]
+        width, form = max(stored), form_of(self.sizes, dtype)
         of_entries, of_sinks = _names(form)
         entries = read_kv(read, of_entries, width, head_dim, form)
         self.lazy_initialization(*entries.slots(0, 0).map(form.read))
         sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
-        self.sinks.of(self.layer_idx, self.device).put(sinks)
-        self.entries.replace(entries)
+        if self.cache.turns_sinks:
+            self.sinks.of(self.layer_idx, self.device).copy_(sinks.keys)
+        self.entries.replace(self._by_slot(entries, stored))
         if self.sources is not self.entries:
             sources = read_kv(read, "sources", width, head_dim, self.sources.form)
-            self.sources.replace(sources)
+            self.sources.replace(self._by_slot(sources, stored))
+
+    def _by_slot(self, entries: KV, stored: list[int]) -> KV:
+        """Entries in the order of time, right-aligned, each in its slot."""
+        end, num_sinks = self.cache.end, self.sizes.num_sinks
+        width, num = max(stored), max(max(stored) - num_sinks, 0)
+        num_slots = max(num_sinks, min(end, self.sizes.first_input_len))
+        data = entries.map(lambda x: x.new_zeros(*x.shape[:2], num_slots, x.shape[3]))
+        data.put_at(
+            slots_of(self.sizes, end - num, num, self.device), entries.slots(width - num, num)
+        )
+        for row, num_own in enumerate(stored):
+            one, first = slice(row, row + 1), min(num_own, num_sinks)
+            own = entries.rows(one).slots(width - num_own, first)
+            data.rows(one).slots(0, first).put(own)
+        return data
 
 
 def _names(form: Form) -> tuple[str, str]:

@@ -93,7 +93,7 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
     """Entries by which the cache's report is wrong."""
     position, faults = watched.positions[-num_new], []
     for layer, (length, offset) in enumerate(watched.told):
-        faults.append(abs(length - watched.found[layer][0].shape[2]))
+        faults.append(abs(length - watched.lengths[layer]))
         if not getattr(watched.cache.layers[watched.layers[layer]], "is_compileable", False):
             faults.append(abs(offset + length - position - num_new))  # the newest is the last
     if not has_evicted:

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.memory_cache import MemoryCache
+from kvalign.cache.ring import KV
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
@@ -33,7 +34,8 @@ class Watched:
         births: by layer, the keys and values [B, H, T, D] of each input.
         positions: position of each token, as the cache told the model.
         told: by layer, the result of `get_mask_sizes` before the last input: length and offset.
-        found: by layer, the keys and values [B, H, S, D] that attention got last.
+        lengths: by layer, the number of entries that attention got last.
+        found: by layer, their keys and values [B, H, S, D], in the order of time.
         index: by row, the tokens of the entries that the last input found, if the cache reports
             them; None if layers or heads differ.
     """
@@ -43,6 +45,7 @@ class Watched:
         self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         self.positions: list[int] = []
         self.told: list[tuple[int, int]] = []
+        self.lengths: dict[int, int] = {}
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self.index: list[list[int] | None] = []
         self._update = cache.update
@@ -62,7 +65,11 @@ class Watched:
         found = self._update(keys, values, layer, *args, **kwargs)
         place = self.layers.index(layer)
         self.births[place].append(born)
-        self.found[place] = found
+        self.found[place], self.lengths[place] = found, found[0].shape[2]
+        if isinstance(self.cache, FixedSizeCache):
+            step = self.cache.step or self.cache.last_step
+            assert step is not None
+            self.found[place] = step.by_time(KV(*found))
         return found
 
     @property

@@ -51,7 +51,8 @@ class Cached(Method):
         if self.sizes.memory:
             return self._memory_cache(self.sizes)
         if self.sizes.is_oldest:
-            cache = StreamingCache(self.spec, self.sizes, self.places_by, self._bases)
+            of_model = self._bases, self.model.config
+            cache = StreamingCache(self.spec, self.sizes, self.places_by, *of_model)
             cache.by_kernel = self._is_read_by_kernel(cache)
             return cache
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)

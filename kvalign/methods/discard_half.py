@@ -35,7 +35,8 @@ class DiscardHalf(Reencoding):
     def _new_cache(self) -> StreamingCache:
         """Cache that never evicts: it is refilled before it is full."""
         unbounded = replace(self.spec, context_len=None)
-        return StreamingCache(unbounded, CacheSizes(self.sizes.first_input_len, num_sinks=0))
+        sizes = CacheSizes(self.sizes.first_input_len, num_sinks=0)
+        return StreamingCache(unbounded, sizes, config=self.model.config)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

@@ -39,11 +39,11 @@ from kvalign.models.snapshot import names_of
 log = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the number [B] of
-entries that they see, and keys and values as each layer stores them: logits [B, 1, V]. The entries
-of the tokens are written. Our kernel is given all slots, [B, H, S, width of the form], and B and S
-may change; other attention the entries that the token of one row sees, [1, H, C + 1, width]. Where
-it turns keys of 8 bits, it is given their turns behind all others (`kvalign.models.kernel.attend`).
+"""Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the places [B, S] of the
+entries that they see (`InSight`), and keys and values as each layer stores them, [B, H, S, width of
+the form]: logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may
+change; other attention is of one row, with a full cache. Where the kernel turns keys of 8 bits, it
+is given their turns behind all others (`kvalign.models.kernel.attend`).
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -86,31 +86,29 @@ def has_compiler() -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """Given entries, one of which is written: for our kernel the one of the slot `newest`, else the
-    last.
-    """
+    """Given slots, one of which is written; `seen` is for our kernel."""
 
     def __init__(
         self,
         entries: tuple[Tensor, Tensor],
         form: Form,
+        slot: Tensor,
         position_ids: Tensor,
+        all_at: Tensor,
         seen: InSight | None,
     ):
         self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
-        self.form, self.at, self.seen = form, position_ids[:, None], seen
+        self.form, self.slot, self.seen = form, slot, seen
+        self.at, self.all_at = position_ids[:, None], all_at
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         stored = self.form.stored_at(key_states, value_states, self.at)
-        pairs = zip(self.entries, stored, strict=True)
+        for x, new in zip(self.entries, stored, strict=True):
+            x.index_copy_(2, self.slot, new)
         if self.seen is None:
-            for x, new in pairs:
-                x.narrow(2, self.length - 1, 1).copy_(new)
-            return self.form.read_at(*self.entries, self.at + torch.arange(1 - self.length, 1))
-        for x, new in pairs:
-            x.index_copy_(2, self.seen.newest, new)
+            return self.form.read_at(*self.entries, self.all_at)
         attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
         return self.entries
 
@@ -152,17 +150,16 @@ class _Step(nn.Module):
         return BareKeys(None if layout is None else Rotation(inv_freq, layout=layout), base)
 
     def forward(
-        self, ids: Tensor, position_ids: Tensor, newest: Tensor, visible: Tensor, *entries: Tensor
+        self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
     ) -> Tensor:
-        is_ours = is_read_by_kernel(self.model, entries[0])
         turns = entries[-1] if len(entries) % 2 else None
-        behind, seen, layers = position_ids - visible[:, None] + 1, None, []
-        if is_ours:
-            seen = InSight(newest, visible, behind[:, None], turns)
+        behind = (position_ids - places.amax(1, keepdim=True))[:, None]
+        is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
+        seen = InSight(places, behind, turns) if is_ours else None
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
             bare = self._bare_keys(i) if self.is_int8 else BareKeys()
             form = Form(self.model.dtype, self.is_int8, bare)
-            layers.append(_Layer(pair, form, position_ids, seen))
+            layers.append(_Layer(pair, form, slot, position_ids, places[:, None] + behind, seen))
         cache = Cache(layers=layers)
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
@@ -264,9 +261,10 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
     if not is_read_by_kernel(model, inputs[4]):
         return None
     rows = {0: Dim("rows", min=2)} if len(inputs[0]) > 1 else {}
-    of_entries = [rows | {2: Dim("slots", min=2)}] * (len(inputs[4:]) // 2 * 2)
+    slots = Dim("slots", min=2)
+    of_entries = [rows | {2: slots}] * (len(inputs[4:]) // 2 * 2)
     of_turns = [{2: Dim("places", min=2)}] * (len(inputs[4:]) % 2)
-    return rows, rows, {}, rows, (*of_entries, *of_turns)
+    return rows, rows, {}, rows | {1: slots}, (*of_entries, *of_turns)
 
 
 def forget_old() -> None:

@@ -77,23 +77,22 @@ class StoredStep:
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
-        newest, num = step.decode.slot, step.decode.num_visible
-        at = torch.tensor([newest]), torch.tensor([n + 1 for n in step.stored])
         entries = [layer.entries for layer in cache.attention]
         if is_read_by_kernel(self.model, entries[0].data.keys):
-            seen = [x for buffer in entries for x in buffer.data]
-            if cache.stores_bare and cache.turns is not None:
-                seen.append(cache.turns)
+            places = cache.places(step)
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
-            and num == cache.sizes.first_input_len
-            and entries[0].data.keys.shape[2] == entries[0].size  # it has stopped growing
+            and step.size == cache.sizes.first_input_len
+            and not step.hides
         ):
-            seen = [x for buffer in entries for x in buffer.data.slots(newest + 1 - num, num)]
+            places = step.places
         else:
             return None
-        return [ids, step.decode.position_ids, *at, *seen]
+        seen = [x for ring in entries for x in ring.data]
+        if cache.stores_bare and cache.turns is not None and cache.by_kernel:
+            seen.append(cache.turns)
+        return [ids, step.decode.position_ids, step.decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, if there is one for the model as it is now."""

@@ -95,6 +95,7 @@ class ModelSpec:
         name: as the user gave it: a shipped or fetched name, a hub id, a folder or a file.
         context_len: positions that the model was built for; None if nothing limits them.
         states: layers without attention, which have a state instead of entries.
+        window: smallest number of entries that a layer sees; None: all layers see all.
     """
 
     name: str
@@ -105,6 +106,7 @@ class ModelSpec:
     head_dim: int
     context_len: int | None
     states: tuple[int, ...] = ()
+    window: int | None = None
 
     @property
     def attention(self) -> list[int]:
@@ -145,6 +147,7 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
         head_dim=head_dim,
         context_len=context_len,
         states=_states(config, name),
+        window=window_of(config),
     )
 
 

@@ -176,16 +176,16 @@ struct Entries {
 struct Attention {
   const float* query;
   const char *keys, *values;
-  const int64_t* visible;  // of each row the number of entries
+  const int64_t* places;  // of each row's slots; negative where it has no entry
   float* out;
-  int64_t num_heads, num_queries, num_slots, newest;  // queries of a head of keys; the slot of the last entry
+  int64_t num_heads, num_queries, num_slots;  // queries of a head of keys
   float scale;
   Kind kind;  // of float32 or int8
   const float *cosines, *sines, *bases;  // of int8: the turns of places, and what to add to keys; or none
   int64_t num_pairs;
 
   template <int VECTORS>
-  void place(const float* base, int64_t at, float* key) const {  // of int8, at its place among those that are visible
+  void place(const float* base, int64_t at, float* key) const {  // of int8, at its place among those of its row
     if (base)
       for (int i = 0; i < VECTORS; i++) store(key + 16 * i, load(key + 16 * i) + load(base + 16 * i));
     const float *c = cosines + at * num_pairs, *s = sines + at * num_pairs;
@@ -208,8 +208,8 @@ struct Attention {
     using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
     const float* q = query + h * num_queries * dim;
-    const int64_t length = visible[h / num_heads], slot = h * num_slots + newest + 1 - length;
-    const Stored k = Stored{keys}.from(slot), v = Stored{values}.from(slot);
+    const int64_t length = num_slots, *at = places + h / num_heads * num_slots;
+    const Stored k = Stored{keys}.from(h * num_slots), v = Stored{values}.from(h * num_slots);
     float* to = out + h * num_queries * dim;
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
@@ -221,14 +221,16 @@ struct Attention {
       Entries<VECTORS, FLOAT32> seen{k.from(first).first};
       if (KIND == INT8) {
         for (int64_t s = first; s < end; s++) {
+          if (at[s] < 0) continue;
           k.copy(s, &placed[(s - first) * dim]);
-          place<VECTORS>(base, s, &placed[(s - first) * dim]);
+          place<VECTORS>(base, at[s], &placed[(s - first) * dim]);
         }
         seen.first = (const char*)placed.data();
       }
       for (int64_t r = 0; r < num_queries; r++) {
         for (int i = 0; i < VECTORS; i++) x[i] = load(q + r * dim + 16 * i);
         for (int64_t s = first; s < end; s++) {
+          if (at[s] < 0) continue;
           Floats sum = x[0] * seen.part(s - first, 0);
           for (int i = 1; i < VECTORS; i++) sum = fma(x[i], seen.part(s - first, i), sum);
           scores[r * filled + s] = scale * total(sum);
@@ -241,6 +243,7 @@ struct Attention {
       for (int64_t r = 0; r < num_queries; r++) {
         for (int i = 0; i < VECTORS; i++) x[i] = load(to + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
+          if (at[s] < 0) continue;
           const Floats share = v.scaled(s, floats(scores[r * filled + s]));
           for (int i = 0; i < VECTORS; i++) x[i] = fma(share, v.part(s, i), x[i]);
         }
@@ -255,8 +258,8 @@ struct Attention {
       for (int64_t h = begin; h < end; h++)
         all.kind == INT8 ? all.head<VECTORS, INT8>(h) : all.head<VECTORS, FLOAT32>(h);
     };
-    const int64_t most = *std::max_element(visible, visible + num_rows);
-    torch_parallel_for(0, num_rows * num_heads, FEW / (num_queries * most * 16 * VECTORS) + 1, heads, this);
+    const int64_t products = num_queries * num_slots * 16 * VECTORS;
+    torch_parallel_for(0, num_rows * num_heads, FEW / products + 1, heads, this);
   }
 };
 
@@ -541,25 +544,26 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
 }
 
 // Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
-SHIM aoti_torch_cpu_attend(AtenTensorHandle newest, AtenTensorHandle visible, AtenTensorHandle query,
-                           AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle turns,
-                           AtenTensorHandle bases, double scale, AtenTensorHandle* result) {
-  for (const auto tensor : {visible, query, keys, values, turns, bases}) {
+SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, AtenTensorHandle keys,
+                           AtenTensorHandle values, AtenTensorHandle turns, AtenTensorHandle bases, double scale,
+                           AtenTensorHandle* result) {
+  for (const auto tensor : {places, query, keys, values, turns, bases}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
   }
   const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 3);
   *result = made({rows, 1, queries, dim}, aoti_torch_dtype_float32());
-  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(visible)};
+  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
   attention.out = data_of(*result), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
-  attention.num_slots = size_of(keys, 2), attention.newest = *(int64_t*)data_of(newest);
+  attention.num_slots = size_of(keys, 2);
   attention.kind = kind_of(keys), attention.num_pairs = size_of(turns, 3);
   attention.cosines = data_of(turns), attention.sines = attention.cosines + size_of(turns, 2) * attention.num_pairs;
   attention.bases = size_of(bases, 0) ? data_of(bases) : nullptr;
-  const int64_t most = *std::max_element(attention.visible, attention.visible + rows);
-  if (attention.num_pairs && size_of(turns, 2) < most) return AOTI_TORCH_FAILURE;
+  if (size_of(places, 0) != rows || size_of(places, 1) != attention.num_slots) return AOTI_TORCH_FAILURE;
+  const int64_t last = *std::max_element(attention.places, attention.places + rows * attention.num_slots);
+  if (attention.num_pairs && size_of(turns, 2) <= last) return AOTI_TORCH_FAILURE;
   return run_for(dim, attention, rows);
 }
 
@@ -582,11 +586,10 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
 void attend(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle result = nullptr;
   double scale;
-  std::memcpy(&scale, stack + 7, sizeof scale);
-  const auto error =
-      aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]), tensor(stack[4]),
-                            tensor(stack[5]), tensor(stack[6]), scale, &result);
-  give(stack, 7, error, result);
+  std::memcpy(&scale, stack + 6, sizeof scale);
+  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]),
+                                           tensor(stack[4]), tensor(stack[5]), scale, &result);
+  give(stack, 6, error, result);
 }
 
 // Of what kernel.py says of `find`, in its order.

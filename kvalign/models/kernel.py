@@ -35,7 +35,7 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h"
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": f"{'AtenTensorHandle, ' * 7}double, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 6}double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
@@ -118,7 +118,7 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
-    attended = ("newest", "visible", "query", "keys", "values", "turns", "bases")
+    attended = ("places", "query", "keys", "values", "turns", "bases")
     given = ", ".join(f"Tensor {name}" for name in attended)
     library.define(f"attend({given}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
@@ -128,7 +128,7 @@ def _define() -> torch.library.Library:
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)
 
-    def attend(newest: Tensor, visible: Tensor, query: Tensor, *others: Any) -> Tensor:
+    def attend(places: Tensor, query: Tensor, *others: Any) -> Tensor:
         return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -160,8 +160,7 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def attend(
-    newest: Tensor,
-    visible: Tensor,
+    places: Tensor,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -172,14 +171,14 @@ def attend(
     """Attention of one query of each row.
 
     Args:
-        newest: [1] int64, the slot of the newest entry of all rows.
-        visible: [B] int64, number of entries that each row sees: the last ones up to that slot.
+        places: [B, S] int64, the place of each slot's entry among those that its row sees; negative
+            if it sees none there.
         query: [B, H, 1, D] float32; D is one of `DIMS`.
         keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
             (`kvalign.cache.form`).
         turns: [1, 2, P, N] float32: cosines and sines with which a key of int8 turns N pairs of its
-            numbers, `halves` of `kvalign.models.rope`, to its place among the entries that its row
-            sees. P is at least their number. None: keys do not turn.
+            numbers, `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do not
+            turn.
         bases: [H_kv, D] float32, what is added to keys of int8 before; None: 0.
 
     Returns:
@@ -188,7 +187,7 @@ def attend(
     turns = query.new_empty(1, 2, 0, 0) if turns is None else turns
     bases = query.new_empty(0, 0) if bases is None else bases
     of_query = query.contiguous(), keys, values, turns, bases
-    return torch.ops.kvalign.attend(newest, visible, *of_query, scale)
+    return torch.ops.kvalign.attend(places, *of_query, scale)
 
 
 def can_turn(rotation: Rotation | None) -> bool:

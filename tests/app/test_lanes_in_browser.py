@@ -200,7 +200,7 @@ def test_memory_is_seen(opened):
     tab.get_by_role("button", name="Step back").click()
     assert (tab.locator("#lost b").all_inner_texts(), said(tab), shown(tab)) == before
     assert "queries choose them" in " ".join(tab.locator("#recalls").inner_text().split())
-    assert tab.locator("#buffer:visible").count() == 0
+    assert tab.locator("#ring:visible").count() == 0
     tab.locator("#speed").fill("4")
     tab.get_by_role("button", name="Restart").click()
     assert tab.locator("#kept").inner_text() == "nothing has left the window yet."
@@ -244,8 +244,7 @@ def test_memory_where_it_can_be(opened):
 def test_script_writes_where_the_cache_writes(opened):
     found = opened().evaluate(
         """([settings, numTokens]) => JSON.stringify(settings.map((some) =>
-          bufferFrames(some, laneFrames(some, numTokens))
-            .map(({ held, size }) => [held, size])))""",
+          ringFrames(some, laneFrames(some, numTokens)).map(({ held, size }) => [held, size])))""",
         [
             [dict(zip(SIZE_NAMES, sizes, strict=True), method="streaming-llm") for sizes in SIZES],
             NUM_TOKENS,
@@ -253,23 +252,27 @@ def test_script_writes_where_the_cache_writes(opened):
     )
     for sizes, frames in zip(SIZES, json.loads(found), strict=True):
         cache = StreamingCache(ANY, CacheSizes(*sizes))
-        for token, frame in enumerate(frames):
+        for token, (held, size) in enumerate(frames):
             cache.update(*2 * [torch.full((1, 1, 1, 1), float(token))], 0)
-            buffer = cache.layers[0].entries
-            for data in buffer.data:
-                held = data[0, 0, : buffer.end, 0]
-                assert [held.tolist(), buffer.size] == frame, (sizes, token)
+            ring = cache.layers[0].entries
+            assert ring.most == size
+            for data in ring.data:
+                assert data[0, 0, : len(held), 0].tolist() == held, (sizes, token)
 
 
-def test_buffer_shows_what_stays(opened):
+def test_slots_show_what_stays(opened):
     tab = opened(method="streaming-llm", family="rotary")
-    assert tab.locator("#buffer .read").inner_text().split() == list("01245678")
+
+    def slots(kinds):
+        return [int(x) for x in tab.locator(kinds).all_inner_texts()]
+
+    assert slots("#ring b") == [0, 1, 2, 8, 4, 5, 6, 7] and not slots("#ring b.old")
     tab.keyboard.press("ArrowRight")
-    assert tab.locator("#buffer .read").inner_text().split() == list("0125678")
-    assert tab.locator("#written").inner_text().endswith("again, rotated to follow.")
-    for name, has_buffer in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
+    assert slots("#ring b") == [0, 1, 2, 8, 4, 5, 6, 7] and slots("#ring b.old") == [4]
+    assert "rotated to follow" in tab.locator("#written").inner_text()
+    for name, has_ring in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
         tab.locator("#method").select_option(name)
-        assert tab.locator("#buffer:visible").count() == has_buffer, name
+        assert tab.locator("#ring:visible").count() == has_ring, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

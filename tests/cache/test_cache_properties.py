@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realign import FromBirth, Recursive, Returning, Rotating
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import ModelSpec
@@ -277,7 +278,8 @@ class CacheMachine(RuleBasedStateMachine):
         with cache.forward_pass(len(rows), length) if length > 1 else nullcontext():
             for layer in range(NUM_LAYERS):
                 given = batch(row.fake(layer, some) for row, some in zip(rows, new, strict=True))
-                got = cache.update(*given, layer)
+                got = KV(*cache.update(*given, layer))
+                got = (cache.step or cache.last_step).by_time(got)
                 for i, row in enumerate(rows):
                     expected = found[i] + new[i]
                     if length == 1:

@@ -11,11 +11,11 @@ from helpers.pairwise import covering
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
-from kvalign.cache.ring import KV
 from kvalign.cache.form import Form, form_of
 from kvalign.cache.memory import ALIKE, Memory
 from kvalign.cache.recall import Asking
 from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
+from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.sketch import BLOCK
 from kvalign.foundation.errors import UserError

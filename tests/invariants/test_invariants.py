@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import kvalign
 from kvalign.cache.memory import Memory
 from kvalign.cache.realign import Rotating
-from kvalign.cache.sinks import Sinks
+from kvalign.cache.sinks import SinkKeys
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -171,27 +172,28 @@ def shift_by_two(patch):
 
 
 def table_read_two_places_off(patch):
-    right = Step.of
+    right = Step.first_place.fget
 
-    def wrong(*of_pass):
-        step = right(*of_pass)
-        is_full = step.num_before == CACHE_SIZE
-        return replace(step, first_place=step.first_place + 2) if is_full else step
+    def wrong(self):
+        return right(self) + 2 * (self.num_before == CACHE_SIZE)
 
-    patch(Step, "of", wrong)
+    patch(Step, "first_place", property(wrong))
 
 
 def sinks_lost(patch):
-    patch(StreamingCache, "_write_sinks", lambda self, step: None)
+    patch(CacheSizes, "slot", lambda self, place: place % self.first_input_len)
 
 
 def sinks_of_the_first_row(patch):
-    right = WindowLayer.write_sinks
+    right = StreamingCache._turn_sinks
 
-    def wrong(self, step, sinks):
-        right(self, step, sinks.map(lambda x: x[:1].expand_as(x)))
+    def wrong(self, step):
+        right(self, step)
+        for layer in self.attention:
+            sinks = layer.entries.data.keys[:, :, : self.sizes.num_sinks]
+            sinks.copy_(sinks[:1].expand_as(sinks))
 
-    patch(WindowLayer, "write_sinks", wrong)
+    patch(StreamingCache, "_turn_sinks", wrong)
 
 
 def mask_short(patch):
@@ -222,7 +224,7 @@ def reorder_ignored(patch):
 
 
 def reorder_without_sinks(patch):
-    patch(Sinks, "select", lambda self, rows: None)
+    patch(SinkKeys, "select", lambda self, rows: None)
 
 
 def repeat_in_rounds(patch):

@@ -10,6 +10,7 @@ from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
 from kvalign.methods import METHODS, make_method
+from kvalign.methods.cached import Cached
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import hits, score, score_stepwise
 
@@ -46,7 +47,9 @@ def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monke
     for i in range(3 * CACHE_SIZE):
         expected = method.fill + 1
         method.feed(ids[:, i : i + 1])
-        assert seen[-1] == expected
+        # A ring is read as it lies, with a mask over what several evictions at once have left.
+        in_ring = isinstance(method, Cached) and num_evicted > 1 and i > CACHE_SIZE
+        assert seen[-1] == (CACHE_SIZE + 1 if in_ring else expected)
     limit = 3 * CACHE_SIZE if name == "dense" else CACHE_SIZE
     assert CACHE_SIZE - method.sizes.num_evicted < method.fill <= limit
 

@@ -126,7 +126,7 @@ def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeyp
     asked, attend = [], kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *x: asked.append(x) or attend(*x))
     step, dim = step_file._Step(model), model.config.head_dim
-    at = torch.tensor([SIZE - 1]), torch.tensor([SIZE])
+    at = torch.tensor([SIZE - 1]), torch.arange(SIZE)[None]
     token = torch.ones(1, 1).long(), torch.tensor([[SIZE]])
     inputs = [*token, *at, *torch.randn(6, 1, 2, SIZE, dim)]
     expected = step(*inputs)  # keys are marked, but not looked at

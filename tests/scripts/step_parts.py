@@ -36,12 +36,13 @@ def main() -> None:
     head = model.get_output_embeddings()
     layers = [x for x in model.modules() if isinstance(x, PackedLinear) and x is not head]
     rows = {x.in_features: torch.randn(1, x.in_features) for x in [head, *layers]}
-    entries = [layer.entries.stored(args.cache_size) for layer in eager.cache.attention]
+    entries = [layer.entries.data for layer in eager.cache.attention]
     num_heads = model.config.num_attention_heads
     query = torch.randn(1, num_heads, 1, entries[0].keys.shape[-1])
     attend = functools.partial(scaled_dot_product_attention, enable_gqa=True)
     if kernel.is_here():
-        attend = functools.partial(kernel.attend, scale=1.0)
+        places = torch.arange(args.cache_size + 1)[None]
+        attend = functools.partial(kernel.attend, places, scale=1.0)
     parts = {
         "eager step": lambda: eager.feed(ids[:, :1]),
         "compiled step": lambda: compiled.feed(ids[:, :1]),

@@ -40,7 +40,7 @@ def test_steps_are_those_of_the_method(models, arch):
     method.feed(ids[:, :13])
     method.feed(ids[:, 13:14])
     layers = method.cache.layers
-    stored = [layer.sources.stored(12).map(torch.clone) for layer in layers]
+    stored = [layer.newest(layer.sources, 12).map(torch.clone) for layer in layers]
     streams = Streams(aligner, model, stored)
     with torch.no_grad():
         for end in range(14, 40):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.ring import slack_of
 from kvalign.cache.memory_cache import MemoryCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.peer import LlamaCpp
@@ -23,7 +22,6 @@ from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
-from kvalign.methods.reencoding import Reencoding
 from kvalign.streaming.generation import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
@@ -40,13 +38,9 @@ Turns = list[list[list[float]]]
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
     """Number of steps to time: `num_trials * trial_len`, rounded up to whole periods from one
-    eviction to the next, and of a streaming cache from one copy of its buffers to the next, so that
-    work done once per period has its share.
+    eviction to the next, so that work done once per period has its share.
     """
     least = settings.num_trials * settings.trial_len
-    if not isinstance(method, Reencoding):
-        between_copies = slack_of(method.sizes)
-        least = -(-least // between_copies) * between_copies
     period = method.sizes.num_evicted
     return -(-least // period) * period
 

@@ -1,8 +1,8 @@
 """Page of a cache at work: entries enter, become stale or are corrected, and are evicted. A lane
-shows cache slots, and a strip below it the buffer.
+shows places, and a strip below it the slots of the ring.
 
 It is one document that loads nothing and runs only its own script. The script repeats the
-arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.ring`, `kvalign.cache.recall` and
+arithmetic of `kvalign.cache.sizes.CacheSizes` and its slots, `kvalign.cache.recall` and
 `Reencoding.keep`. tests/app/test_lanes_in_browser.py compares the two.
 """
 

@@ -110,43 +110,35 @@ function chance(a, b) {
   return ((x >>> 0) + 0.5) / 2 ** 32;
 }
 
-/* Where entries lie: kvalign/cache/buffer.py, and how kvalign/cache/streaming_cache.py writes the sinks. One frame a token: what the buffer `held`, up to its
-   end, with the token and `before` it, and whether what is kept was `copied` to the front for it. What is read are the last of them. */
-function bufferFrames(settings, frames) {
+/* Where entries lie: kvalign/cache/ring.py. One frame a token: the token that each slot `held`, the `slot` of the new one, and the token that it was
+   written `over`. */
+function ringFrames(settings, frames) {
   const { num_kept, num_sinks } = fitted(settings);
-  const size = num_kept + 1 + Math.max(1, Math.floor((num_kept + 1) / 4));
+  const size = num_kept + 1;
   let held = [];
-  let numGone = 0;
-  return frames.map(({ token, seen, going }) => {
-    const numStored = seen.length - 1;
-    const copied = held.length === size;
-    const before = copied ? held.slice(size - numStored) : [...held];
-    const sinks = numGone ? seen.slice(0, num_sinks).map((entry) => entry.index) : [];
-    before.splice(before.length - numStored, sinks.length, ...sinks);
-    held = [...before, token];
-    numGone += going.length;
-    return { before, held, copied, size };
+  return frames.map(({ token }) => {
+    const slot = token < num_sinks ? token : num_sinks + ((token - num_sinks) % (size - num_sinks));
+    const over = held[slot];
+    held = [...held];
+    held[slot] = token;
+    return { held, slot, over, size };
   });
 }
-window.bufferFrames = bufferFrames;
+window.ringFrames = ringFrames;
 
 // Two moments a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too. Each has what a memory holds,
-// or else what the buffer does.
+// or else the ring.
 function momentsOf(settings, numTokens) {
   const frames = laneFrames(settings, numTokens);
-  const buffers = settings.memory ? [] : bufferFrames(settings, laneFrames(settings, numTokens + 1));
+  const rings = settings.memory ? [] : ringFrames(settings, frames);
   let numGone = 0;
-  let left = false; // whether the moment before was one of leaving: then the copy was its
   const moments = frames.flatMap((frame, i) => {
-    const { held, copied, size } = buffers[i] ?? {};
     const { lost, going } = frame;
-    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, lost, buffer: { held, size, copied: copied && !left } };
-    left = going.length > 0;
-    if (!left) return [arrives];
+    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, lost, ring: rings[i] };
+    if (!going.length) return [arrives];
     numGone += going.length;
-    const next = buffers[i + 1] ?? {};
-    const leave = { kind: "leave", frame, entries: frame.stored, numGone, lost: [...lost, ...going].slice(-settings.memory) };
-    return [arrives, { ...leave, buffer: { held: next.before, size, copied: next.copied } }];
+    const after = [...lost, ...going].slice(-settings.memory);
+    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone, lost: after, ring: rings[i] }];
   });
   if (frames.length < numTokens) moments.push({ ...moments[moments.length - 1], kind: "stops" });
   return moments;

@@ -3,7 +3,7 @@
 
 const NUM_TOKENS = 100; // played before the demo ends
 const MOMENT_MS = 1500;
-const BUFFERED = ["window", "streaming-llm", "kvalign"];
+const IN_RING = ["window", "streaming-llm", "kvalign"];
 const CELL_PX = { least: 36, most: 104, wordy: 82 };
 const PRESETS = {
   "figure-4": [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 7, num_sinks: 4, num_evicted: 1, memory: 0 }, 9],
@@ -64,7 +64,7 @@ function showSettings() {
     memory: [0, NUM_TOKENS], num_recalled: [1, Math.min(memory, room - 1)],
   };
   const lack = canRecall(method, family) ? (room < 2 ? "needs a window of 2" : "") :
-    BUFFERED.includes(method) ? `not on ${family} positions` : `not for ${method}`;
+    IN_RING.includes(method) ? `not on ${family} positions` : `not for ${method}`;
   const fixed = { ...FIXED[method], ...(memory ? { num_evicted: 1 } : { num_recalled: 1 }), ...(lack ? { memory: 0 } : {}) };
   for (const name of sizes) {
     const slider = $(name);
@@ -159,7 +159,7 @@ function show(moment, animate = true) {
     cell.style.setProperty("--slot", entry.now);
   }
   showText(frame.token, entries);
-  showBuffer(moments[at]);
+  showRing(moments[at]);
   showMemory(moments[at]);
   $("says").textContent = told(moments[at], settings);
   $("num-seen").textContent = frame.seen.length;
@@ -197,21 +197,19 @@ function showMemory(moment) {
   $("kept").textContent = kept(moment, settings);
 }
 
-// The buffer of a method that has one: what it holds, and in a box the slice that is read.
-function showBuffer(moment) {
-  $("lies").hidden = settings.memory || !BUFFERED.includes(settings.method);
+// The ring of a method that has one: what each slot holds.
+function showRing(moment) {
+  $("lies").hidden = settings.memory || !IN_RING.includes(settings.method);
   if ($("lies").hidden) return;
-  const { held, size } = moment.buffer;
-  const first = held.length - moment.entries.length;
+  const { held, slot, size } = moment.ring;
+  const there = new Set(moment.entries.map((entry) => entry.index));
   const kindOf = (i) => {
-    if (moment.kind === "arrives" && i === held.length - 1) return "last";
-    return i >= first && i < first + settings.num_sinks ? "first" : "kept";
+    if (held[i] === undefined) return "free";
+    if (moment.kind === "arrives" && i === slot) return "last";
+    return i < settings.num_sinks ? "first" : there.has(held[i]) ? "kept" : "old";
   };
-  const cells = Array.from({ length: size }, (_, i) => make("b", i < first ? "old" : i < held.length ? kindOf(i) : "free", held[i] ?? ""));
-  const read = make("span", "read");
-  read.append(...cells.splice(first, held.length - first, read));
-  $("buffer").classList.toggle("tiny", size * 26 > $("scroll").clientWidth);
-  $("buffer").replaceChildren(...cells);
+  $("ring").classList.toggle("tiny", size * 26 > $("scroll").clientWidth);
+  $("ring").replaceChildren(...Array.from({ length: size }, (_, i) => make("b", kindOf(i), held[i] ?? "")));
   $("written").textContent = written(moment, settings);
 }
 

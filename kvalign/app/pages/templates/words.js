@@ -19,7 +19,7 @@ const AFTER = {
   stale: "Nothing corrects their keys and values, which still belong to their original positions: they are stale.",
   rotated: "Their keys stay unchanged: scores depend only on differences of positions, and those have not changed.",
   "by-slot": "Nothing stored has to change: ALiBi computes the distances between slots at every step.",
-  realigned: "The aligner corrects their keys and values for their new positions: a table when attention reads them, a network in the buffer.",
+  realigned: "The aligner corrects their keys and values for their new positions: a table when attention reads them, a network where they lie.",
 };
 
 // The events of a moment, in words.
@@ -73,16 +73,17 @@ function kept({ lost }, { num_sinks }) {
   return lost.length ? `${count(lost.length, "token")}${isFull ? ", which is all that fits: older ones are forgotten" : ""}.` : "nothing has left the window yet.";
 }
 
-// The work of the buffer in a moment, in words.
-function written({ kind, frame, entries, buffer }, { method, num_sinks, family }) {
-  if (buffer.copied) return "The spare room at the end, a quarter of the cache's size, is used up: the kept entries are copied to the front.";
-  if (kind !== "leave") return `Entry ${frame.token} is written at the end, once. Attention reads one slice, in the box.`;
+// The work of the ring in a moment, in words.
+function written({ kind, frame, entries, ring }, { method, num_sinks, family }) {
+  if (kind !== "leave") {
+    const where = ring.over === undefined ? "into a free slot" : `over entry ${ring.over}, which has gone`;
+    return `Entry ${frame.token} is written ${where}. Attention reads all slots as they lie.`;
+  }
   const who = named(entries.slice(num_sinks).map((entry) => entry.index));
   const stay = `${who[0].toUpperCase()}${who.slice(1)} ${entries.length - num_sinks === 1 ? "stays" : "stay"} in place`;
   const aligned = method === "kvalign" ? " (a network rewrites them there)" : "";
-  if (!num_sinks) return `${stay}${aligned}: the slice begins later.`;
-  const turned = family === "rotary" ? ", rotated to follow" : "";
-  return `${stay}${aligned}; ${num_sinks === 1 ? "the sink is" : "the sinks are"} written in front of them again${turned}.`;
+  const turned = num_sinks && family === "rotary" ? `; the keys of ${num_sinks === 1 ? "the sink" : "the sinks"} are rotated to follow` : "";
+  return `${stay}${aligned}${turned}. The slot of what goes is written next.`;
 }
 
 // The tags on cells: a sign, a word, and the legend's sentence.
