@@ -67,7 +67,7 @@ class AnySlotCache(FixedSizeCache):
         if spec.family == "alibi":
             raise UserError(
                 f"positions=keep is not for {spec.name or 'this model'}: ALiBi computes its bias "
-                "from cache slots"
+                "from places"
             )
         rotation = realigner.rotation if realigner else None
         is_bounded = rotation is None or rotation.is_bounded

@@ -72,7 +72,7 @@ class Realigner:
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        """Return the stored form of new entries [B, H, S, D] with the cache slots `birth`, computed
+        """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed
         at the positions `at`. The two are equal unless positions run on.
         """
         return keys, values

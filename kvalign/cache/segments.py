@@ -56,7 +56,7 @@ class Segment:
         num_seen: tokens before the segment.
 
     Attributes:
-        birth: [T] int64, each token's original position: its cache slot.
+        birth: [T] int64, each token's original position: its place.
         at: [T] int64, its position in the frame of the entries before it, to which rotary keys are
             rotated.
         behind: [T] int64, the difference; 0 without rotation.

@@ -43,7 +43,7 @@ class CacheSizes:
         policy: key of `kvalign.policies.POLICIES`: which entries are evicted.
         num_recent: newest entries, including the new one, that policies other than `oldest` never
             evict; None: a quarter of the window.
-        positions: `compact`: an entry has the position of its cache slot; `keep`: it keeps its
+        positions: `compact`: an entry has the position of its place; `keep`: it keeps its
             original position.
         cache_dtype: of stored entries: the model's, or `int8` (`form.py`).
         memory: number of evicted entries to store, from which each step takes back those that match

@@ -28,7 +28,7 @@ class DecodeStep:
         hides: whether some of these are not of their row.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
-        birth: the token's cache slot; None if those of rows differ.
+        birth: the token's place; None if those of rows differ.
         places: as of `Step.places`; None if attention does not ask for them.
         order: [W] int64, of the entries after the sinks in the order of time, each one's number
             among the slots after the sinks; None if attention does not ask for it, or rows differ.
@@ -65,7 +65,7 @@ class Step:
         stored: entries of each row before the pass.
         behind: number by which each row's positions have run on.
         positions: position of each row's first new token.
-        births: cache slot of each row's first new token.
+        births: place of each row's first new token.
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.

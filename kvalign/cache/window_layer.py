@@ -205,7 +205,7 @@ class WindowLayer(StreamingLayer):
         return self._as_read(step, held, num_sinks, step.births[0] + num_sinks)
 
     def _as_read(self, step: Step, held: KV, num_sinks: int, first: int) -> list[KV]:
-        """Return sinks, and the entries behind them from the cache slot `first` on, as attention
+        """Return sinks, and the entries behind them from the place `first` on, as attention
         sees them.
         """
         realigner, num = self.cache.realigner, held.keys.shape[2] - num_sinks

@@ -315,6 +315,6 @@ RECALL_LAYERS = "layers with a memory, counted from 0, such as 7,15-29 (default:
 RECALL_PLACES = "positions of the entries taken back (default: age on rotary positions, else rank)"
 CACHE_DTYPE = "type of stored entries: the model's, or int8, a quarter of the bytes of float32"
 POSITIONS = (
-    "compact: an entry has the position of its cache slot; keep: entries keep their original "
+    "compact: an entry has the position of its place; keep: entries keep their original "
     "positions, until the context length ends"
 )

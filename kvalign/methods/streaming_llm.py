@@ -1,6 +1,6 @@
 """`streaming-llm`: attention sinks and a window (Xiao et al. 2024).
 
-Rotary keys keep their distances, ALiBi works by cache slot, learned positions stay stale. On a
+Rotary keys keep their distances, ALiBi works by place, learned positions stay stale. On a
 rotary model with `num_evicted="half"` this keeps and moves the same entries as llama.cpp's context
 shift (`--context-shift`, `--keep` for the sinks; off by default since 2025). With a smaller number
 it equals LLM Runtime's shift-RoPE-K (`n_discard`). Without rotary positions llama.cpp shifts

@@ -6,7 +6,7 @@ The family says how a cached entry is moved:
 - `rotary`: keys are rotated by their position (RoPE, Su et al. 2021), and a rotation moves them
   exactly. Which layers rotate, and how, is measured (`rotation_trial.py`), so any architecture
   whose config mentions RoPE can be tried.
-- `alibi`: positions are only in the attention bias, by cache slot (Press et al. 2022); nothing
+- `alibi`: positions are only in the attention bias, by place (Press et al. 2022); nothing
   needs to move.
 """
 
