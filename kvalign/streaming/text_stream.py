@@ -32,8 +32,8 @@ from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.ends import end_ids
-from kvalign.streaming.generation import stream_tokens
 from kvalign.streaming.lookup import check_lookup
+from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import STATE, SavedStream
 

@@ -24,7 +24,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
 from kvalign.methods.reencoding import Reencoding
-from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
 SAMPLING = Sampling(top_k=20)  # the paper's

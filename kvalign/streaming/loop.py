@@ -1,0 +1,188 @@
+"""The loops of every stream: iterators of tokens."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import expect, typed
+from kvalign.methods.base import Method
+from kvalign.models.input_ids import check_ids
+from kvalign.streaming.choosing import Chooser
+from kvalign.streaming.generate_settings import check_processors
+from kvalign.streaming.lookup import Lookup, check_lookup
+from kvalign.streaming.sampling import Sampling
+
+
+@torch.no_grad()
+def stream_tokens(
+    method: Method,
+    prompt: Tensor,
+    *,
+    processors: LogitsProcessorList | None = None,
+    criteria: StoppingCriteriaList | None = None,
+    do_sample: bool = False,
+    eos_token_ids: Collection[int] = (),
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    before: Tensor | None = None,
+    mask: Tensor | None = None,
+    lookup: int = 0,
+) -> Iterator[Tensor]:
+    """Feed a prompt and yield new tokens [B] int64, without end unless the criteria stop it or
+    every row has ended.
+
+    Args:
+        method: from `make_method`.
+        prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
+        processors: transformers' logits processors; they see the whole history.
+        criteria: transformers' stopping criteria, checked after each token.
+        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        eos_token_ids: tokens that end a row; empty: none.
+        pad_token_id: yielded for an ended row; default: the first end token.
+        generator: source of random numbers; default: torch's global one.
+        before: [B, P] int64, the tokens that the method has been fed, when the prompt continues its
+            stream; processors and criteria see them too. The prompt then begins with the last token
+            that was yielded, which has not been fed. None begins a new stream.
+        mask: [B, T], 0 where a prompt is padded; None: no padding.
+        lookup: most tokens of one stream that are guessed at a time and read in the same pass
+            (`kvalign.streaming.lookup`). The tokens are the same, but come sooner. 0: none.
+
+    Raises:
+        UserError: an empty prompt, or one with padding other than on the left; a processor that
+            calls the model; lookup for several rows, or with a method that cannot undo guesses.
+        RunError: non-finite logits; the message says where they come from.
+    """
+    expect("method", method, Method, "one of kvalign.make_method")
+    check_ids(prompt)  # what is fed of it is compared with the vocabulary
+    check_processors(processors)
+    ids = prompt if before is None else torch.cat([before, prompt], 1)
+    chooser = Chooser(ids, processors, do_sample, generator)
+    guesser = None
+    if lookup:
+        check_lookup(method)
+        if len(ids) > 1:
+            raise UserError(f"lookup is for one stream, got {len(ids)} rows")
+        guesser = Lookup(lookup, ids[0].tolist())
+    ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
+    pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
+    going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+    if before is None:
+        method.reset()
+    logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
+    while True:
+        token = torch.where(going, chooser.choose(logits, method), pad)
+        chooser.append(token)
+        yield token
+        if len(ends):
+            going = going & ~torch.isin(token, ends)
+        if criteria:
+            going = going & ~criteria(chooser.ids, None)
+        if not going.any() or method.tokens_left == 0:
+            return
+        if guesser is None:
+            logits = method.feed(token[:, None])
+        else:
+            guesser.append(int(token))
+            logits = guesser.feed(method)
+
+
+@dataclass
+class _Row:
+    """One stream of a batch: it ends when it is `most` ids long, its last token is fed next."""
+
+    number: int
+    chooser: Chooser
+    most: float
+    token: int = -1
+
+    def choose(self, logits: Tensor, method: Method) -> int:
+        self.token = int(self.chooser.choose(logits, method))
+        self.chooser.append(self.token)
+        return self.token
+
+
+@torch.no_grad()
+def stream_rows(
+    method: Method,
+    prompts: Iterable[Sequence[int]],
+    *,
+    sampling: Sampling,
+    has_ended: Callable[[int], bool] = lambda row: False,
+    max_rows: int | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
+
+    Args:
+        method: from `make_method`; it stays unchanged.
+        prompts: ids of each row, at least one.
+        sampling: how tokens are chosen, and how many; row i draws with seed + i.
+        has_ended: called after each token with the row's number; returns whether the row ends
+            there.
+        max_rows: most rows in one step; None: all.
+
+    Yields:
+        The number of the row, and its next token.
+
+    Raises:
+        UserError: an empty prompt, or a method whose rows cannot be joined.
+        RunError: non-finite logits; the message says where they come from.
+    """
+    if max_rows is not None and typed("max_rows", max_rows, int) < 1:
+        raise UserError(f"max_rows must be at least 1, got {max_rows}")
+
+    def goes_on(row: _Row) -> bool:
+        return row.chooser.ids.shape[1] < row.most and not has_ended(row.number)
+
+    waiting, batch = enumerate(prompts), method.new()
+    rows: list[_Row] = []
+    while True:
+        begun: list[tuple[_Row, Method]] = []
+        while max_rows is None or len(rows) + len(begun) < max_rows:
+            number, ids = next(waiting, (None, None))
+            if number is None or ids is None:
+                break
+            if len(ids) == 0:
+                raise UserError(f"prompt {number} is empty: give at least one token")
+            alone = method.new()
+            prompt = torch.tensor([list(ids)], device=method.model.device)
+            room = math.inf if alone.tokens_left is None else alone.tokens_left
+            most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
+            row = _Row(number, sampling.chooser(prompt, number), most)
+            yield number, row.choose(alone.feed(prompt), method)
+            if goes_on(row):
+                begun.append((row, alone))
+        if begun:
+            batch.join([alone for _, alone in begun])
+            rows += [row for row, _ in begun]
+        if not rows:
+            return
+        tokens = torch.tensor([[row.token] for row in rows], device=method.model.device)
+        logits = batch.feed(tokens)
+        for i, row in enumerate(rows):
+            yield row.number, row.choose(logits[i : i + 1], method)
+        going = [i for i, row in enumerate(rows) if goes_on(row)]
+        if len(going) < len(rows):
+            rows = [rows[i] for i in going]
+            if rows:
+                batch.select(going)
+            else:
+                batch = method.new()
+
+
+def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
+    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
+    mask = mask.to(prompt.device).bool()
+    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
+        raise UserError(
+            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
+            "attention mask"
+        )
+    rows = [method.new() for _ in prompt]
+    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
+    method.join(rows)
+    return torch.cat(logits)
