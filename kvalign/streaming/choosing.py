@@ -17,9 +17,6 @@ class Chooser:
         processors: transformers' logits processors; they see all ids.
         do_sample: draw from the processed distribution; otherwise take the most likely token.
         generator: source of the draws; None: torch's global one.
-
-    Attributes:
-        is_bare: whether it takes the most likely token of unprocessed logits.
     """
 
     def __init__(
@@ -30,7 +27,6 @@ class Chooser:
         generator: torch.Generator | None = None,
     ):
         self.processors, self.do_sample, self.generator = processors, do_sample, generator
-        self.is_bare = not (do_sample or processors)
         self._ids, self._len = ids, ids.shape[1]
 
     @property

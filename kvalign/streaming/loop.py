@@ -1,8 +1,13 @@
-"""The loops of every stream: iterators of tokens."""
+"""The loop of every stream: choose a token of each row, feed it, and again.
+
+`stream_tokens` and `stream_rows` run it as iterators of tokens; the server runs it in a thread of
+its own.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +21,78 @@ from kvalign.streaming.choosing import Chooser
 from kvalign.streaming.generate_settings import check_processors
 from kvalign.streaming.lookup import Lookup, check_lookup
 from kvalign.streaming.sampling import Sampling
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """One text of a batch, or several that begin and end together.
+
+    Attributes:
+        chooser: chooses its tokens, and knows those before.
+        lookup: guesses tokens while the row is alone in its batch; None: nothing.
+        token: [B] int64, the last one, which is fed next.
+    """
+
+    chooser: Chooser
+    lookup: Lookup | None = None
+    token: Tensor = field(init=False)
+
+    def choose(self, logits: Tensor, method: Method) -> int:
+        """Choose and append the next token of one text, from logits [1, V]; RunError if there is
+        none.
+        """
+        self.append(self.chooser.choose(logits, method))
+        return int(self.token)
+
+    def append(self, token: Tensor) -> None:
+        """Append a chosen token [B]."""
+        self.token = token
+        self.chooser.append(token)
+        if self.lookup is not None:
+            self.lookup.append(int(token))
+
+
+R = TypeVar("R", bound=Row)
+
+
+class Batch(Generic[R]):
+    """Rows that a method steps together. Rows join when their prompts have been fed, and leave when
+    they end.
+
+    Attributes:
+        method: has been fed all tokens of the rows but the last ones.
+        rows: in the order of the method's rows.
+    """
+
+    def __init__(self, method: Method, rows: Iterable[R] = ()):
+        self.method, self.rows = method, [*rows]
+
+    def join(self, rows: Iterable[R], methods: Sequence[Method]) -> None:
+        """Append rows of methods with the same arguments, which begin again. The first method takes
+        the place of one without rows.
+        """
+        if not self.rows:
+            self.method, *methods = methods
+        self.rows += rows
+        self.method.join(methods)
+        for method in methods:
+            method.reset()
+
+    def feed(self) -> Tensor:
+        """Feed the last token of each row: logits [B, V] of the next ones."""
+        first = self.rows[0]
+        if first.lookup is not None and len(self.rows) == 1:
+            return first.lookup.feed(self.method)
+        tokens = [row.token for row in self.rows]
+        return self.method.feed((torch.cat(tokens) if len(tokens) > 1 else first.token)[:, None])
+
+    def keep(self, goes_on: Sequence[bool]) -> None:
+        """Keep the rows that go on."""
+        kept = [i for i, goes in enumerate(goes_on) if goes]
+        if len(kept) < len(self.rows):
+            self.rows = [self.rows[i] for i in kept]
+            if kept:
+                self.method.select(kept)
 
 
 @torch.no_grad()
@@ -61,13 +138,13 @@ def stream_tokens(
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
     check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
-    chooser = Chooser(ids, processors, do_sample, generator)
-    guesser = None
+    row = Row(chooser=Chooser(ids, processors, do_sample, generator))
     if lookup:
         check_lookup(method)
         if len(ids) > 1:
             raise UserError(f"lookup is for one stream, got {len(ids)} rows")
-        guesser = Lookup(lookup, ids[0].tolist())
+        row.lookup = Lookup(lookup, ids[0].tolist())
+    batch = Batch(method, [row])
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
@@ -75,35 +152,37 @@ def stream_tokens(
         method.reset()
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
     while True:
-        token = torch.where(going, chooser.choose(logits, method), pad)
-        chooser.append(token)
-        yield token
+        row.append(torch.where(going, row.chooser.choose(logits, method), pad))
+        yield row.token
         if len(ends):
-            going = going & ~torch.isin(token, ends)
+            going = going & ~torch.isin(row.token, ends)
         if criteria:
-            going = going & ~criteria(chooser.ids, None)
+            going = going & ~criteria(row.chooser.ids, None)
         if not going.any() or method.tokens_left == 0:
             return
-        if guesser is None:
-            logits = method.feed(token[:, None])
-        else:
-            guesser.append(int(token))
-            logits = guesser.feed(method)
+        logits = batch.feed()
 
 
-@dataclass
-class _Row:
-    """One stream of a batch: it ends when it is `most` ids long, its last token is fed next."""
+def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
+    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
+    mask = mask.to(prompt.device).bool()
+    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
+        raise UserError(
+            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
+            "attention mask"
+        )
+    rows = [method.new() for _ in prompt]
+    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
+    method.join(rows)
+    return torch.cat(logits)
+
+
+@dataclass(eq=False, kw_only=True)
+class _NumberedRow(Row):
+    """Row that ends when it is `most` ids long."""
 
     number: int
-    chooser: Chooser
     most: float
-    token: int = -1
-
-    def choose(self, logits: Tensor, method: Method) -> int:
-        self.token = int(self.chooser.choose(logits, method))
-        self.chooser.append(self.token)
-        return self.token
 
 
 @torch.no_grad()
@@ -135,14 +214,13 @@ def stream_rows(
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
 
-    def goes_on(row: _Row) -> bool:
+    def goes_on(row: _NumberedRow) -> bool:
         return row.chooser.ids.shape[1] < row.most and not has_ended(row.number)
 
-    waiting, batch = enumerate(prompts), method.new()
-    rows: list[_Row] = []
+    waiting, batch = enumerate(prompts), Batch[_NumberedRow](method)
     while True:
-        begun: list[tuple[_Row, Method]] = []
-        while max_rows is None or len(rows) + len(begun) < max_rows:
+        begun: list[tuple[_NumberedRow, Method]] = []
+        while max_rows is None or len(batch.rows) + len(begun) < max_rows:
             number, ids = next(waiting, (None, None))
             if number is None or ids is None:
                 break
@@ -152,37 +230,15 @@ def stream_rows(
             prompt = torch.tensor([list(ids)], device=method.model.device)
             room = math.inf if alone.tokens_left is None else alone.tokens_left
             most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
-            row = _Row(number, sampling.chooser(prompt, number), most)
+            row = _NumberedRow(chooser=sampling.chooser(prompt, number), number=number, most=most)
             yield number, row.choose(alone.feed(prompt), method)
             if goes_on(row):
                 begun.append((row, alone))
         if begun:
-            batch.join([alone for _, alone in begun])
-            rows += [row for row, _ in begun]
-        if not rows:
+            batch.join((row for row, _ in begun), [alone for _, alone in begun])
+        if not batch.rows:
             return
-        tokens = torch.tensor([[row.token] for row in rows], device=method.model.device)
-        logits = batch.feed(tokens)
-        for i, row in enumerate(rows):
+        logits = batch.feed()
+        for i, row in enumerate(batch.rows):
             yield row.number, row.choose(logits[i : i + 1], method)
-        going = [i for i, row in enumerate(rows) if goes_on(row)]
-        if len(going) < len(rows):
-            rows = [rows[i] for i in going]
-            if rows:
-                batch.select(going)
-            else:
-                batch = method.new()
-
-
-def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
-    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
-    mask = mask.to(prompt.device).bool()
-    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
-        raise UserError(
-            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
-            "attention mask"
-        )
-    rows = [method.new() for _ in prompt]
-    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
-    method.join(rows)
-    return torch.cat(logits)
+        batch.keep([goes_on(row) for row in batch.rows])
