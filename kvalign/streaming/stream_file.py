@@ -8,6 +8,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
@@ -29,6 +31,7 @@ from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
 from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Held, MemoryFile, is_of_memory
+from kvalign.streaming.sampling import Sampling
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
@@ -82,6 +85,74 @@ class SavedStream(BaseModel):
     tokenizer: str | None = None
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What tells whether a stream's file fits, besides its model: SHA-256 of the weights of the
+    method's aligner, if it has one, and of a fast tokenizer's vocabulary without added tokens.
+    """
+
+    aligner: str | None
+    tokenizer: str
+
+    @classmethod
+    def of(cls, method: Method, tokenizer: PreTrainedTokenizerBase) -> "Digests":
+        vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+        text = json.dumps(sorted(vocabulary.items()))
+        aligner = getattr(method, "aligner", None)
+        return cls(aligner and aligner_digest(aligner), hashlib.sha256(text.encode()).hexdigest())
+
+
+def aligner_digest(aligner: Aligner) -> str:
+    """SHA-256 of the weights of an aligner."""
+    digest = hashlib.sha256()
+    for name, x in sorted(aligner.state_dict().items()):
+        digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(
+    path: Path,
+    method: Method,
+    digests: Digests,
+    sampling: Sampling,
+    *,
+    ids: Tensor,
+    num_fed: int,
+    num_new: int,
+    state: dict[str, Tensor],
+    generator: torch.Generator,
+    notes: dict[str, str],
+) -> str:
+    """Write a stream, as of `write`.
+
+    Args:
+        method: that of the stream, with the same sizes.
+        ids: [T] int64, all its tokens.
+        num_fed, num_new, notes: see `SavedStream`.
+        state: of the method, after `num_fed` tokens.
+        generator: source of its random numbers.
+
+    Returns:
+        its checksum; see `checksum_of`.
+    """
+    saved = SavedStream(
+        method=method.name,
+        **asdict(method.sizes),
+        aligner=digests.aligner,
+        base_model=method.spec.name,
+        identity=identity.identity(method.model),
+        sampling=asdict(sampling),
+        device=method.model.device.type,
+        num_fed=num_fed,
+        num_new=num_new,
+        weights=weights_of(method.model),
+        tokenizer=digests.tokenizer,
+        notes=notes,
+    )
+    tensors = {STATE + name: x for name, x in state.items()}
+    return write(path, saved, tensors | {"ids": ids, "generator": generator.get_state()})
 
 
 def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
@@ -249,20 +320,3 @@ def _checksum(about: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
         digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def aligner_digest(method: Method) -> str | None:
-    """SHA-256 of the weights of the method's aligner, if it has one."""
-    aligner = getattr(method, "aligner", None)
-    if aligner is None:
-        return None
-    digest = hashlib.sha256()
-    for name, x in sorted(aligner.state_dict().items()):
-        digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a fast tokenizer's vocabulary; added tokens do not count."""
-    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

@@ -7,7 +7,7 @@ for piece in stream:
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,9 +25,7 @@ from kvalign.foundation.whole import Whole
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
-from kvalign.models.identity import identity
 from kvalign.models.input_ids import check_fast, encoded
-from kvalign.models.packed import weights_of
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
@@ -35,7 +33,7 @@ from kvalign.streaming.ends import end_ids
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
-from kvalign.streaming.stream_file import STATE, SavedStream
+from kvalign.streaming.stream_file import Digests
 
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 
@@ -168,25 +166,18 @@ class TextStream(NotPickled):
         self._whole.check()
         place = Path(typed("path", path, Path))
         check_output(place, "file", "path")
-        method, model = self.method, self.method.model
-        saved = SavedStream(
-            method=method.name,
-            **asdict(method.sizes),
-            aligner=stream_file.aligner_digest(method),
-            base_model=method.spec.name,
-            identity=identity(model),
-            sampling=asdict(self.sampling),
-            device=model.device.type,
+        stream_file.save(
+            place,
+            self.method,
+            Digests.of(self.method, self.tokenizer),
+            self.sampling,
+            ids=torch.tensor(self.ids, dtype=torch.int64),
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
-            weights=weights_of(model),
-            tokenizer=stream_file.tokenizer_digest(self.tokenizer),
+            state=self.method.state(),
+            generator=self.generator,
             notes=self.notes,
         )
-        tensors = {STATE + name: x for name, x in method.state().items()}
-        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
-        tensors["generator"] = self.generator.get_state()
-        stream_file.write(place, saved, tensors)
 
     def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
         """Continue a saved stream of these ids; see `SavedStream`. Its method has been restored."""
@@ -306,10 +297,11 @@ def load_stream(
         taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
         sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
-        if stream_file.aligner_digest(method) != saved.aligner:
+        digests = Digests.of(method, tokenizer)
+        if digests.aligner != saved.aligner:
             raise UserError("it was made with another aligner: give that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
-        if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
+        if saved.tokenizer not in (None, digests.tokenizer):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         device = method.model.device
         method.restore(stream_file.state_of(tensors))

@@ -83,22 +83,35 @@ def asked_from(
     return [turn + (num_asking if turn else num_opening) for turn in turns]
 
 
-def first_that_fits(
-    begins: Sequence[int], num_tokens: int, num_opening: int, size: int, num_answer: int
-) -> int:
-    """First of the turns from which on a conversation fits in a cache with its last turn, or else
-    the last one.
+def evict_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[int],
+    ids: Sequence[int],
+    system: str | None,
+    *,
+    size: int,
+    num_answer: int,
+    special_tokens: bool = False,
+) -> tuple[int, list[int]]:
+    """Evict the oldest turns of a conversation, each as a whole, until the last one fits. The last
+    one stays in any case, and so does the opening.
 
     Args:
-        begins: of each turn, as of `asked_from`.
-        num_tokens: of the conversation, its last turn included.
-        num_opening: tokens before the user's first word, which stay.
+        turns: number of tokens before each that has not been evicted, as of `asked_from`.
+        ids: all tokens of the conversation, its last turn included.
+        system: instructions with which it begins.
         size: entries of the cache.
         num_answer: longest answer in tokens. Room is left for it, up to half the cache.
+
+    Returns:
+        The number of turns that are evicted now, and the tokens that stay.
     """
+    begins = asked_from(tokenizer, turns, system, special_tokens=special_tokens)
+    num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
     room = size - num_opening - min(num_answer, size // 2)
-    fits = (i for i, begin in enumerate(begins) if num_tokens - begin <= room)
-    return next(fits, len(begins) - 1)
+    fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
+    num = next(fits, len(begins) - 1)
+    return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
 
 
 def _num_alike(

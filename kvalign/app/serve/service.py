@@ -27,8 +27,8 @@ from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 MAX_NEW_TOKENS = 2048
@@ -70,14 +70,10 @@ class Service:
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = Store()
         if settings.sessions is not None:
-            digests = (
-                stream_file.tokenizer_digest(self.tokenizer),
-                stream_file.aligner_digest(self.method),
-            )
             store = InFolder(
                 settings.sessions,
                 self._method_for,
-                *digests,
+                Digests.of(self.method, self.tokenizer),
                 self.sampling,
                 has_unnamed=settings.keep_unnamed,
             )

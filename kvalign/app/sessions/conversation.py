@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.app.sessions.stream_settings import StreamSettings, kept_of, pieces_of
-from kvalign.app.sessions.turns_held import EVICT, NUM_GONE, TURNS, evict_turns, note_turn
+from kvalign.app.sessions.turns_held import EVICT, NUM_GONE, TURNS, make_room, note_turn
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import held_back
@@ -162,7 +162,7 @@ class Conversation:
             stream.feed(new)
             note_turn(stream, len(stream.ids) - len(new))
             if EVICT in stream.notes:
-                evict_turns(stream, system, **self._how)
+                make_room(stream, system, **self._how)
             for piece in pieces_of(stream, "turn"):
                 yield piece
                 if interrupted.is_set():

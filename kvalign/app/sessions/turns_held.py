@@ -23,19 +23,23 @@ def begins_of(stream: TextStream) -> list[int]:
     return [int(word) for word in stream.notes.get(TURNS, "").split() if word.isdecimal()]
 
 
-def evict_turns(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
+def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
     """Evict the oldest turns, each as a whole, until the last one fits; encode the rest again."""
-    from kvalign.streaming.turns import asked_from, first_that_fits, opening_len
+    from kvalign.streaming.turns import evict_turns
 
-    how = {"special_tokens": special_tokens}
-    num_gone, num_opening = _num_gone(stream), opening_len(stream.tokenizer, system, **how)
-    begins = asked_from(stream.tokenizer, begins_of(stream)[num_gone:], system, **how)
-    size = stream.method.sizes.cache_size
-    num_answer = stream.sampling.max_new_tokens or size
-    more = first_that_fits(begins, len(stream.ids), num_opening, size, num_answer)
+    num_gone, size = _num_gone(stream), stream.method.sizes.cache_size
+    more, left = evict_turns(
+        stream.tokenizer,
+        begins_of(stream)[num_gone:],
+        stream.ids,
+        system,
+        size=size,
+        num_answer=stream.sampling.max_new_tokens or size,
+        special_tokens=special_tokens,
+    )
     if more:
         stream.notes[NUM_GONE] = str(num_gone + more)
-        stream.encode_anew(stream.ids[:num_opening] + stream.ids[begins[more] :])
+        stream.encode_anew(left)
 
 
 def _num_gone(stream: TextStream) -> int:
