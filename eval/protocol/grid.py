@@ -67,6 +67,8 @@ def make_grid(
     """
     aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
+    if not aligners and (shipped := checkpoints.default_aligner(model.config.name_or_path)):
+        aligners = [shipped]
     methods = [
         make_method(
             name,
@@ -176,7 +178,7 @@ def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | 
     if not lack_of_aligner(model):
         return None
     asked = "methods" in settings.changed()
-    return trained_here(model, settings.model, at_least="any" if asked else "used")
+    return trained_here(model, at_least="any" if asked else "used")
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:

@@ -24,7 +24,7 @@ from kvalign.foundation.settings import check_output, typed
 from kvalign.foundation.whole import Whole
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import warn_if_too_long
+from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
@@ -33,7 +33,7 @@ from kvalign.streaming.ends import end_ids
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
-from kvalign.streaming.stream_file import Digests
+from kvalign.streaming.stream_file import Digests, SavedStream
 
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 
@@ -274,7 +274,8 @@ def load_stream(
     Args:
         path: the file.
         model, tokenizer: those of the saved stream.
-        aligner: that of the saved stream, unless it was the shipped default.
+        aligner: that of the saved stream; None: it is one that ships for the model, or that was
+            trained here last.
         compile: as in `kvalign.make_method`.
         config: changes to the choice of tokens: see `Sampling`. Everything else is as saved, and
             random numbers continue unless the seed changes.
@@ -296,6 +297,8 @@ def load_stream(
         stream_file.check_fits(saved, tensors, unwrapped(model))
         taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
         sizes = {name: getattr(saved, name) for name in taken}
+        if aligner is None and saved.aligner is not None:
+            aligner = _aligner_of(saved, unwrapped(model))
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         digests = Digests.of(method, tokenizer)
         if digests.aligner != saved.aligner:
@@ -313,3 +316,12 @@ def load_stream(
     loaded.notes = saved.notes
     loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
     return loaded
+
+
+def _aligner_of(saved: SavedStream, model: PreTrainedModel) -> Aligner:
+    """The aligner of a saved stream, among those at hand."""
+    for name in aligners_at_hand(model, at_least="any"):
+        aligner = Aligner.from_pretrained(name)
+        if stream_file.aligner_digest(aligner) == saved.aligner:
+            return aligner
+    raise UserError("it was made with another aligner: give that one")
