@@ -75,7 +75,7 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
 def _say_next(settings: TrainSettings, kind: str) -> None:
     """Name the other network, if one is left to train; then `generate`."""
     from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.base import CONFIG
+    from kvalign.aligners.config import CONFIG
     from kvalign.foundation.files import read_checked
 
     out = settings.folder(kind)
