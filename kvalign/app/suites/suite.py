@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.app.cli.next_steps import PART_OF_RUN
-from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
+from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
 from kvalign.eval.report.suite_file import filled_in, parse_suite_text
 from kvalign.foundation import progress
