@@ -149,9 +149,10 @@ class Engine(threading.Thread):
                 if len(turn.left):
                     self._feeding.append(turn)
                     continue
-                self._take(turn.rows, logits.expand(len(turn.rows), -1), turn.method)
-                if going := [row for row in turn.rows if row.goes_on]:
-                    if len(turn.rows) > 1:
+                rows = turn.begin()
+                self._take(rows, logits.expand(len(rows), -1), turn.method)
+                if going := [row for row in rows if row.goes_on]:
+                    if len(rows) > 1:
                         turn.method.select([0] * len(going))
                     begun[turn.method.sizes.num_sinks].append((turn.method, going))
             except Exception as error:

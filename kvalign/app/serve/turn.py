@@ -24,7 +24,7 @@ class Row(loop.Row):
     tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
     Attributes:
-        turn: whose answer it is.
+        turn: whose answer it is, once that has begun.
         failure: why it cannot continue.
         since_s: time of its last token; at first, of the request.
     """
@@ -93,15 +93,20 @@ class Turn:
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
     left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
-    rows: Sequence[Row]  # the answers, drawn from one prompt
+    rows: Sequence[Row]  # the answers, drawn from one prompt; none once they have begun
     ended: Callable[[Row, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
+    def begin(self) -> Sequence[Row]:
+        """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
+        of a circle only Python's collector would free the cache.
+        """
+        rows, self.rows = self.rows, ()
+        for row in rows:
             row.turn = self
+        return rows
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:
