@@ -89,7 +89,7 @@ class SavedStream(BaseModel):
 
 @dataclass(frozen=True)
 class Digests:
-    """What tells whether a stream's file fits, besides its model: SHA-256 of the weights of the
+    """Digests of what a stream's file needs besides its model: SHA-256 of the weights of the
     method's aligner, if it has one, and of a fast tokenizer's vocabulary without added tokens.
     """
 
