@@ -19,6 +19,8 @@ class Answer:
 
     Attributes:
         token_ids: its tokens so far.
+        finish: reason for its end: `stop` (an end token or a stop string), `length`
+            (max_new_tokens); empty while it continues.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Answer:
     ):
         assert isinstance(sampling.stop_strings, tuple)
         self.token_ids: list[int] = []
+        self.finish = ""
         self._pieces: list[str] = []
         self._most, self._end_ids = sampling.max_new_tokens, end_ids
         self._stops = StopStrings(sampling.stop_strings)
@@ -45,7 +48,12 @@ class Answer:
         self.token_ids.append(token)
         piece = self._decoder.step(token)
         self._pieces.append(piece)
-        shown = "" if self.has_end_token else self._stops.read(piece)
+        is_end = token in self._end_ids
+        shown = "" if is_end else self._stops.read(piece)
+        if is_end or self._stops.found:
+            self.finish = "stop"
+        elif self._most and len(self.token_ids) >= self._most:
+            self.finish = "length"
         return piece, shown + self._stops.rest() if self.finish else shown
 
     @property
@@ -55,15 +63,6 @@ class Answer:
     @property
     def has_end_token(self) -> bool:
         return bool(self.token_ids) and self.token_ids[-1] in self._end_ids
-
-    @property
-    def finish(self) -> str:
-        """Reason for the end: `stop` (an end token or a stop string), `length` (max_new_tokens),
-        empty while it continues.
-        """
-        if self.has_end_token or self._stops.found:
-            return "stop"
-        return "length" if self._most and len(self.token_ids) >= self._most else ""
 
 
 class StopStrings:

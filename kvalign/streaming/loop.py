@@ -80,11 +80,12 @@ class Batch(Generic[R]):
 
     def feed(self) -> Tensor:
         """Feed the last token of each row: logits [B, V] of the next ones."""
-        first = self.rows[0]
-        if first.lookup is not None and len(self.rows) == 1:
+        first, *others = self.rows
+        if others:
+            return self.method.feed(torch.cat([row.token for row in self.rows])[:, None])
+        if first.lookup is not None:
             return first.lookup.feed(self.method)
-        tokens = [row.token for row in self.rows]
-        return self.method.feed((torch.cat(tokens) if len(tokens) > 1 else first.token)[:, None])
+        return self.method.feed(first.token[:, None])
 
     def keep(self, goes_on: Sequence[bool]) -> None:
         """Keep the rows that go on."""
