@@ -6,7 +6,6 @@ its own.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -14,42 +13,76 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.lasting import lasting
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
-from kvalign.streaming.choosing import Chooser
 from kvalign.streaming.generate_settings import check_processors
+from kvalign.streaming.health import most_likely, no_token
 from kvalign.streaming.lookup import Lookup, check_lookup
 from kvalign.streaming.sampling import Sampling
 
 
-@dataclass(eq=False, kw_only=True)
 class Row:
-    """One text of a batch, or several that begin and end together.
+    """One text of a batch, or several that begin and end together: the tokens so far, and the
+    choice of the next ones. Only this class chooses tokens.
+
+    Args:
+        ids: [B, T] int64, the tokens before.
+        processors: transformers' logits processors; they see all ids.
+        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        generator: source of the draws; None: torch's global one.
+        lookup: most tokens that are guessed at a time while the row is alone in its batch.
 
     Attributes:
-        chooser: chooses its tokens, and knows those before.
-        lookup: guesses tokens while the row is alone in its batch; None: nothing.
         token: [B] int64, the last one, which is fed next.
     """
 
-    chooser: Chooser
-    lookup: Lookup | None = None
-    token: Tensor = field(init=False)
+    def __init__(
+        self,
+        ids: Tensor,
+        processors: LogitsProcessorList | None = None,
+        do_sample: bool = False,
+        generator: torch.Generator | None = None,
+        lookup: int = 0,
+    ):
+        self.processors, self.do_sample, self.generator = processors, do_sample, generator
+        self.lookup = Lookup(lookup, ids[0].tolist()) if lookup else None
+        self.token, self._ids, self._len = ids[:, -1], ids, ids.shape[1]
 
-    def choose(self, logits: Tensor, method: Method) -> int:
-        """Choose and append the next token of one text, from logits [1, V]; RunError if there is
+    @property
+    def ids(self) -> Tensor:
+        """All ids so far [B, T]."""
+        return self._ids[:, : self._len]
+
+    def choose(self, logits: Tensor, method: Method) -> Tensor:
+        """Return the next token of each text [B] int64, from logits [B, V]; RunError if there is
         none.
         """
-        self.append(self.chooser.choose(logits, method))
-        return int(self.token)
+        scores = self.processors(self.ids, logits) if self.processors else logits
+        token, is_one = most_likely(scores)
+        if not is_one.all():
+            raise no_token(logits, method)
+        if self.do_sample:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+        return token
 
     def append(self, token: Tensor) -> None:
-        """Append a chosen token [B]."""
-        self.token = token
-        self.chooser.append(token)
+        """Append chosen tokens [B]. The buffer of ids doubles when it is full, so an endless stream
+        is not copied at each token.
+        """
+        if self._len == self._ids.shape[1]:
+            with lasting():
+                self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
+        self._ids[:, self._len] = self.token = token
+        self._len += 1
         if self.lookup is not None:
             self.lookup.append(int(token))
+
+    def advance(self, logits: Tensor, method: Method) -> int:
+        """Choose and append the next token of one text, from logits [1, V]."""
+        self.append(self.choose(logits, method))
+        return int(self.token)
 
 
 R = TypeVar("R", bound=Row)
@@ -139,12 +172,11 @@ def stream_tokens(
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
     check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
-    row = Row(chooser=Chooser(ids, processors, do_sample, generator))
     if lookup:
         check_lookup(method)
         if len(ids) > 1:
             raise UserError(f"lookup is for one stream, got {len(ids)} rows")
-        row.lookup = Lookup(lookup, ids[0].tolist())
+    row = Row(ids, processors, do_sample, generator, lookup)
     batch = Batch(method, [row])
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
@@ -153,12 +185,12 @@ def stream_tokens(
         method.reset()
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
     while True:
-        row.append(torch.where(going, row.chooser.choose(logits, method), pad))
+        row.append(torch.where(going, row.choose(logits, method), pad))
         yield row.token
         if len(ends):
             going = going & ~torch.isin(row.token, ends)
         if criteria:
-            going = going & ~criteria(row.chooser.ids, None)
+            going = going & ~criteria(row.ids, None)
         if not going.any() or method.tokens_left == 0:
             return
         logits = batch.feed()
@@ -178,7 +210,6 @@ def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(logits)
 
 
-@dataclass(eq=False, kw_only=True)
 class _NumberedRow(Row):
     """Row that ends when it is `most` ids long."""
 
@@ -216,7 +247,7 @@ def stream_rows(
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
 
     def goes_on(row: _NumberedRow) -> bool:
-        return row.chooser.ids.shape[1] < row.most and not has_ended(row.number)
+        return row.ids.shape[1] < row.most and not has_ended(row.number)
 
     waiting, batch = enumerate(prompts), Batch[_NumberedRow](method)
     while True:
@@ -230,9 +261,10 @@ def stream_rows(
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
             room = math.inf if alone.tokens_left is None else alone.tokens_left
-            most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
-            row = _NumberedRow(chooser=sampling.chooser(prompt, number), number=number, most=most)
-            yield number, row.choose(alone.feed(prompt), method)
+            row = _NumberedRow(prompt, **sampling.of_row(prompt.device, number))
+            row.number = number
+            row.most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
+            yield number, row.advance(alone.feed(prompt), method)
             if goes_on(row):
                 begun.append((row, alone))
         if begun:
@@ -241,5 +273,5 @@ def stream_rows(
             return
         logits = batch.feed()
         for i, row in enumerate(batch.rows):
-            yield row.number, row.choose(logits[i : i + 1], method)
+            yield row.number, row.advance(logits[i : i + 1], method)
         batch.keep([goes_on(row) for row in batch.rows])

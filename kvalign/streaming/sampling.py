@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-    from kvalign.streaming.choosing import Chooser
-
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
@@ -179,12 +177,13 @@ class Sampling:
         assert self.seed is not None
         return torch.Generator(device).manual_seed(self.seed + row)
 
-    def chooser(self, ids: torch.Tensor, row: int = 0) -> Chooser:
-        """Return a function that chooses tokens after ids [1, T] of row i."""
-        from kvalign.streaming.choosing import Chooser
-
-        generator = self.generator(ids.device, row)
-        return Chooser(ids, self.processors(), not self.is_greedy, generator)
+    def of_row(self, device: torch.device, row: int = 0) -> dict[str, Any]:
+        """Arguments of `Row` for row i of a batch."""
+        return {
+            "processors": self.processors(),
+            "do_sample": not self.is_greedy,
+            "generator": self.generator(device, row),
+        }
 
     def in_flags(self) -> str:
         """Flags of the command line for the same choice, in short: `--top-k 20 --seed 7`."""

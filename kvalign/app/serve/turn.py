@@ -13,7 +13,6 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.methods.base import Method
 from kvalign.streaming import loop
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.lookup import Lookup
 from kvalign.streaming.sampling import Sampling
 
 State = dict[str, Tensor]
@@ -44,10 +43,8 @@ class Row(loop.Row):
         draw: int = 0,
     ):
         before = ids.tolist()
-        super().__init__(
-            chooser=sampling.chooser(ids[None].to(device), draw),
-            lookup=Lookup(sampling.lookup, before) if sampling.lookup else None,
-        )
+        drawing = sampling.of_row(device, draw)
+        super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
         self.index, self._show, self._sizes, self._num_before = index, show, sizes, len(before)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
@@ -76,7 +73,7 @@ class Row(loop.Row):
 
     def take(self, logits: Tensor, method: Method) -> None:
         """Choose the next token and show its text."""
-        _, shown = self._answer.take(self.choose(logits, method))
+        _, shown = self._answer.take(self.advance(logits, method))
         if shown:
             self.text += shown
             self._show(self.index, shown)
