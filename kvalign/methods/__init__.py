@@ -139,7 +139,7 @@ def make_method(
         warn_once(choice.note)
     name, aligner = choice.method, choice.aligner
     cls = METHODS[name]
-    for size in cls.not_taken():
+    for size in cls.ignored_settings():
         if (value := sizes_asked.pop(size, None)) is not None:
             why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
             log.warning("%s=%s has no effect on %s: %s", size, value, name, why)

@@ -125,17 +125,8 @@ def save(
     generator: torch.Generator,
     notes: dict[str, str],
 ) -> str:
-    """Write a stream, as of `write`.
-
-    Args:
-        method: that of the stream, with the same sizes.
-        ids: [T] int64, all its tokens.
-        num_fed, num_new, notes: see `SavedStream`.
-        state: of the method, after `num_fed` tokens.
-        generator: source of its random numbers.
-
-    Returns:
-        its checksum; see `checksum_of`.
+    """Write a stream of these ids [T] int64, as of `write`; the fields are those of `SavedStream`.
+    `state` is the state of the method, after `num_fed` tokens.
     """
     saved = SavedStream(
         method=method.name,

@@ -295,7 +295,7 @@ def load_stream(
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
-        taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
+        taken = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
         sizes = {name: getattr(saved, name) for name in taken}
         if aligner is None and saved.aligner is not None:
             aligner = _aligner_of(saved, unwrapped(model))

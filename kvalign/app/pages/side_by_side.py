@@ -99,7 +99,11 @@ def begin(
                 cache_size=cache_size,
                 aligner=aligner if cls.takes_aligner else None,
                 warn=False,
-                **{size: value for size, value in asked.items() if size not in cls.not_taken()},
+                **{
+                    size: value
+                    for size, value in asked.items()
+                    if size not in cls.ignored_settings()
+                },
             )
             text_stream = TextStream(loaded.tokenizer, method, sampling)
         except UserError as error:

@@ -180,7 +180,7 @@ class Service:
         """Return the template for methods with this number of sinks."""
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
-        asked = {name: size for name, size in sizes if name not in own.not_taken()}
+        asked = {name: size for name, size in sizes if name not in own.ignored_settings()}
         blank = make_method(
             own.name,
             own.model,
