@@ -134,14 +134,14 @@ class Sampling:
         """
         check_keywords(function, keywords)
         own = {field.name for field in fields(cls)} & keywords.keys()
-        said = {name: keywords[name] for name in own}
-        return cls(**said), {name: x for name, x in keywords.items() if name not in own}
+        sampling = {name: keywords[name] for name in own}
+        return cls(**sampling), {name: x for name, x in keywords.items() if name not in own}
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
         """Return the sampling of a model's generation_config, by field."""
-        said = config.to_diff_dict()
-        return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
+        values = config.to_diff_dict()
+        return {name: values[name] for name in OF_MODEL if values.get(name) is not None}
 
     @property
     def is_greedy(self) -> bool:

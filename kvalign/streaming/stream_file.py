@@ -241,7 +241,7 @@ def _read(
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
-            said = parse_json(metadata.get("stream", ""), wrong)
+            document = parse_json(metadata.get("stream", ""), wrong)
             wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
             held = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
@@ -252,7 +252,7 @@ def _read(
         found = _checksum(metadata.get("stream", ""), held)
         if metadata.get(_CHECKSUM, found) != found:
             raise UserError(f"{path} is damaged: its checksum differs")
-    return checked(SavedStream, said, wrong), held
+    return checked(SavedStream, document, wrong), held
 
 
 def _memory_of(path: Path) -> Before | None:

@@ -105,7 +105,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
         if row["num_sinks"] == num_sinks
     }
 
-    def said(parts: tuple[str, ...]) -> str:
+    def figures(parts: tuple[str, ...]) -> str:
         what = " and ".join(f"{kv}s" for kv in parts)
         return f"{math.exp(losses[parts]):.4g} with {what} realigned"
 
@@ -116,7 +116,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
         f"with discard-half{f' of {chosen} sinks' * (chosen != num_sinks)}{_beside(judged)}"
     ]
     if judged["parts"]:
-        return [*lines, f"used: {said(tuple(judged['parts']))}"]
+        return [*lines, f"used: {figures(tuple(judged['parts']))}"]
     tried = min((parts for parts in losses if parts), key=losses.__getitem__)
     why = (
         "is not distinguishable from streaming-llm"
@@ -126,7 +126,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
     what = f"streaming-llm with {chosen} sinks"
     return [
         *lines,
-        (f"not used: {said(tried)} {why}; the saved aligner changes nothing and equals {what}"),
+        (f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals {what}"),
     ]
 
 

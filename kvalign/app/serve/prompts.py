@@ -45,10 +45,10 @@ class Prompts:
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that continue a session."""
-        said = [message.model_dump() for message in messages]
+        as_dicts = [message.model_dump() for message in messages]
         how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
         system = None if session.is_new else session.system
-        return self.of(message_ids(self.tokenizer, said, system=system, **how))
+        return self.of(message_ids(self.tokenizer, as_dicts, system=system, **how))
 
     def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
         """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""

@@ -44,8 +44,8 @@ class Service:
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = sinks_of(settings.num_sinks)
         says = Sampling.of_model(loaded.model.generation_config)
-        self.said = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
-        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)
+        self.defaults = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
+        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         if type(self.method).join is Method.join:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
@@ -121,11 +121,11 @@ class Service:
             session = going_on(taken, asked.messages, asked.fields, sent)
             if session is None:
                 return self._again(taken, put)
-            said = unheard(session, asked.messages)
-            begun = prompts.begun(session, said) if session.is_new else session
+            messages = unheard(session, asked.messages)
+            begun = prompts.begun(session, messages) if session.is_new else session
             begun = begun.asked_by(asked.messages, asked.fields, sent.key)
-            ids = prompts.of_messages(begun, said)
-            return self._submit([(begun, ids)], sampling, 1, put, said)
+            ids = prompts.of_messages(begun, messages)
+            return self._submit([(begun, ids)], sampling, 1, put, messages)
 
     def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -138,15 +138,15 @@ class Service:
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)
-        said = [Message(role="user", content=str(texts[0]))]
+        messages = [Message(role="user", content=str(texts[0]))]
         with self._taken(name) as taken:
-            session = going_on(taken, said, asked.fields, sent)
+            session = going_on(taken, messages, asked.fields, sent)
             if session is None:
                 return self._again(taken, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            begun = begun.asked_by(said, asked.fields, sent.key)
+            begun = begun.asked_by(messages, asked.fields, sent.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            return self._submit([(begun, ids)], sampling, 1, put, said)
+            return self._submit([(begun, ids)], sampling, 1, put, messages)
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
@@ -210,7 +210,7 @@ class Service:
             given["seed"] = asked.seed % 2**62
         if asked.stops:
             given["stop_strings"] = asked.stops
-        return Sampling(**{**self.said, **given, "max_new_tokens": most})
+        return Sampling(**{**self.defaults, **given, "max_new_tokens": most})
 
     def _submit(
         self,
@@ -218,11 +218,11 @@ class Service:
         sampling: Sampling,
         num_choices: int,
         put: Put,
-        said: Sequence[Message] | None = None,
+        messages: Sequence[Message] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and `num_choices` answers.
 
-        `said` are the new messages of a session that is stored with its answer.
+        `messages` are the new messages of a session that is stored with its answer.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
@@ -232,7 +232,9 @@ class Service:
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
-            held = Held(self.sessions, said, session, ids, self._writer, put) if said else None
+            held = (
+                Held(self.sessions, messages, session, ids, self._writer, put) if messages else None
+            )
             if held:
                 answers.on_cancel = held.left
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)

@@ -110,8 +110,8 @@ def digest(before: str, messages: Sequence[Message], compared: str) -> list[str]
     digests = []
     for message in messages:
         content = as_read(message.content) if compared == AS_READ else message.content
-        said = json.dumps([before, message.role, content])
-        before = hashlib.sha256(said.encode()).hexdigest()
+        text = json.dumps([before, message.role, content])
+        before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
     return digests
 

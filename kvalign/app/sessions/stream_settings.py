@@ -207,12 +207,12 @@ class StreamSettings(MethodSettings, ModelSettings):
         if prompt:
             text_stream.feed(prompt)
         if choice.why and aligner is None:
-            said = f"method {choice.method}: {choice.why} (--method names another)"
-            print(said, file=sys.stderr)
+            line = f"method {choice.method}: {choice.why} (--method names another)"
+            print(line, file=sys.stderr)
         if streaming.why_size and loaded.spec.name not in checkpoints.MODELS:
             size = streaming.sizes.cache_size
-            said = f"cache of {size} entries: {streaming.why_size} (--cache-size names another)"
-            print(said, file=sys.stderr)
+            line = f"cache of {size} entries: {streaming.why_size} (--cache-size names another)"
+            print(line, file=sys.stderr)
         return text_stream
 
     def check_kept(self, what: str, num_sinks: int) -> None:

@@ -43,8 +43,8 @@ def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -
 
 
 def _num_gone(stream: TextStream) -> int:
-    said, num_turns = stream.notes.get(NUM_GONE, ""), len(begins_of(stream))
-    return min(int(said), max(0, num_turns - 1)) if said.isdecimal() else 0
+    note, num_turns = stream.notes.get(NUM_GONE, ""), len(begins_of(stream))
+    return min(int(note), max(0, num_turns - 1)) if note.isdecimal() else 0
 
 
 def num_evicted(stream: TextStream) -> int:

@@ -60,10 +60,10 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
     if lacks := lacks_of(missing):
         suite = parse_suite_text(text, settings.suite)
-        said = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
+        message = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
         if len(lacks) == len(cells):
-            raise UserError(said)
-        print(said, file=sys.stderr)
+            raise UserError(message)
+        print(message, file=sys.stderr)
     to_run = [cell for cell in missing if cell.name not in lacks]
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
@@ -139,9 +139,9 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     for cell in finished:
         if (name := cell.model(out)) is None:
             continue
-        said = read_json(_path(cell, out)).get(_IDENTITY)
-        num_unknown += said is None
-        if said and (now := identities.of(cell)) and now != said:
+        before = read_json(_path(cell, out)).get(_IDENTITY)
+        num_unknown += before is None
+        if before and (now := identities.of(cell)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             found.append(cell)
     if num_unknown:
