@@ -73,23 +73,23 @@ class StopStrings:
     """
 
     def __init__(self, strings: tuple[str, ...]):
-        self._strings, self._held, self.found = strings, "", False
+        self._strings, self._tail, self.found = strings, "", False
         self._longest = max(map(len, strings), default=1)
 
     def read(self, piece: str) -> str:
         """Return the text that can be shown now: up to the first stop string."""
-        text, self._held = self._held + piece, ""
+        text, self._tail = self._tail + piece, ""
         places = [place for string in self._strings if (place := text.find(string)) >= 0]
         if places:
             self.found = True
             return text[: min(places)]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):
-                self._held = text[start:]
+                self._tail = text[start:]
                 return text[:start]
         return text
 
     def rest(self) -> str:
         """Return the held-back text when no more comes."""
-        text, self._held = self._held, ""
+        text, self._tail = self._tail, ""
         return text

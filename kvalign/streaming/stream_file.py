@@ -30,7 +30,7 @@ from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Held, MemoryFile, is_of_memory
+from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
 from kvalign.streaming.sampling import Sampling
 
 _FORMAT = "kvalign stream 2"
@@ -154,15 +154,15 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
         its checksum, over tokens, cache and information; see `checksum_of`.
     """
     tensors, before = dict(tensors), _memory_of(path)
-    held = [tensors[name] for name in _of_memory(tensors)]
+    parts = [tensors[name] for name in _of_memory(tensors)]
     digests = tensors.pop(STATE + "digests", None)
     file, counts, metadata = None, before and before.file, {"format": _FORMAT}
 
     def write_both(partial: Path) -> None:
         nonlocal file
-        if held and held[0].shape[2]:
+        if parts and parts[0].shape[2]:
             end = int(tensors[STATE + "seen"]) - saved.num_sinks
-            entries = Held(held, end, None if digests is None else digests[0])
+            entries = Entries(parts, end, None if digests is None else digests[0])
             file, tensors[SUMS] = memory_file.write(path, entries, before)
             if entries.digests is not None:
                 tensors[DIGESTS] = entries.digests
@@ -217,8 +217,8 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     if saved.memory_file is not None:
         names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
         tensors.pop(DIGESTS, None)
-        held = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
-        tensors.update(zip(names, held, strict=True))
+        parts = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
+        tensors.update(zip(names, parts, strict=True))
     return saved, tensors
 
 
@@ -243,16 +243,16 @@ def _read(
                 raise UserError(wrong)
             document = parse_json(metadata.get("stream", ""), wrong)
             wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-            held = {name: file.get_tensor(name) for name in wanted}
+            tensors = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     if names is None:
-        found = _checksum(metadata.get("stream", ""), held)
+        found = _checksum(metadata.get("stream", ""), tensors)
         if metadata.get(_CHECKSUM, found) != found:
             raise UserError(f"{path} is damaged: its checksum differs")
-    return checked(SavedStream, document, wrong), held
+    return checked(SavedStream, document, wrong), tensors
 
 
 def _memory_of(path: Path) -> Before | None:

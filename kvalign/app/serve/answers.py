@@ -73,7 +73,7 @@ class Answers:
 
 
 @dataclass(eq=False)
-class Held:
+class SessionUpdate:
     """Session of a turn: stored when its answer is complete, else unchanged."""
 
     sessions: Sessions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.answers import Answers, End, Held, Piece, Put
+from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -232,11 +232,13 @@ class Service:
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
-            held = (
-                Held(self.sessions, messages, session, ids, self._writer, put) if messages else None
+            update = (
+                SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
+                if messages
+                else None
             )
-            if held:
-                answers.on_cancel = held.left
+            if update:
+                answers.on_cancel = update.left
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
             if anew is not None:
@@ -261,9 +263,9 @@ class Service:
                 self.sessions.state(session) if num_cached else None,
                 ids[num_cached:],
                 rows,
-                ended=held.ended if held else lambda row, _: put(End.of(row)),
-                failed=held.left if held else put,
-                keeps=held is not None,
+                ended=update.ended if update else lambda row, _: put(End.of(row)),
+                failed=update.left if update else put,
+                keeps=update is not None,
             )
             answers.turns.append(turn)
             answers.num_cached += num_cached

@@ -99,8 +99,8 @@ def all_in_words(stream: TextStream) -> str:
         + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
     ]
     if sizes.memory:
-        held = min(num_out, sizes.memory)
-        lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
+        num = min(num_out, sizes.memory)
+        lines.append(f"in the memory: {num} tokens, at most {sizes.memory}, to be taken back")
     elif offer := memory_offer(stream):
         lines.append(f"in a memory: none; {offer}, which is slower")
     return "\n".join(lines)
