@@ -50,7 +50,7 @@ class Answer:
         self._pieces.append(piece)
         is_end = token in self._end_ids
         shown = "" if is_end else self._stops.read(piece)
-        if is_end or self._stops.found:
+        if is_end or self._stops.has_stopped:
             self.finish = "stop"
         elif self._most and len(self.token_ids) >= self._most:
             self.finish = "length"
@@ -69,11 +69,11 @@ class StopStrings:
     """Search for texts in a text that comes in pieces. The possible beginning of one is held back.
 
     Attributes:
-        found: whether one of them was found.
+        has_stopped: whether one of them was found.
     """
 
     def __init__(self, strings: tuple[str, ...]):
-        self._strings, self._tail, self.found = strings, "", False
+        self._strings, self._tail, self.has_stopped = strings, "", False
         self._longest = max(map(len, strings), default=1)
 
     def read(self, piece: str) -> str:
@@ -81,7 +81,7 @@ class StopStrings:
         text, self._tail = self._tail + piece, ""
         places = [place for string in self._strings if (place := text.find(string)) >= 0]
         if places:
-            self.found = True
+            self.has_stopped = True
             return text[: min(places)]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):

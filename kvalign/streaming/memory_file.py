@@ -181,7 +181,7 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
         for slots in entries.spans(entries.first):
             records = torch.empty(slots.stop - slots.start, record_len, dtype=torch.uint8)
             source.readinto(records.numpy().data)
-            if any(found != next(known) for found in _sums(records)):
+            if any(crc != next(known) for crc in _sums(records)):
                 raise UserError(f"{path} is damaged: its checksum differs")
             entries.put(slots, records)
     return entries.tensors

@@ -249,8 +249,8 @@ def _read(
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     if names is None:
-        found = _checksum(metadata.get("stream", ""), tensors)
-        if metadata.get(_CHECKSUM, found) != found:
+        checksum = _checksum(metadata.get("stream", ""), tensors)
+        if metadata.get(_CHECKSUM, checksum) != checksum:
             raise UserError(f"{path} is damaged: its checksum differs")
     return checked(SavedStream, document, wrong), tensors
 

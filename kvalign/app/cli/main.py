@@ -178,8 +178,8 @@ def _imported(error: Exception) -> str:
     names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     begin = max((i for i, name in enumerate(names) if name == "kvalign"), default=len(names))
     below = zip(frames[begin + 1 :], names[begin + 1 :], strict=True)
-    found = [name for frame, name in below if frame.f_code.co_name == "<module>"]
-    return found[-1] if found else ""
+    modules = [name for frame, name in below if frame.f_code.co_name == "<module>"]
+    return modules[-1] if modules else ""
 
 
 def _set_variables(error: Exception) -> str:

@@ -138,7 +138,7 @@ def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
 
     trained = trained_here(loaded.model)
     names = [settings.aligner, checkpoints.default_aligner(settings.model), trained]
-    found = dict.fromkeys(str(name) for name in names if name)
-    aligners = ["--aligner", ",".join(found)] if found else []
+    unique = dict.fromkeys(str(name) for name in names if name)
+    aligners = ["--aligner", ",".join(unique)] if unique else []
     model = of_model(settings.model)
     say_next("eval", "perplexity", *model, *aligners, "--reference", "recompute")

@@ -54,7 +54,7 @@ class InFolder(Store):
     def load(self) -> list[Session]:
         """All sessions of the folder; UserError for a file of another model, method or size."""
         paths = [path for path in self.folder.glob(f"*{_SUFFIX}") if path.name[0] != "."]
-        found, num_unnamed = [], 0
+        sessions, num_unnamed = [], 0
         for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
             try:
                 session = self._read(path)
@@ -62,18 +62,18 @@ class InFolder(Store):
                 self.left.append(str(error))
                 continue
             if session.is_named or self.has_unnamed:
-                found.append(session)
+                sessions.append(session)
             else:
                 num_unnamed += 1
-        found.sort(key=lambda session: session.number)  # by time, in files of before
-        self.last = found[-1].number if found else 0
+        sessions.sort(key=lambda session: session.number)  # by time, in files of before
+        self.last = sessions[-1].number if sessions else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
             self.left.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
                 f"{self.folder}: --keep-unnamed continues them"
             )
-        return found
+        return sessions
 
     def check_new(self, name: str) -> None:
         if self._path(name).exists():

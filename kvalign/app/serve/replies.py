@@ -97,18 +97,18 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
     watching, left = asyncio.ensure_future(watch()), answers.num
     try:
         while left:
-            found: list[Event] = [await events.get()]
+            batch: list[Event] = [await events.get()]
             while not events.empty():
-                found.append(events.get_nowait())
-            if _GONE in found:
+                batch.append(events.get_nowait())
+            if _GONE in batch:
                 raise ClientDisconnect
-            told = [event for event in found if not isinstance(event, RequestError)]
+            told = [event for event in batch if not isinstance(event, RequestError)]
             if told:
                 yield told
-            for event in found:
+            for event in batch:
                 if isinstance(event, RequestError):
                     raise event
-            left -= sum(isinstance(event, End) for event in found)
+            left -= sum(isinstance(event, End) for event in batch)
     finally:
         watching.cancel()
         answers.cancel()
@@ -117,8 +117,8 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
 async def whole(form: TextForm, answers: Answers, events: Events, receive: Receive) -> Response:
     """The complete answer as one document."""
     texts, ends = [""] * answers.num, dict[int, End]()
-    async for found in events_of(answers, events, receive):
-        for event in found:
+    async for batch in events_of(answers, events, receive):
+        for event in batch:
             if isinstance(event, Piece):
                 texts[event.index] += event.text
             else:
@@ -160,9 +160,9 @@ class EventStream(Response):
             await put("".join(self._chunk(i, self.form.opening) for i in numbers))
             ends = list[End]()
             try:
-                async for found in events_of(self.answers, self.events, receive):
-                    ends += (x for x in found if isinstance(x, End))
-                    await put("".join(map(self._of_event, found)))
+                async for batch in events_of(self.answers, self.events, receive):
+                    ends += (x for x in batch if isinstance(x, End))
+                    await put("".join(map(self._of_event, batch)))
             except RequestError as error:
                 await put(_line(error.form()))
             else:

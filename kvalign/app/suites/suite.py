@@ -135,7 +135,7 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    found, num_unknown, identities = [], 0, Identities(out)
+    cells, num_unknown, identities = [], 0, Identities(out)
     for cell in finished:
         if (name := cell.model(out)) is None:
             continue
@@ -143,14 +143,14 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
         num_unknown += before is None
         if before and (now := identities.of(cell)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
-            found.append(cell)
+            cells.append(cell)
     if num_unknown:
         print(
             f"{num_unknown} cells in {out} were finished by kvalign 0.2, which did not write down "
             "the weights of their models: whether these are still the same is not known",
             file=sys.stderr,
         )
-    return found
+    return cells
 
 
 class Identities:
