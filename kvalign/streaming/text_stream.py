@@ -289,9 +289,9 @@ def load_stream(
         if name in config:
             raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
     Sampling.of(load_stream, config)
-    asked: dict[str, Any] = {**config}
-    if asked.get("seed") is None:
-        asked.pop("seed", None)
+    changes: dict[str, Any] = {**config}
+    if changes.get("seed") is None:
+        changes.pop("seed", None)
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
@@ -303,7 +303,7 @@ def load_stream(
         digests = Digests.of(method, tokenizer)
         if digests.aligner != saved.aligner:
             raise UserError("it was made with another aligner: give that one")
-        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | changes))
         if saved.tokenizer not in (None, digests.tokenizer):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         device = method.model.device

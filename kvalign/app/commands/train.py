@@ -147,8 +147,8 @@ def _kind_of(given: set[str]) -> str:
 def _with_kind(kind: str) -> type[Settings]:
     """Settings of a kind with the choice of it."""
     cls = trainer_of(kind).SETTINGS
-    asked = "each kind has its own flags, which imply it; --target or --data alone imply network"
-    field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
+    note = "each kind has its own flags, which imply it; --target or --data alone imply network"
+    field = option(kind, help=f"what to train: {note}", choices=tuple(KINDS))
     return dataclasses.make_dataclass(
         cls.__name__,
         [("aligner_kind", str, field)],

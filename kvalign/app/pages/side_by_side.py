@@ -87,8 +87,8 @@ def begin(
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
         raise UserError("no method is chosen: select at least one")
-    sampling, asked = Sampling.of(begin, config)
-    aligner = asked.pop("aligner", None)
+    sampling, settings = Sampling.of(begin, config)
+    aligner = settings.pop("aligner", None)
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
@@ -101,7 +101,7 @@ def begin(
                 warn=False,
                 **{
                     size: value
-                    for size, value in asked.items()
+                    for size, value in settings.items()
                     if size not in cls.ignored_settings()
                 },
             )

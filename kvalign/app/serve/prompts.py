@@ -147,8 +147,8 @@ def going_on(
     """
     if session.is_new:
         return session
-    asked, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
-    is_same_request = is_same and asked == session.request
+    turn, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
+    is_same_request = is_same and turn == session.request
     if sent.key and sent.key == session.key:
         if not is_same_request:
             raise RequestError(
@@ -160,6 +160,6 @@ def going_on(
         return None
     is_whole = any(message.role == "assistant" for message in messages)
     is_other_turn = bool(sent.key and session.key and not is_whole)
-    if asked == session.asked and not is_other_turn:
+    if turn == session.asked and not is_other_turn:
         return None if is_same else session.anew()
     return None if sent.is_retry and is_same_request and not is_other_turn else session

@@ -109,42 +109,42 @@ class Service:
         left = store.left if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in left)
 
-    def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
+    def chat(self, request: Chat, sent: Sent, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed."""
-        sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
-        if asked.num_choices > 1:
+        sampling, name, prompts = self._sampling(request), request.session, self.prompts
+        if request.num_choices > 1:
             _refuse(name)
-            new = prompts.begun(Session(""), asked.messages)
-            ids = prompts.of_messages(new, asked.messages)
-            return self._submit([(new, ids)], sampling, asked.num_choices, put)
-        with self._taken(name, asked.messages) as taken:
-            session = going_on(taken, asked.messages, asked.fields, sent)
+            new = prompts.begun(Session(""), request.messages)
+            ids = prompts.of_messages(new, request.messages)
+            return self._submit([(new, ids)], sampling, request.num_choices, put)
+        with self._taken(name, request.messages) as taken:
+            session = going_on(taken, request.messages, request.fields, sent)
             if session is None:
                 return self._again(taken, put)
-            messages = unheard(session, asked.messages)
+            messages = unheard(session, request.messages)
             begun = prompts.begun(session, messages) if session.is_new else session
-            begun = begun.asked_by(asked.messages, asked.fields, sent.key)
+            begun = begun.asked_by(request.messages, request.fields, sent.key)
             ids = prompts.of_messages(begun, messages)
             return self._submit([(begun, ids)], sampling, 1, put, messages)
 
-    def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
+    def completion(self, request: Completion, sent: Sent, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
-        sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
+        sampling, name, texts = self._sampling(request), request.session, request.prompts
         num_sinks = self.method.sizes.num_sinks
-        if name is None or len(texts) * asked.num_choices > 1:
+        if name is None or len(texts) * request.num_choices > 1:
             _refuse(name)
-            if len(texts) * asked.num_choices > (most := self.settings.max_streams):
+            if len(texts) * request.num_choices > (most := self.settings.max_streams):
                 raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text)) for text in texts]
-            return self._submit(pairs, sampling, asked.num_choices, put)
+            return self._submit(pairs, sampling, request.num_choices, put)
         messages = [Message(role="user", content=str(texts[0]))]
         with self._taken(name) as taken:
-            session = going_on(taken, messages, asked.fields, sent)
+            session = going_on(taken, messages, request.fields, sent)
             if session is None:
                 return self._again(taken, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            begun = begun.asked_by(messages, asked.fields, sent.key)
+            begun = begun.asked_by(messages, request.fields, sent.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
             return self._submit([(begun, ids)], sampling, 1, put, messages)
 
@@ -180,7 +180,7 @@ class Service:
         """Return the template for methods with this number of sinks."""
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
-        asked = {name: size for name, size in sizes if name not in own.ignored_settings()}
+        own_sizes = {name: size for name, size in sizes if name not in own.ignored_settings()}
         blank = make_method(
             own.name,
             own.model,
@@ -188,28 +188,28 @@ class Service:
             num_sinks=num_sinks,
             aligner=getattr(own, "aligner", None),
             warn=False,
-            **asked,
+            **own_sizes,
         )
         blank.stored = own.stored
         return blank
 
-    def _sampling(self, asked: Chat | Completion) -> Sampling:
-        most = asked.most_tokens or self.most_tokens
+    def _sampling(self, request: Chat | Completion) -> Sampling:
+        most = request.most_tokens or self.most_tokens
         if most > self.most_tokens:
             raise RequestError(
                 f"max_tokens must be at most {self.most_tokens} here, got {most}",
                 param="max_tokens",
             )
-        if asked.num_choices > self.settings.max_streams:
+        if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p}
+        drawn = {"temperature": request.temperature, "top_p": request.top_p}
         given: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
         if given:
             given["do_sample"] = True
-        if asked.seed is not None:
-            given["seed"] = asked.seed % 2**62
-        if asked.stops:
-            given["stop_strings"] = asked.stops
+        if request.seed is not None:
+            given["seed"] = request.seed % 2**62
+        if request.stops:
+            given["stop_strings"] = request.stops
         return Sampling(**{**self.defaults, **given, "max_new_tokens": most})
 
     def _submit(
