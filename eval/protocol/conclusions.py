@@ -70,10 +70,10 @@ def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> 
     """Methods that equal the reference at every cache size, and those that fail at one."""
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
-    if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
+    if all({*marks} == {Verdict.UNKNOWN} for marks in verdicts.values()):
         return f"too few labels to distinguish any method from {reference}"
     every = "" if len({row["cache_size"] for row in others}) == 1 else " at every C"
-    good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
+    good = [label for label, marks in verdicts.items() if {*marks} == {Verdict.GOOD}]
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
     said = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
     failing = [row for row in others if verdict(row) is Verdict.FAILS]
@@ -132,7 +132,7 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
     a reference it uses both perplexities.
     """
     by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
-    found = [
+    slices_of = [
         (in_words(row), row, slices[0.75, 1.0], slices[None, None])
         for row, slices in zip(rows, by_ends, strict=True)
     ]
@@ -140,12 +140,12 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
         last = max(row["cache_size"] for row in rows)
         said = [
             f"{label} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
-            for label, row, old, new in found
+            for label, row, old, new in slices_of
             if row["cache_size"] == last and new["perplexity"]
         ]
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
     lost: dict[str, list[str]] = {}
-    for label, row, old, new in found:
+    for label, row, old, new in slices_of:
         if (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf):
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
             lost.setdefault(label, []).append(figures)
@@ -191,11 +191,11 @@ def sinks(rows: Sequence[Row]) -> str:
         share, low, high = (first[f"first_before{end}"] for end in ("", "_low", "_high"))
         num_layers = len(first["before"]["by_head"])
         layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
-        found = "an attention sink" if low > SINK * even else "no sink"
+        which = "an attention sink" if low > SINK * even else "no sink"
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
         said.append(
             f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) "
-            f"of the attention of {layers} goes to the first entry, {found} (even: {even:.1f} "
+            f"of the attention of {layers} goes to the first entry, {which} (even: {even:.1f} "
             f"%); afterwards, to the first kept entry: {listed(after)}."
         )
     return " ".join(said)
@@ -208,7 +208,7 @@ def sink_layers(rows: Sequence[Row]) -> str:
         maps = {"before": group[0]["before"]} | {in_words(row): row["after"] for row in group}
         shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
         least, most = SINK * 400 / (size + 1), max(shares["before"])
-        counts = [f"{label} {sum(x > least for x in found)}" for label, found in shares.items()]
+        counts = [f"{label} {sum(x > least for x in means)}" for label, means in shares.items()]
         said.append(
             f"At C = {size}: of {len(shares['before'])} layers, those that give the first four "
             f"more than {SINK} times an even share: {', '.join(counts)}; most before: layer "

@@ -136,7 +136,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
         return [{}]
     moves = cls.takes_aligner and "compact" in settings.positions
     kinds = ("compact",) if moves else settings.positions
-    found: list[dict[str, Any]] = [
+    evictions: list[dict[str, Any]] = [
         {
             "policy": policy,
             "num_recent": None if policy == OLDEST else recent,
@@ -151,7 +151,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     return [
         which | ({"memory": memory, "num_recalled": recalled, **how} if memory else {})
         for memory, recalled in product(settings.memory, settings.num_recalled or (None,))
-        for which in found
+        for which in evictions
     ]
 
 

@@ -49,8 +49,8 @@ class Finding:
 def findings(results: Results) -> list[Finding]:
     """Findings on each measured model; texts without a model have none."""
     models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
-    found = [_of_model(results, model) for model in models if model]
-    return [one for one in found if one.sentences]
+    of_models = [_of_model(results, model) for model in models if model]
+    return [one for one in of_models if one.sentences]
 
 
 def _of_model(results: Results, model: str) -> Finding:

@@ -73,7 +73,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     def ids(said: str) -> list[int]:
         return ids_of(said, tokenizer, prefix=False, goes_on=True)
 
-    found = []
+    haystacks = []
     for _ in range(settings.num_streams):
         stream, needles = prefix_ids(tokenizer), []
         for name in rng.sample(NAMES, settings.num_needles):
@@ -83,8 +83,8 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
             said = [*question, *code, *again, *code, *ids(" . \n")]
             stream = [*stream, *islice(text, settings.gap), *said]
             needles.append(Needle(len(stream), question, code))
-        found.append(Haystack([*stream, *islice(text, farthest)], needles))
-    return found
+        haystacks.append(Haystack([*stream, *islice(text, farthest)], needles))
+    return haystacks
 
 
 def is_found(method: Method, needle: Needle) -> dict[str, bool]:

@@ -127,7 +127,7 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
     pieces = token_pieces(settings.corpus, tokenizer, "test")
     passages = cut_chunks(pieces, settings.passage_len, settings.passage_len)
     num_tokens = max(settings.talk) * max(settings.cache_sizes)
-    found = []
+    conversations = []
     for _ in range(settings.num_conversations):
         facts, questions = [], []
         for i, (begin, question, words) in enumerate(FACTS):
@@ -142,8 +142,8 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
                 f"{num_tokens} tokens of other talk: name a longer one, or smaller --talk or "
                 "--num-conversations"
             )
-        found.append(Conversation(facts, talk, questions))
-    return found
+        conversations.append(Conversation(facts, talk, questions))
+    return conversations
 
 
 def _talk(
