@@ -143,8 +143,8 @@ def _only(names: set[str | None], what: str, settings: ImportLossesSettings) -> 
     """The one name that the files have."""
     (name, *others) = sorted(filter(None, names)) or [""]
     if not name or others:
-        said = f"are of several: {name}, {', '.join(others)}" if others else f"name no {what}"
-        raise UserError(f"the files in {settings.losses} {said}: give --{what}")
+        problem = f"are of several: {name}, {', '.join(others)}" if others else f"name no {what}"
+        raise UserError(f"the files in {settings.losses} {problem}: give --{what}")
     return name
 
 

@@ -132,8 +132,8 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
         facts, questions = [], []
         for i, (begin, question, words) in enumerate(FACTS):
             told = rng.randrange(len(words.split()))
-            said = f"{begin} {words.split()[told]}."
-            facts += turn_ids(tokenizer, said, not i) + _answer(tokenizer, ANSWERS[i])
+            fact = f"{begin} {words.split()[told]}."
+            facts += turn_ids(tokenizer, fact, not i) + _answer(tokenizer, ANSWERS[i])
             questions.append(_question(tokenizer, begin, question, words.split(), told))
         talk = list(_talk(tokenizer, passages, num_tokens, rng))
         if sum(map(len, talk)) < num_tokens:
