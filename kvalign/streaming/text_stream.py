@@ -96,7 +96,8 @@ class TextStream(NotPickled):
         """
         with self._whole.change():
             self.method.reset()
-            self._tokens, self.num_fed = self._new_tokens(ids), 0
+            self.num_fed = 0
+            self._tokens = self._new_tokens(ids)
 
     def __iter__(self) -> Iterator[str]:
         self._whole.check()
@@ -184,18 +185,20 @@ class TextStream(NotPickled):
         before, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer(before)
         self.ids, self.num_fed = ids, num_fed
+        self._tokens = self._new_tokens(ids)
         for token in answer:
             self._answer.take(token)
 
     def _begin_answer(self, ids: list[int]) -> None:
         """Have these tokens, which an answer follows."""
         self._answer = Answer(self.tokenizer, ids, self.sampling, self.end_ids)
-        self.ids, self._tokens = ids, self._new_tokens()
+        self.ids, self._tokens = ids, self._new_tokens(ids)
         self.times_s: list[float] = []
 
-    def _new_tokens(self, anew: list[int] | None = None) -> Iterator[Tensor]:
-        ids = torch.tensor([anew or self.ids], device=self.method.model.device)
-        yield from stream_tokens(
+    def _new_tokens(self, of: list[int]) -> Iterator[Tensor]:
+        """Tokens that follow others, `num_fed` of which have been fed."""
+        ids = torch.tensor([of], device=self.method.model.device)
+        return stream_tokens(
             self.method,
             ids[:, self.num_fed :],
             processors=self.sampling.processors(),
