@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, kept_of, pieces_of
-from kvalign.app.sessions.turns_held import EVICT, NUM_GONE, TURNS, make_room, note_turn
+from kvalign.app.sessions.turns_in_cache import EVICT, NUM_GONE, TURNS, make_room, note_turn
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import held_back
