@@ -1,4 +1,4 @@
-"""Choice of the method that fits a model: that of `auto`, and obstacles to others."""
+"""Choice of the method that fits a model, and of its aligner; obstacles to others."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def choose(
     `discard-half` on learned ones.
     """
     is_auto = method == AUTO
-    if not is_auto and not METHODS[method].takes_aligner:
+    with_aligner = "kvalign" if is_auto else method
+    if not METHODS[with_aligner].takes_aligner:
         return Choice(method, aligner)
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
-        why = f"with the aligner {label}" if is_auto else ""
-        return Choice("kvalign" if is_auto else method, aligner, why)
+        return Choice(with_aligner, aligner, f"with the aligner {label}" if is_auto else "")
     spec, shipped, note = spec_of(model.config), _shipped(model), ""
     merit: Merit = "judged" if is_auto else "used" if shipped else "any"
     trained = trained_here(model, at_least=merit)
     if trained and shipped is None:
         note = f"using {trained}, trained here: none ships for {spec.name}"
-        return Choice("kvalign", trained, note=note)
+        return Choice(with_aligner, trained, note=note)
     if trained and not is_auto:
         figures = in_figures(trained) or f"not compared with the shipped {shipped}"
         note = f"using {trained}, trained here: {figures}; --aligner {shipped} uses the shipped one"
@@ -84,7 +84,7 @@ def choose(
         note += "--method kvalign uses it"
     lack = lack_of_aligner(model, cache_size)
     if not lack:
-        return Choice("kvalign", shipped, f"with {shipped}, which ships for {spec.name}", note)
+        return Choice(with_aligner, shipped, f"with {shipped}, which ships for {spec.name}", note)
     if spec.family != "learned":
         return Choice("streaming-llm", None, f"{spec.family} positions need no aligner", note)
     todo = how_to_train(model, cache_size)
