@@ -4,9 +4,12 @@
 
 The step is that of `kvalign generate`, in a full cache, uncompiled. The lines are those of all our
 modules that the public names of kvalign load, and one input fed to `streaming-llm` and to
-`kvalign`. Models, foundation and guests, which the core works without, are counted apart.
+`kvalign`. Models, foundation and guests, which the core works without, are counted apart. A circle
+is some of these modules that import each other, also inside functions or for types alone.
 """
 
+import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -49,7 +52,8 @@ for name, module in sys.modules.items():
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSizeSettings(Settings):
-    """Count the calls of a decode step by function, and the lines of the core by package.
+    """Count the calls of a decode step by function, and the lines of the core by package; print
+    circles of imports.
 
     Example:
         python tests/scripts/core_size.py --method kvalign
@@ -74,6 +78,8 @@ def run(settings: CoreSizeSettings) -> None:
         print(f"{num:5} {part}")
     core = sum(num for part, num in lines.items() if part not in (*OUTSIDE, "guests"))
     print(f"the core: {core} lines")
+    for circle in circles():
+        print(f"a circle of imports: {', '.join(circle)}")
 
 
 def calls_of_step(model: str, method: str, num_steps: int = 8) -> Counter[tuple[str, str]]:
@@ -117,15 +123,46 @@ def calls_of(function: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 def lines_of_core() -> Counter[str]:
     """Lines by package of `kvalign`, and of all guests together."""
-    command = [sys.executable, "-c", LOADING]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     lines: Counter[str] = Counter()
-    for name, file in (line.split(" ", 1) for line in printed.splitlines()):
+    for name, file in modules().items():
         inner = name.partition(".")[2]
         is_guest = any(f"{inner}.".startswith(f"{guest}.") for guest in GUESTS)
         part = "guests" if is_guest else inner.partition(".")[0] or "kvalign"
-        lines[part] += len(Path(file).read_text().splitlines())
+        lines[part] += len(file.read_text().splitlines())
     return lines
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, directly or through others, in groups."""
+    reached = {name: {name} | _imports(name) for name in modules()}
+    for over in reached:
+        for name in reached:
+            if over in reached[name]:
+                reached[name] |= reached[over]
+    groups = {
+        tuple(x for x in reached if x in reached[name] and name in reached[x]) for name in reached
+    }
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _imports(name: str) -> set[str]:
+    """Modules that a module imports anywhere in its file."""
+    nodes = [*ast.walk(ast.parse(modules()[name].read_text()))]
+    direct = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    members = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    # `from package import module` imports the module, `from module import name` the one before it
+    packages = {x.rpartition(".")[0] for x in members - modules().keys()}
+    return (direct | members | packages) & modules().keys() - {name}
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Our modules that `LOADING` loads, with their files."""
+    command = [sys.executable, "-c", LOADING]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    pairs = (line.split(" ", 1) for line in printed.splitlines())
+    return {name: Path(file) for name, file in pairs}
 
 
 if __name__ == "__main__":

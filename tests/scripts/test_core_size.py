@@ -3,7 +3,7 @@
 import importlib.util
 
 from kvalign.streaming.answer import StopStrings
-from scripts.core_size import GUESTS, calls_of, calls_of_step, lines_of_core
+from scripts.core_size import GUESTS, calls_of, calls_of_step, circles, lines_of_core
 
 
 def test_calls_are_counted_by_function():
@@ -24,3 +24,7 @@ def test_guests_are_modules_and_are_counted_apart():
     assert all(importlib.util.find_spec(f"kvalign.{guest}") for guest in GUESTS)
     lines = lines_of_core()
     assert lines["guests"] and lines["cache"] and lines["streaming"]
+
+
+def test_there_is_no_other_circle_of_imports():
+    assert circles() == [["kvalign.methods", "kvalign.methods.choice"]]
