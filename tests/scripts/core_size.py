@@ -149,8 +149,8 @@ def _imports(name: str) -> set[str]:
     """Modules that a module imports anywhere in its file."""
     nodes = [*ast.walk(ast.parse(modules()[name].read_text()))]
     direct = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    members = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    of_from = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    members = {f"{node.module}.{alias.name}" for node in of_from for alias in node.names}
     # `from package import module` imports the module, `from module import name` the one before it
     packages = {x.rpartition(".")[0] for x in members - modules().keys()}
     return (direct | members | packages) & modules().keys() - {name}
