@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from kvalign.aligners.base import Count, Text
+from kvalign.aligners.config import Count, Text
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError

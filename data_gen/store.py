@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.aligners.base import Text
+from kvalign.aligners.config import Text
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
 from kvalign.data_gen.settings import RecordSettings

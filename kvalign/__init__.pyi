@@ -12,7 +12,7 @@ from .methods import make_method as make_method
 from .models import load_model as load_model
 from .streaming.batch import stream_batch as stream_batch
 from .streaming.generation import stream_generate as stream_generate
-from .streaming.generation import stream_tokens as stream_tokens
+from .streaming.loop import stream_tokens as stream_tokens
 from .streaming.sampling import Sampling as Sampling
 from .streaming.scoring import score as score
 from .streaming.text_stream import load_stream as load_stream

@@ -133,7 +133,7 @@ def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dic
     name = checkpoints.default_aligner(model.config.name_or_path)
     if name is None or lack_of_aligner(model, max(rows)):
         return None
-    losses = by_label(streamed(model, text, rows, "kvalign")[:, 1::2])
+    losses = by_label(streamed(model, text, rows, "kvalign", aligner=name)[:, 1::2])
     return {"aligner": name, "val_nll": losses.mean().item()}
 
 

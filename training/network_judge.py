@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.base import CONFIG
+from kvalign.aligners.config import CONFIG
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress

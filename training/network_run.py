@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
-from kvalign.aligners.base import CONFIG
+from kvalign.aligners.config import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import Store, check_model, newest_recording, open_store

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
-from kvalign.aligners.base import CONFIG
+from kvalign.aligners.config import CONFIG
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless

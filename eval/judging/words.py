@@ -57,10 +57,10 @@ def load_words() -> WordList:
 
     packaged = get_english_words_set(["web2"])
     words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
-    found = WordList(NAME, frozenset(words))
-    if found.sha256 != SHA256:
+    word_list = WordList(NAME, frozenset(words))
+    if word_list.sha256 != SHA256:
         raise UserError(
-            f"the word list is not the pinned one (SHA-256 {found.sha256[:12]}..., needed "
+            f"the word list is not the pinned one (SHA-256 {word_list.sha256[:12]}..., needed "
             f"{SHA256[:12]}...): pip install {_PACKAGE}"
         )
-    return found
+    return word_list

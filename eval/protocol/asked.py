@@ -91,9 +91,9 @@ def rows_of(
 
 def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[dict[str, bool]]:
     """Answers to questions, each asked on a copy of the stream."""
-    state, found = method.state(), []
+    state, answers = method.state(), []
     for question in questions:
         method.restore(state)  # before the first, too: a state shows buffers that a step changes
-        found.append(ask(method, question))
+        answers.append(ask(method, question))
     method.restore(state)
-    return found
+    return answers

@@ -54,7 +54,7 @@ def spans_at(
     rows: Iterable[Row], sizes: Sequence[int], name: str = "ratio", with_interval: bool = False
 ) -> str:
     """Same, with the cache sizes unless all are meant, and the ends of the ratios' intervals."""
-    said = []
+    parts = []
     for label, group in grouped(rows, in_words).items():
         own = sorted({row["cache_size"] for row in group})
         at = f" at C = {', '.join(map(str, own))}" if own != [*sizes] else ""
@@ -62,45 +62,45 @@ def spans_at(
         if with_interval:
             low, high = min(r["ratio_low"] for r in group), max(r["ratio_high"] for r in group)
             figures += f" (95 %: {low:.3f} to {high:.3f})"
-        said.append(f"{label}{at}, {figures}")
-    return "; ".join(said)
+        parts.append(f"{label}{at}, {figures}")
+    return "; ".join(parts)
 
 
 def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
     """Methods that equal the reference at every cache size, and those that fail at one."""
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
-    if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
+    if all({*marks} == {Verdict.UNKNOWN} for marks in verdicts.values()):
         return f"too few labels to distinguish any method from {reference}"
     every = "" if len({row["cache_size"] for row in others}) == 1 else " at every C"
-    good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
+    good = [label for label, marks in verdicts.items() if {*marks} == {Verdict.GOOD}]
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
-    said = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
+    claim = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
     failing = [row for row in others if verdict(row) is Verdict.FAILS]
     if with_ratios and not good and not failing:
-        return f"{said} ({spread((row['ratio'] for row in others), 2)} times)"
+        return f"{claim} ({spread((row['ratio'] for row in others), 2)} times)"
     fails = spans(failing, "ratio", 2, " times") if with_ratios else [*grouped(failing, in_words)]
-    return f"{said}; {listed(fails)} {'fails' if len(fails) == 1 else 'fail'}" if fails else said
+    return f"{claim}; {listed(fails)} {'fails' if len(fails) == 1 else 'fail'}" if fails else claim
 
 
 def lowest(rows: Iterable[Row]) -> str:
     """Method with the lowest perplexity at each cache size, of those with equal sinks; "" if there
     are none.
     """
-    said = []
+    parts = []
     for size, group in grouped(comparable([*rows]), "cache_size").items():
         low, *others = sorted(group, key=itemgetter("perplexity"))
         ends, *of_others = [(r["low"], r["high"] or math.inf) for r in (low, *others)]
         tied = sum(not apart(ends, other) for other in of_others)
         more = f", its interval overlaps {tied} more" if tied else ""
-        said.append(f"{in_words(low)} at C = {size} ({low['perplexity']:.1f}{more})")
-    return "; ".join(said)
+        parts.append(f"{in_words(low)} at C = {size} ({low['perplexity']:.1f}{more})")
+    return "; ".join(parts)
 
 
 def by_size(rows: Sequence[Row], reference: str | None) -> str:
     """Return the comparison of methods at all cache sizes, or the best one at each."""
     if not reference:
-        return f"Lowest: {said}." if (said := lowest(rows)) else UNEQUAL
+        return f"Lowest: {best}." if (best := lowest(rows)) else UNEQUAL
     if all(is_reference(row, reference) for row in rows):
         return ""
     fair = comparable(rows, reference)
@@ -132,28 +132,28 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
     a reference it uses both perplexities.
     """
     by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
-    found = [
+    slices_of = [
         (in_words(row), row, slices[0.75, 1.0], slices[None, None])
         for row, slices in zip(rows, by_ends, strict=True)
     ]
     if reference is None:
         last = max(row["cache_size"] for row in rows)
-        said = [
+        parts = [
             f"{label} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
-            for label, row, old, new in found
+            for label, row, old, new in slices_of
             if row["cache_size"] == last and new["perplexity"]
         ]
-        return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
+        return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(parts)}."
     lost: dict[str, list[str]] = {}
-    for label, row, old, new in found:
+    for label, row, old, new in slices_of:
         if (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf):
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
             lost.setdefault(label, []).append(figures)
     what = "on bigrams of 0.75 to 1 C tokens back"
     if not lost:
         return f"No method is shown to be further from {reference} {what} than on new ones."
-    said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
-    return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+    parts = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    return f"Further from {reference} {what} than on new ones: {'; '.join(parts)}."
 
 
 def last_said(rows: Sequence[Row], reference: str | None) -> str:
@@ -170,9 +170,9 @@ def last_said(rows: Sequence[Row], reference: str | None) -> str:
             figures = f"{spread(below, 2)} at C = {row['cache_size']}"
             gained.setdefault(in_words(row), []).append(figures)
     what = f"below {reference} on tokens last said beyond C"
-    said = [f"{label} {', '.join(figures)}" for label, figures in gained.items()]
+    parts = [f"{label} {', '.join(figures)}" for label, figures in gained.items()]
     return (
-        f"Shown to be {what}: {'; '.join(said)}." if said else f"No method is shown to be {what}."
+        f"Shown to be {what}: {'; '.join(parts)}." if parts else f"No method is shown to be {what}."
     )
 
 
@@ -185,36 +185,36 @@ def farthest(rows: Sequence[Row], by: str, what: str) -> str:
 
 def sinks(rows: Sequence[Row]) -> str:
     """Return whether the model has attention sinks, and what replaces them when evicted."""
-    said = []
+    parts = []
     for size, group in grouped(rows, "cache_size").items():
         first, even = group[0], 100 / (size + 1)
         share, low, high = (first[f"first_before{end}"] for end in ("", "_low", "_high"))
         num_layers = len(first["before"]["by_head"])
         layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
-        found = "an attention sink" if low > SINK * even else "no sink"
+        which = "an attention sink" if low > SINK * even else "no sink"
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
-        said.append(
+        parts.append(
             f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) "
-            f"of the attention of {layers} goes to the first entry, {found} (even: {even:.1f} "
+            f"of the attention of {layers} goes to the first entry, {which} (even: {even:.1f} "
             f"%); afterwards, to the first kept entry: {listed(after)}."
         )
-    return " ".join(said)
+    return " ".join(parts)
 
 
 def sink_layers(rows: Sequence[Row]) -> str:
     """Return how many layers have a sink, before and after."""
-    said = []
+    parts = []
     for size, group in grouped(rows, "cache_size").items():
         maps = {"before": group[0]["before"]} | {in_words(row): row["after"] for row in group}
         shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
         least, most = SINK * 400 / (size + 1), max(shares["before"])
-        counts = [f"{label} {sum(x > least for x in found)}" for label, found in shares.items()]
-        said.append(
+        counts = [f"{label} {sum(x > least for x in means)}" for label, means in shares.items()]
+        parts.append(
             f"At C = {size}: of {len(shares['before'])} layers, those that give the first four "
             f"more than {SINK} times an even share: {', '.join(counts)}; most before: layer "
             f"{shares['before'].index(most) + 1}, {most:.0f} %."
         )
-    return " ".join(said)
+    return " ".join(parts)
 
 
 def by_time(rows: Sequence[Row]) -> str:
@@ -245,9 +245,9 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
     times = {label: [row["bare_mean_ratio"] for row in group] for label, group in groups}
     ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
     what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
-    said = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
+    parts = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
     rule = f"Mean step {what}, relative to a bare step, which evicts nothing"
-    return f"{rule}: {'; '.join(said)}." if said else ""
+    return f"{rule}: {'; '.join(parts)}." if parts else ""
 
 
 def by_batch(rows: Sequence[Row]) -> str:
@@ -290,9 +290,9 @@ def recalled(rows: Sequence[Row]) -> str:
         is_near = all(r["oldest"] >= base[r["cache_size"]] - NEAR_RIGHT for r in group)
         (near if is_near else below).extend(spans(group, "oldest", 2))
     points = f"{100 * NEAR_RIGHT:.0f} points of recompute ({spread(base.values(), 2)})"
-    said = [f"within {points}: {listed(near)}"] if near else []
-    said += [f"not within {'them' if near else points}: {listed(below)}"] if below else []
-    return f"{where}: {'; '.join(said)}."
+    parts = [f"within {points}: {listed(near)}"] if near else []
+    parts += [f"not within {'them' if near else points}: {listed(below)}"] if below else []
+    return f"{where}: {'; '.join(parts)}."
 
 
 def readable(rows: Sequence[Row], what: str = "chunks") -> str:
@@ -327,5 +327,5 @@ def beside(rows: Iterable[Row]) -> str:
             side = told["less" if row["readable"] < share else "more"]
             side.append(f"{in_words(row)} {100 * row['readable']:.0f} %")
     none = f"none differs from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
-    said = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
-    return f"{'; '.join(said or [none])}."
+    parts = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
+    return f"{'; '.join(parts or [none])}."

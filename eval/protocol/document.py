@@ -70,7 +70,7 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
     device, and threads; without a device no model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
-    found: dict[str, str | int] = {
+    machine: dict[str, str | int] = {
         **{name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit(),
@@ -78,14 +78,14 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
         "cores": os.cpu_count() or 1,
     }
     if device is None:
-        return found
+        return machine
     import torch
 
     if device.startswith("cuda"):
-        found["device"] = torch.cuda.get_device_name(device)
+        machine["device"] = torch.cuda.get_device_name(device)
     elif device != "cpu":
-        found["device"] = device
-    return found | {"threads": torch.get_num_threads()}
+        machine["device"] = device
+    return machine | {"threads": torch.get_num_threads()}
 
 
 def _processor() -> dict[str, str]:

@@ -36,8 +36,8 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
         return settings, loaded
     name, device = loaded.spec.name, str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    held = weights_of(loaded.model)
-    weights = held if held in PACKED else None
+    of_model = weights_of(loaded.model)
+    weights = of_model if of_model in PACKED else None
     named = dict[str, Any](model=name, device=device, dtype=dtype, weights=weights)
     return dataclasses.replace(settings, **named), loaded
 
@@ -46,8 +46,8 @@ def _check_sizes(settings: ComparisonSettings) -> None:
     """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
     sinks, evicted = settings.num_sinks or (None,), settings.num_evicted or (None,)
     for name, num_sinks, num_evicted in product(settings.methods, sinks, evicted):
-        cls, asked = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
-        free: dict[str, Any] = {size: x for size, x in asked.items() if size not in cls.fixed}
+        cls, given = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
+        free: dict[str, Any] = {size: x for size, x in given.items() if size not in cls.fixed}
         for cache_size in () if cls.takes_aligner else settings.cache_sizes:
             cls.sizes_for(cache_size, **free)
 
@@ -67,6 +67,8 @@ def make_grid(
     """
     aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
+    if not aligners and (shipped := checkpoints.default_aligner(model.config.name_or_path)):
+        aligners = [shipped]
     methods = [
         make_method(
             name,
@@ -134,7 +136,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
         return [{}]
     moves = cls.takes_aligner and "compact" in settings.positions
     kinds = ("compact",) if moves else settings.positions
-    found: list[dict[str, Any]] = [
+    evictions: list[dict[str, Any]] = [
         {
             "policy": policy,
             "num_recent": None if policy == OLDEST else recent,
@@ -149,7 +151,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     return [
         which | ({"memory": memory, "num_recalled": recalled, **how} if memory else {})
         for memory, recalled in product(settings.memory, settings.num_recalled or (None,))
-        for which in found
+        for which in evictions
     ]
 
 
@@ -160,11 +162,11 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
     if not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return []
     names: dict[Path, str] = {}
-    asked = settings.aligner or ()
-    if not asked and (trained := trained_for(settings, model)):
+    wanted = settings.aligner or ()
+    if not wanted and (trained := trained_for(settings, model)):
         log.warning("using %s, trained here: none ships for %s", trained, settings.model)
-        asked = (str(trained),)
-    for name in asked:
+        wanted = (str(trained),)
+    for name in wanted:
         names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
     return [Aligner.from_pretrained(name) for name in names.values()]
 
@@ -175,20 +177,20 @@ def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | 
     """
     if not lack_of_aligner(model):
         return None
-    asked = "methods" in settings.changed()
-    return trained_here(model, settings.model, at_least="any" if asked else "used")
+    is_named = "methods" in settings.changed()
+    return trained_here(model, at_least="any" if is_named else "used")
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
     """Default methods that lack an aligner at which cache sizes, unless asked for."""
     if "methods" in settings.changed():
         return set()
-    asked = getattr(settings, "reference", None)
+    reference = getattr(settings, "reference", None)
     lacking = {
         (name, size): why
         for size in settings.cache_sizes
         for name, why in obstacles(model, cache_size=size).items()
-        if name in settings.methods and name != asked
+        if name in settings.methods and name != reference
     }
     for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
         if spec_of(model.config).family == "learned":

@@ -49,8 +49,8 @@ class Finding:
 def findings(results: Results) -> list[Finding]:
     """Findings on each measured model; texts without a model have none."""
     models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
-    found = [_of_model(results, model) for model in models if model]
-    return [one for one in found if one.sentences]
+    of_models = [_of_model(results, model) for model in models if model]
+    return [one for one in of_models if one.sentences]
 
 
 def _of_model(results: Results, model: str) -> Finding:
@@ -87,15 +87,15 @@ def _of_model(results: Results, model: str) -> Finding:
         for document in of(name)[:1]:
             sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
     chief = {"streameval": conclusions.answers, "recall": conclusions.recalled}
-    for name, said in (chief | {"attention": conclusions.sinks}).items():
+    for name, conclusion in (chief | {"attention": conclusions.sinks}).items():
         for document in of(name)[:1]:
-            sentences += _of(EVALUATIONS[name].heading, said(named(document["rows"])))
+            sentences += _of(EVALUATIONS[name].heading, conclusion(named(document["rows"])))
     return Finding(model, headline, sentences)
 
 
-def _of(lead: str, said: str) -> list[Sentence]:
+def _of(lead: str, text: str) -> list[Sentence]:
     """A conclusion after what it is on; none where it says nothing."""
-    return [Sentence(lead, said[0].lower() + said[1:])] if said else []
+    return [Sentence(lead, text[0].lower() + text[1:])] if text else []
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
@@ -153,12 +153,12 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
     """Methods less readable than recompute, and methods that repeat themselves."""
-    said = []
+    sentences = []
     for size, group in grouped(rows, "cache_size").items():
-        said += _of(f"{what}, C = {size}", conclusions.beside(group))
+        sentences += _of(f"{what}, C = {size}", conclusions.beside(group))
         loops = [row for row in group if row["repetition"] >= REPEATS]
         shares = [f"{in_words(row)} ({100 * row['repetition']:.0f} %)" for row in loops]
         text = f"most repeats, so readable words say little: {'; '.join(shares)}."
         lead = f"Repetition, {what[0].lower()}{what[1:]}, C = {size}"
-        said += [Sentence(lead, text)] if loops else []
-    return said
+        sentences += [Sentence(lead, text)] if loops else []
+    return sentences

@@ -91,8 +91,8 @@ def _of(results: Results) -> str:
     versions = dict.fromkeys(str(d["environment"].get("kvalign", "")) for d in documents)
     by = " and ".join(filter(None, versions))
     measured = f"measured by KV-Align {by}" if by else ""
-    said = (", ".join(filter(None, models)), measured, f"written {date.today().isoformat()}")
-    return "; ".join(filter(None, said))
+    facts = (", ".join(filter(None, models)), measured, f"written {date.today().isoformat()}")
+    return "; ".join(filter(None, facts))
 
 
 def _link(rows: list[Row]) -> str:

@@ -59,14 +59,14 @@ class Sweep(BaseModel):
 
 def tables(sweeps: Mapping[str, Sweep]) -> list[Table]:
     """The trials of each sweep."""
-    found = []
+    tables = []
     for name, sweep in sweeps.items():
         rows = [
             [Entry(column.text(getattr(trial, figure))) for figure, column in _TRIAL.items()]
             for trial in sweep.trials
         ]
-        found.append(Table(f"{name}: {sweep.target} network", [*_TRIAL.values()], rows))
-    return found
+        tables.append(Table(f"{name}: {sweep.target} network", [*_TRIAL.values()], rows))
+    return tables
 
 
 def beside(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:

@@ -124,16 +124,16 @@ def _longest(texts: Iterable[str]) -> int:
     return max(cell_len(escape_controls(" ".join(text.split()))) for text in texts)
 
 
-def _print_findings(found: list[Finding], console: Console) -> None:
-    if found:
+def _print_findings(results: list[Finding], console: Console) -> None:
+    if results:
         console.rule(Text("Findings"))
-    for finding in found:
+    for finding in results:
         headline = f"{finding.model}: {finding.headline}" if finding.headline else finding.model
         console.print(Text(escape_controls(headline), "bold"), soft_wrap=False)
         for sentence in finding.sentences:
             line = Text("- ").append(escape_controls(sentence.lead), "bold")
             console.print(line.append(": " + escape_controls(sentence.text)))
-    if any(finding.judges for finding in found):
+    if any(finding.judges for finding in results):
         console.print(Text(MEANING, "dim"))
 
 

@@ -8,7 +8,8 @@ many shifts.
 
 from torch import Tensor
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
+from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
+from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.network import RealignNet, new_net
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
 from kvalign.aligners.table import TableAligner

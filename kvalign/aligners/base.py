@@ -10,17 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
+from kvalign.aligners.config import CONFIG, AlignerConfig
 from kvalign.aligners.label import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
@@ -28,72 +28,20 @@ from kvalign.foundation.files import read_checked, sha256, write_json, write_tog
 from kvalign.foundation.lasting import lasting
 from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import typed
-from kvalign.models.architectures import Family, ModelSpec, spec_of
-from kvalign.models.identity import FINGERPRINT_LEN, embedding_fingerprint, has_fingerprint
+from kvalign.models.architectures import ModelSpec, spec_of
+from kvalign.models.identity import embedding_fingerprint, has_fingerprint
 from kvalign.models.weights import read_weights
 
 if TYPE_CHECKING:
     from kvalign.cache.sizes import CacheSizes
 
 WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
 REVISION_LEN = 12
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Size = Annotated[Count, Field(ge=1)]
-Text = Annotated[str, Field(strict=True)]
 Birth = Tensor | slice
 """Original positions of entries: [S] int64, or a slice of length S."""
 KeysValues = tuple[Tensor, Tensor]
-
-
-class AlignerConfig(BaseModel):
-    """Base model of an aligner and its training: the `config.json` of its folder.
-
-    Attributes:
-        kind: name in `kvalign.aligners.kinds.KINDS`.
-        base_model: the model's name at the time of training. Informative, since a folder may have
-            moved.
-        embedding_fingerprint: of the base model and of what was trained from it (`probe` in folders
-            of version 0.1); why that, and not the model's identity: `kvalign.models.identity`.
-        chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
-        num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
-            did best, and a stream's default.
-        shifts: numbers of entries evicted at once, as in training.
-        sizes: sizes of the kind's own parts.
-        training: data, settings and versions of each part; informative.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    kind: Text
-    base_model: Text
-    family: Family
-    num_layers: Size
-    num_kv_heads: Size
-    head_dim: Size
-    embedding_fingerprint: Annotated[
-        tuple[FiniteFloat, ...],
-        Field(min_length=FINGERPRINT_LEN, max_length=FINGERPRINT_LEN),
-        Field(validation_alias=AliasChoices("embedding_fingerprint", "probe")),
-    ]
-    chunk_len: Annotated[Size, Field(ge=2)]
-    num_sinks: Count
-    shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
-    sizes: dict[str, Size] = {}
-    training: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _leaves_a_place(self) -> "AlignerConfig":
-        if self.num_positions < 1:
-            raise ValueError("num_sinks leaves no entry of chunk_len to align")
-        return self
-
-    @property
-    def num_positions(self) -> int:
-        """Positions after the sinks of a recorded cache after one eviction: the most to align."""
-        return self.chunk_len - self.num_sinks - 1
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ the template prints the fields that it knows.
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from huggingface_hub import ModelCardData
 
 from kvalign import checkpoints
+from kvalign.aligners.config import AlignerConfig
 from kvalign.models import fetched
-
-if TYPE_CHECKING:
-    from kvalign.aligners.base import AlignerConfig
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("kvalign.aligners"),
@@ -27,7 +25,7 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.filters["exp"] = math.exp
 
 
-def card_text(config: "AlignerConfig") -> str:
+def card_text(config: AlignerConfig) -> str:
     """The whole card, with the metadata for the hub."""
     parts = {name: part for name, part in config.training.items() if isinstance(part, dict)}
     data = [part["data"] for part in parts.values() if isinstance(part.get("data"), dict)]

@@ -4,16 +4,11 @@ The module of the same name in `kvalign.training.kinds` trains a kind. It may al
 aligner.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvalign.foundation.registry import Registry
 
-if TYPE_CHECKING:
-    from kvalign.aligners.base import Aligner
-
-KINDS: Registry[type[Aligner]] = Registry(
+KINDS: Registry[Any] = Registry(
     "aligner kind",
     {
         "network": "kvalign.aligners.network:NetworkAligner",
@@ -21,3 +16,4 @@ KINDS: Registry[type[Aligner]] = Registry(
         "anchored": "kvalign.aligners.anchored:AnchoredAligner",
     },
 )
+"""Classes under `Aligner` by the names in `AlignerConfig.kind`."""

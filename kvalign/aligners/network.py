@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig, KeysValues, Move
+from kvalign.aligners.base import Aligner, KeysValues, Move
+from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.foundation.errors import UserError
 

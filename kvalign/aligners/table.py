@@ -16,7 +16,8 @@ the position embedding is large (the first positions), the token's part becomes 
 import torch
 from torch import Tensor, nn
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
+from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
+from kvalign.aligners.config import AlignerConfig
 from kvalign.foundation.errors import UserError
 
 

@@ -65,8 +65,8 @@ class MethodConfig(TypedDict, total=False):
             model's dtype.
         memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
             `kvalign`: see `CacheSizes`; None: evicted entries are forgotten.
-        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the shipped
-            one.
+        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the one that
+            `kvalign.methods.choice.choose` finds.
     """
 
     num_sinks: int | None
@@ -98,9 +98,9 @@ def make_method(
     any work.
 
     Args:
-        name: key of `METHODS`, or `auto`. `auto` chooses `kvalign` if an aligner is given or ships,
-            else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned ones.
-            The choice is logged.
+        name: key of `METHODS`, or `auto`. `auto` chooses `kvalign` if an aligner is given, ships or
+            was trained here, else `streaming-llm` on rotary and ALiBi positions and `discard-half`
+            on learned ones (`kvalign.methods.choice.choose`). The choice is logged.
         model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
@@ -120,7 +120,7 @@ def make_method(
     """
     check_keywords(make_method, config)
     from kvalign.cache.default_size import default_size
-    from kvalign.methods.choice import choose, warn_if_stale
+    from kvalign.methods.choice import choose, warn_if_stale, warn_once
     from kvalign.models.wrapped import unwrapped
 
     inner = unwrapped(model)
@@ -132,11 +132,14 @@ def make_method(
         cache_size = typed("cache_size", cache_size, int)
     sizes_asked: dict[str, Any] = {**config}
     aligner = sizes_asked.pop("aligner", None)
+    choice = choose(inner, name, cache_size=cache_size, aligner=aligner)
     if name == AUTO:
-        name, why = choose(inner, cache_size=cache_size, aligner=aligner)
-        log.info("auto uses %s: %s", name, why)
+        log.info("auto uses %s: %s", choice.method, choice.why or choice.note)
+    if choice.note and warn:
+        warn_once(choice.note)
+    name, aligner = choice.method, choice.aligner
     cls = METHODS[name]
-    for size in cls.not_taken():
+    for size in cls.ignored_settings():
         if (value := sizes_asked.pop(size, None)) is not None:
             why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
             log.warning("%s=%s has no effect on %s: %s", size, value, name, why)
@@ -215,24 +218,22 @@ def make_cache(
 
 
 def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
-    from kvalign import checkpoints
     from kvalign.aligners import Aligner
     from kvalign.methods.choice import choose, how_to_train
 
     if isinstance(aligner, Aligner):
         return aligner
-    if not isinstance(aligner, str | Path | None):
-        raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
-    if aligner == "":
-        raise UserError("aligner is empty: name one, or leave it out")
-    name = aligner or checkpoints.default_aligner(model.config.name_or_path)
-    if name is None:
+    if aligner is None:
         raise UserError(
             f"no aligner ships for {_described(model)}: use method {choose(model).method}, "
             f"which needs none, or train one ({how_to_train(model)}) and give its folder "
             "(--aligner, aligner=)"
         )
-    return Aligner.from_pretrained(name)
+    if not isinstance(aligner, str | Path):
+        raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
+    if aligner == "":
+        raise UserError("aligner is empty: name one, or leave it out")
+    return Aligner.from_pretrained(aligner)
 
 
 def _described(model: PreTrainedModel) -> str:

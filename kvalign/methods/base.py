@@ -90,7 +90,7 @@ class Method(NotPickled, ABC):
         return CacheSizes(cache_size, num_sinks, num_evicted_of(num_evicted, window_size), **given)
 
     @classmethod
-    def not_taken(cls) -> tuple[str, ...]:
+    def ignored_settings(cls) -> tuple[str, ...]:
         """Arguments of `sizes_for` without effect on this method."""
         of_aligner = () if cls.takes_aligner else ("realign_every",)
         of_policy = () if cls.takes_policy else OF_POLICY

@@ -1,4 +1,4 @@
-"""Choice of the method that fits a model: that of `auto`, and obstacles to others."""
+"""Choice of the method that fits a model, and of its aligner; obstacles to others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.base import CONFIG
+from kvalign.aligners.config import CONFIG
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
-from kvalign.methods import METHODS
+from kvalign.methods import AUTO, METHODS
 from kvalign.methods.base import Method
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import has_fingerprint
@@ -26,38 +26,79 @@ log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """Chosen method for a model.
+    """Chosen method for a model, and its aligner.
 
     Attributes:
         method: key of `METHODS`.
-        why: the reason in words.
+        aligner: the given one, or where it was found; None: the method needs none, or none is here.
+        why: reason for the method, in words; empty if it was named.
+        note: what became of an aligner that was trained here, in words.
     """
 
     method: str
-    why: str
+    aligner: Aligner | str | Path | None = None
+    why: str = ""
+    note: str = ""
 
 
 def choose(
     model: PreTrainedModel,
+    method: str = AUTO,
     *,
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> Choice:
-    """Choose the method of `auto`. It is `kvalign` with the named aligner, or with the shipped one
-    if it fits caches of this size (None: of any size). Otherwise it is the method that keeps
-    entries right without an aligner: `streaming-llm` on rotary and ALiBi positions, `discard-half`
-    on learned ones.
+    """Choose the method and the aligner of a stream.
+
+    `kvalign` by name takes the aligner that is given; else the one that was trained here last and
+    changes something; else the one that ships for the model. `auto` takes a given one; else the
+    shipped one; else one that was trained here and judged by streams. It is `kvalign` with these,
+    if the shipped one fits caches of this size (None: of any size). Otherwise it is the method that
+    keeps entries right without an aligner: `streaming-llm` on rotary and ALiBi positions,
+    `discard-half` on learned ones.
     """
+    is_auto = method == AUTO
+    with_aligner = "kvalign" if is_auto else method
+    if not METHODS[with_aligner].takes_aligner:
+        return Choice(method, aligner)
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
-        return Choice("kvalign", f"with the aligner {label}")
-    spec, lack = spec_of(model.config), lack_of_aligner(model, cache_size)
+        return Choice(with_aligner, aligner, f"with the aligner {label}" if is_auto else "")
+    spec, shipped, note = spec_of(model.config), _shipped(model), ""
+    merit: Merit = "judged" if is_auto else "used" if shipped else "any"
+    trained = trained_here(model, at_least=merit)
+    if trained and shipped is None:
+        note = f"using {trained}, trained here: none ships for {spec.name}"
+        return Choice(with_aligner, trained, note=note)
+    if trained and not is_auto:
+        figures = in_figures(trained) or f"not compared with the shipped {shipped}"
+        note = f"using {trained}, trained here: {figures}; --aligner {shipped} uses the shipped one"
+        return Choice(method, trained, note=note)
+    if not is_auto:
+        return Choice(method, shipped)
+    if trained:
+        instead = f"uses it instead of the shipped {shipped}"
+        note = f"{trained} was trained here: --aligner {trained} {instead}"
+    elif other := trained_here(model):
+        note = f"{other}, trained here, was never judged by streams and is not used: "
+        note += "--method kvalign uses it"
+    lack = lack_of_aligner(model, cache_size)
     if not lack:
-        return Choice("kvalign", f"with {_shipped(model)}, which ships for {spec.name}")
+        return Choice(with_aligner, shipped, f"with {shipped}, which ships for {spec.name}", note)
     if spec.family != "learned":
-        return Choice("streaming-llm", f"{spec.family} positions need no aligner")
+        return Choice("streaming-llm", None, f"{spec.family} positions need no aligner", note)
     todo = how_to_train(model, cache_size)
-    return Choice("discard-half", f"learned positions, and {lack}: {todo} makes one")
+    return Choice("discard-half", None, f"learned positions, and {lack}: {todo} makes one", note)
+
+
+def aligners_at_hand(model: PreTrainedModel, *, at_least: Merit = "used") -> list[str]:
+    """Aligners for a model by name or folder: the shipped ones, the default first, and the one that
+    was trained here last, as of `trained_here`.
+    """
+    name = spec_of(model.config).name
+    others = (one for one in checkpoints.ALIGNERS if one.startswith(f"kvalign-{name}-"))
+    found = (_shipped(model), *others, str(trained_here(model, at_least=at_least) or ""))
+    return list(dict.fromkeys(one for one in found if one))
 
 
 def obstacles(
@@ -92,18 +133,17 @@ def how_to_train(model: PreTrainedModel, cache_size: int | None = None) -> str:
 Merit = Literal["any", "used", "judged"]
 
 
-def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used") -> Path | None:
+def trained_here(model: PreTrainedModel, *, at_least: Merit = "used") -> Path | None:
     """Folder of the aligner that was trained last for a model, in the model's folder
-    (`kvalign.foundation.folders`); None if there is none. Commands, training and evaluations look
-    there. Functions that only get a model, such as `kvalign.stream`, do not.
+    (`kvalign.foundation.folders`) below the one in which the program runs; None if there is none.
 
     Args:
         model: the model itself: one of the same name with another embedding does not count.
-        name: as the user gave it.
         at_least: ignore aligners that did not help and were saved without effect (`used`), or also
             those that were never judged by streams, as networks may be (`judged`).
     """
-    for path in newest_first(name, CONFIG):
+    name = model.config.name_or_path
+    for path in newest_first(name, CONFIG) if name else ():
         try:
             config = _config(path.parent)
         except UserError:  # a recording's, or another program's
@@ -137,7 +177,7 @@ def warn_if_stale(method: Method) -> None:
     """Log, once for a method and a model, that kept entries are wrong at their new positions."""
     if method.goes_stale:
         better = choose(method.model, cache_size=method.sizes.cache_size).method
-        _warn_once(
+        warn_once(
             f"{method.name}: {method.spec.name or 'this model'} has learned positions, so kept "
             f"entries become stale at each eviction, and the text degrades; auto uses {better}"
         )
@@ -146,14 +186,15 @@ def warn_if_stale(method: Method) -> None:
 def warn_if_too_long(method: Method, num_tokens: int) -> None:
     """Log, once for a size, that an input of so many tokens is longer than the cache."""
     if method.warns and (num := method.num_forgotten(num_tokens)):
-        _warn_once(
+        warn_once(
             f"{num} of the input's {num_tokens} tokens do not fit in the cache of "
             f"{method.sizes.cache_size} and are forgotten: a larger cache keeps more"
         )
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log a warning, once."""
     log.warning(message)
 
 

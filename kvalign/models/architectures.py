@@ -223,7 +223,10 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
             _rope_kind(rope) in _LENGTH_ROPE for rope in _ropes(model.config)
         )
         try:
-            found = rotation_trial.measured(model, spec, is_bounded)
+            kinds = _kinds(model.config, spec)
+            found = rotation_trial.measured(
+                model, kinds, spec.attention, spec.context_len, is_bounded
+            )
         except UserError as error:
             raise UserError(
                 f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "
@@ -231,6 +234,14 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
             ) from None
         _rotations[model] = found
     return _rotations[model]
+
+
+def _kinds(config: PretrainedConfig, spec: ModelSpec) -> list[Any]:
+    """Kind of each layer: what the config says of it, in an architecture that is known."""
+    if spec.model_type not in FAMILIES:
+        return list(range(spec.num_layers))
+    said = [x for x in vars(config).values() if isinstance(x, list) and len(x) == spec.num_layers]
+    return [[of_all[i] for of_all in said] for i in range(spec.num_layers)]
 
 
 def _context_len(config: PretrainedConfig, family: Family) -> int | None:

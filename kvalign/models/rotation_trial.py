@@ -9,6 +9,7 @@ Of an architecture that is known, layers of which the config says the same are a
 ends after the first of each kind, and the one that reads its output.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.lasting import lasting
-from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.rope import LAYOUTS, Rotation, RotationByLayer
 
@@ -92,21 +92,28 @@ class _FirstLayers(DynamicCache):
 
 
 @lasting()
-def measured(model: PreTrainedModel, spec: ModelSpec, is_bounded: bool) -> Rotation:
+def measured(
+    model: PreTrainedModel,
+    kinds: Sequence[Any],
+    attention: Sequence[int],
+    context_len: int | None,
+    is_bounded: bool,
+) -> Rotation:
     """Measured rotation of the keys of a model.
 
     Args:
-        spec: of the model.
+        kinds: of each layer; those that are equal are alike.
+        attention: the layers that have keys.
+        context_len: number of positions; None: no limit.
         is_bounded: see `Rotation`.
 
     Raises:
         UserError: no rotation by its frequencies fits; the message says by how much, and where.
     """
-    most = OFFSETS[-1] if spec.context_len is None else min(OFFSETS[-1], spec.context_len - 2)
+    most = OFFSETS[-1] if context_len is None else min(OFFSETS[-1], context_len - 2)
     offsets = [min(offset, most) for offset in OFFSETS]
-    kinds = _kinds(model.config, spec)
-    firsts = [kinds.index(kinds[i]) for i in range(spec.num_layers)]
-    last = next((i for i in spec.attention if i > max(firsts)), None)
+    firsts = [kinds.index(kind) for kind in kinds]
+    last = next((i for i in attention if i > max(firsts)), None)
     cache, hidden = _encoded(model, offsets, last)
     candidates: list[Rotation] = [
         Rotation(inv_freq, is_bounded or path.endswith(_TABLE), layout)
@@ -115,7 +122,7 @@ def measured(model: PreTrainedModel, spec: ModelSpec, is_bounded: bool) -> Rotat
     ]
     candidates.append(Still())
     found: dict[int, Rotation] = {}
-    for i in (i for i in spec.attention if last is None or i <= last):
+    for i in (i for i in attention if last is None or i <= last):
         layer = cache.layers[i]
         near = _near(layer.keys.dtype)
         candidates.sort(key=lambda one: one not in list(found.values())[-1:])  # as the layer before
@@ -145,17 +152,9 @@ def measured(model: PreTrainedModel, spec: ModelSpec, is_bounded: bool) -> Rotat
             f"{apart:.2g} of its size"
         )
     if len({*found.values()}) == 1:
-        return found[spec.attention[0]]
+        return found[attention[0]]
     still = Still()
     return RotationByLayer([found.get(i, still) for i in firsts])
-
-
-def _kinds(config: PretrainedConfig, spec: ModelSpec) -> list[Any]:
-    """Kind of each layer: what the config says of it, in an architecture that is known."""
-    if spec.model_type not in FAMILIES:
-        return list(range(spec.num_layers))
-    said = [x for x in vars(config).values() if isinstance(x, list) and len(x) == spec.num_layers]
-    return [[of_all[i] for of_all in said] for i in range(spec.num_layers)]
 
 
 def _encoded(

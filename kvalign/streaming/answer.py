@@ -19,6 +19,8 @@ class Answer:
 
     Attributes:
         token_ids: its tokens so far.
+        finish: reason for its end: `stop` (an end token or a stop string), `length`
+            (max_new_tokens); empty while it continues.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Answer:
     ):
         assert isinstance(sampling.stop_strings, tuple)
         self.token_ids: list[int] = []
+        self.finish = ""
         self._pieces: list[str] = []
         self._most, self._end_ids = sampling.max_new_tokens, end_ids
         self._stops = StopStrings(sampling.stop_strings)
@@ -45,7 +48,12 @@ class Answer:
         self.token_ids.append(token)
         piece = self._decoder.step(token)
         self._pieces.append(piece)
-        shown = "" if self.has_end_token else self._stops.read(piece)
+        is_end = token in self._end_ids
+        shown = "" if is_end else self._stops.read(piece)
+        if is_end or self._stops.has_stopped:
+            self.finish = "stop"
+        elif self._most and len(self.token_ids) >= self._most:
+            self.finish = "length"
         return piece, shown + self._stops.rest() if self.finish else shown
 
     @property
@@ -56,41 +64,32 @@ class Answer:
     def has_end_token(self) -> bool:
         return bool(self.token_ids) and self.token_ids[-1] in self._end_ids
 
-    @property
-    def finish(self) -> str:
-        """Reason for the end: `stop` (an end token or a stop string), `length` (max_new_tokens),
-        empty while it continues.
-        """
-        if self.has_end_token or self._stops.found:
-            return "stop"
-        return "length" if self._most and len(self.token_ids) >= self._most else ""
-
 
 class StopStrings:
     """Search for texts in a text that comes in pieces. The possible beginning of one is held back.
 
     Attributes:
-        found: whether one of them was found.
+        has_stopped: whether one of them was found.
     """
 
     def __init__(self, strings: tuple[str, ...]):
-        self._strings, self._held, self.found = strings, "", False
+        self._strings, self._tail, self.has_stopped = strings, "", False
         self._longest = max(map(len, strings), default=1)
 
     def read(self, piece: str) -> str:
         """Return the text that can be shown now: up to the first stop string."""
-        text, self._held = self._held + piece, ""
+        text, self._tail = self._tail + piece, ""
         places = [place for string in self._strings if (place := text.find(string)) >= 0]
         if places:
-            self.found = True
+            self.has_stopped = True
             return text[: min(places)]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):
-                self._held = text[start:]
+                self._tail = text[start:]
                 return text[:start]
         return text
 
     def rest(self) -> str:
         """Return the held-back text when no more comes."""
-        text, self._held = self._held, ""
+        text, self._tail = self._tail, ""
         return text

@@ -27,19 +27,22 @@ class Decoder:
         self._tokenizer = tokenizer
         # What was given last, so that a word keeps its space, and what has not been given yet.
         self._context, self._waiting = self._cut([*before[-2 * _MOST :]])
+        self._given = self._text(self._context)
 
     def step(self, token: int) -> str:
         """The text that a token adds; none while it is part of a character."""
         self._waiting.append(token)
-        given, whole = self._text(self._context), self._text(self._context + self._waiting)
+        given, whole = self._given, self._text(self._context + self._waiting)
         is_whole = whole != given and not whole.endswith(_NO_CHARACTER)
         if not is_whole and len(self._waiting) < _MOST:
             return ""
         follows = whole.startswith(given)
         piece = whole.removeprefix(given) if follows else self._text(self._waiting)
         if is_whole:  # a space alone has no text: a tokenizer strips the first one
-            before = [] if self._text(self._waiting) else self._context
+            alone = self._text(self._waiting)
+            before = [] if alone else self._context
             self._context = [*before, *self._waiting][-2 * _MOST :]
+            self._given = alone or self._text(self._context)
         self._waiting = []
         return piece
 

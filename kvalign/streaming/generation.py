@@ -1,13 +1,12 @@
-"""The one generation loop: an iterator of tokens. The command line, the evaluations and
-`model.generate` all use it.
+"""`model.generate` of transformers, past the context length.
 
-    model.generate(
-        **inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000
-    )
+model.generate(
+    **inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000
+)
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,98 +22,21 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.foundation.settings import expect
 from kvalign.methods import AUTO, MethodConfig, make_method
-from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.choosing import Chooser
 from kvalign.streaming.ends import named_in
 from kvalign.streaming.generate_settings import (
     MADE,
     check_call,
     check_config,
-    check_processors,
     given_to_generate,
 )
-from kvalign.streaming.lookup import Lookup, check_lookup
+from kvalign.streaming.loop import stream_tokens
 
 _PREPARED = "_eos_token_tensor"
 """What a generation_config has that a call of `generate` has prepared for its loop."""
-
-
-@torch.no_grad()
-def stream_tokens(
-    method: Method,
-    prompt: Tensor,
-    *,
-    processors: LogitsProcessorList | None = None,
-    criteria: StoppingCriteriaList | None = None,
-    do_sample: bool = False,
-    eos_token_ids: Collection[int] = (),
-    pad_token_id: int | None = None,
-    generator: torch.Generator | None = None,
-    before: Tensor | None = None,
-    mask: Tensor | None = None,
-    lookup: int = 0,
-) -> Iterator[Tensor]:
-    """Feed a prompt and yield new tokens [B] int64, without end unless the criteria stop it or
-    every row has ended.
-
-    Args:
-        method: from `make_method`.
-        prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
-        processors: transformers' logits processors; they see the whole history.
-        criteria: transformers' stopping criteria, checked after each token.
-        do_sample: draw from the processed distribution; otherwise take the most likely token.
-        eos_token_ids: tokens that end a row; empty: none.
-        pad_token_id: yielded for an ended row; default: the first end token.
-        generator: source of random numbers; default: torch's global one.
-        before: [B, P] int64, the tokens that the method has been fed, when the prompt continues its
-            stream; processors and criteria see them too. The prompt then begins with the last token
-            that was yielded, which has not been fed. None begins a new stream.
-        mask: [B, T], 0 where a prompt is padded; None: no padding.
-        lookup: most tokens of one stream that are guessed at a time and read in the same pass
-            (`kvalign.streaming.lookup`). The tokens are the same, but come sooner. 0: none.
-
-    Raises:
-        UserError: an empty prompt, or one with padding other than on the left; a processor that
-            calls the model; lookup for several rows, or with a method that cannot undo guesses.
-        RunError: non-finite logits; the message says where they come from.
-    """
-    expect("method", method, Method, "one of kvalign.make_method")
-    check_ids(prompt)  # what is fed of it is compared with the vocabulary
-    check_processors(processors)
-    ids = prompt if before is None else torch.cat([before, prompt], 1)
-    chooser = Chooser(ids, processors, do_sample, generator)
-    guesser = None
-    if lookup:
-        check_lookup(method)
-        if len(ids) > 1:
-            raise UserError(f"lookup is for one stream, got {len(ids)} rows")
-        guesser = Lookup(lookup, ids[0].tolist())
-    ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
-    pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
-    going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
-    if before is None:
-        method.reset()
-    logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
-    while True:
-        token = torch.where(going, chooser.choose(logits, method), pad)
-        chooser.append(token)
-        yield token
-        if len(ends):
-            going = going & ~torch.isin(token, ends)
-        if criteria:
-            going = going & ~criteria(chooser.ids, None)
-        if not going.any() or method.tokens_left == 0:
-            return
-        if guesser is None:
-            logits = method.feed(token[:, None])
-        else:
-            guesser.append(int(token))
-            logits = guesser.feed(method)
 
 
 @spelled_out(MethodConfig)
@@ -215,17 +137,3 @@ def _on(model: PreTrainedModel) -> Callable[..., Tensor]:
         return stream_generate(model, *args, **keywords)
 
     return generate
-
-
-def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
-    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
-    mask = mask.to(prompt.device).bool()
-    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
-        raise UserError(
-            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
-            "attention mask"
-        )
-    rows = [method.new() for _ in prompt]
-    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
-    method.join(rows)
-    return torch.cat(logits)

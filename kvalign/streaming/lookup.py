@@ -66,8 +66,8 @@ class Lookup:
         if self._source is None or self.trust < LEAST_TRUST:
             return []
         num = min(self.most, self._num_same)
-        found = self._ids[self._source : self._source + num]
-        return (found * -(-num // len(found)))[:num]
+        followers = self._ids[self._source : self._source + num]
+        return (followers * -(-num // len(followers)))[:num]
 
     def feed(self, method: Method) -> Tensor:
         """Return the same logits [1, V] float32 as `method.feed` of the last token."""

@@ -60,7 +60,7 @@ def remove(stream: Path, but: MemoryFile | None = None) -> None:
             place(stream, number).unlink(missing_ok=True)
 
 
-class Held:
+class Entries:
     """Stored entries of a memory, as records of tokens of `record_len` bytes.
 
     Args:
@@ -113,45 +113,46 @@ class Before(NamedTuple):
     digests: Tensor | None
 
 
-def write(stream: Path, held: Held, before: Before | None) -> tuple[MemoryFile, Tensor]:
+def write(stream: Path, entries: Entries, before: Before | None) -> tuple[MemoryFile, Tensor]:
     """Write the records that the stream's file does not have yet.
 
     Returns:
         what it shall say, and its `SUMS`.
     """
-    if before is not None and _begins(stream, held, before):
+    if before is not None and _begins(stream, entries, before):
         file, sums = before.file, before.sums
     else:
         number = 0 if before is None else 1 - before.file.number
-        file, sums = MemoryFile(number=number, first=held.first, end=held.first), torch.empty(0)
+        file = MemoryFile(number=number, first=entries.first, end=entries.first)
+        sums = torch.empty(0)
         place(stream, number).unlink(missing_ok=True)
     new: list[int] = []
     with place(stream, file.number).open("r+b" if file.end > file.first else "wb") as out:
-        out.seek((file.end - file.first) * held.record_len)
-        for slots in held.spans(file.end):
-            records = held.records(slots)
+        out.seek((file.end - file.first) * entries.record_len)
+        for slots in entries.spans(file.end):
+            records = entries.records(slots)
             new += _sums(records)
             out.write(records.numpy().data)
     sums = torch.cat([sums.long(), torch.tensor(new, dtype=torch.int64)])
-    return file.model_copy(update={"end": held.end}), sums[-held.num_slots :]
+    return file.model_copy(update={"end": entries.end}), sums[-entries.num_slots :]
 
 
-def _begins(stream: Path, held: Held, before: Before) -> bool:
+def _begins(stream: Path, entries: Entries, before: Before) -> bool:
     """Return whether the records of a stream's file begin those of a memory, by the digests of all
     that both have; and whether the file has room.
     """
     file, digests = before.file, before.digests
-    if held.digests is None or digests is None or digests.shape != before.sums.shape:
+    if entries.digests is None or digests is None or digests.shape != before.sums.shape:
         return False
     first, path = file.end - len(digests), place(stream, file.number)
-    if not first <= held.first < file.end <= held.end:
+    if not first <= entries.first < file.end <= entries.end:
         return False
-    if held.end - file.first > 2 * held.num_slots or not path.is_file():
+    if entries.end - file.first > 2 * entries.num_slots or not path.is_file():
         return False
-    if path.stat().st_size < (file.end - file.first) * held.record_len:
+    if path.stat().st_size < (file.end - file.first) * entries.record_len:
         return False
-    ours = held.digests[: file.end - held.first]
-    return torch.equal(ours, digests[held.first - first :])
+    ours = entries.digests[: file.end - entries.first]
+    return torch.equal(ours, digests[entries.first - first :])
 
 
 def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -173,17 +174,17 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
     record_len = sum(map(_width, like))
     if path.stat().st_size < max(1, record_len) * (file.end - file.first):
         raise UserError(f"{path} is damaged: it is shorter than {stream.name} says")
-    held = Held([x.new_empty(1, x.shape[1], len(sums), x.shape[3]) for x in like], file.end)
+    entries = Entries([x.new_empty(1, x.shape[1], len(sums), x.shape[3]) for x in like], file.end)
     known = iter(sums.tolist())
     with path.open("rb") as source:
-        source.seek((held.first - file.first) * record_len)
-        for slots in held.spans(held.first):
+        source.seek((entries.first - file.first) * record_len)
+        for slots in entries.spans(entries.first):
             records = torch.empty(slots.stop - slots.start, record_len, dtype=torch.uint8)
             source.readinto(records.numpy().data)
-            if any(found != next(known) for found in _sums(records)):
+            if any(crc != next(known) for crc in _sums(records)):
                 raise UserError(f"{path} is damaged: its checksum differs")
-            held.put(slots, records)
-    return held.tensors
+            entries.put(slots, records)
+    return entries.tensors
 
 
 def _width(entries: Tensor) -> int:

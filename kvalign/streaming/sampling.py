@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-    from kvalign.streaming.choosing import Chooser
-
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
@@ -136,14 +134,14 @@ class Sampling:
         """
         check_keywords(function, keywords)
         own = {field.name for field in fields(cls)} & keywords.keys()
-        said = {name: keywords[name] for name in own}
-        return cls(**said), {name: x for name, x in keywords.items() if name not in own}
+        sampling = {name: keywords[name] for name in own}
+        return cls(**sampling), {name: x for name, x in keywords.items() if name not in own}
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
         """Return the sampling of a model's generation_config, by field."""
-        said = config.to_diff_dict()
-        return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
+        values = config.to_diff_dict()
+        return {name: values[name] for name in OF_MODEL if values.get(name) is not None}
 
     @property
     def is_greedy(self) -> bool:
@@ -179,12 +177,13 @@ class Sampling:
         assert self.seed is not None
         return torch.Generator(device).manual_seed(self.seed + row)
 
-    def chooser(self, ids: torch.Tensor, row: int = 0) -> Chooser:
-        """Return a function that chooses tokens after ids [1, T] of row i."""
-        from kvalign.streaming.choosing import Chooser
-
-        generator = self.generator(ids.device, row)
-        return Chooser(ids, self.processors(), not self.is_greedy, generator)
+    def of_row(self, device: torch.device, row: int = 0) -> dict[str, Any]:
+        """Arguments of `Row` for row i of a batch."""
+        return {
+            "processors": self.processors(),
+            "do_sample": not self.is_greedy,
+            "generator": self.generator(device, row),
+        }
 
     def in_flags(self) -> str:
         """Flags of the command line for the same choice, in short: `--top-k 20 --seed 7`."""

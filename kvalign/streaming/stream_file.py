@@ -8,6 +8,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
@@ -28,7 +30,8 @@ from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Held, MemoryFile, is_of_memory
+from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
+from kvalign.streaming.sampling import Sampling
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
@@ -84,6 +87,65 @@ class SavedStream(BaseModel):
     memory_file: MemoryFile | None = None
 
 
+@dataclass(frozen=True)
+class Digests:
+    """Digests of what a stream's file needs besides its model: SHA-256 of the weights of the
+    method's aligner, if it has one, and of a fast tokenizer's vocabulary without added tokens.
+    """
+
+    aligner: str | None
+    tokenizer: str
+
+    @classmethod
+    def of(cls, method: Method, tokenizer: PreTrainedTokenizerBase) -> "Digests":
+        vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+        text = json.dumps(sorted(vocabulary.items()))
+        aligner = getattr(method, "aligner", None)
+        return cls(aligner and aligner_digest(aligner), hashlib.sha256(text.encode()).hexdigest())
+
+
+def aligner_digest(aligner: Aligner) -> str:
+    """SHA-256 of the weights of an aligner."""
+    digest = hashlib.sha256()
+    for name, x in sorted(aligner.state_dict().items()):
+        digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(
+    path: Path,
+    method: Method,
+    digests: Digests,
+    sampling: Sampling,
+    *,
+    ids: Tensor,
+    num_fed: int,
+    num_new: int,
+    state: dict[str, Tensor],
+    generator: torch.Generator,
+    notes: dict[str, str],
+) -> str:
+    """Write a stream of these ids [T] int64, as of `write`; the fields are those of `SavedStream`.
+    `state` is the state of the method, after `num_fed` tokens.
+    """
+    saved = SavedStream(
+        method=method.name,
+        **asdict(method.sizes),
+        aligner=digests.aligner,
+        base_model=method.spec.name,
+        identity=identity.identity(method.model),
+        sampling=asdict(sampling),
+        device=method.model.device.type,
+        num_fed=num_fed,
+        num_new=num_new,
+        weights=weights_of(method.model),
+        tokenizer=digests.tokenizer,
+        notes=notes,
+    )
+    tensors = {STATE + name: x for name, x in state.items()}
+    return write(path, saved, tensors | {"ids": ids, "generator": generator.get_state()})
+
+
 def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
     """Write a stream. An existing file is replaced when the new one is complete. Of a memory only
     what is new is written.
@@ -92,15 +154,15 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
         its checksum, over tokens, cache and information; see `checksum_of`.
     """
     tensors, before = dict(tensors), _memory_of(path)
-    held = [tensors[name] for name in _of_memory(tensors)]
+    parts = [tensors[name] for name in _of_memory(tensors)]
     digests = tensors.pop(STATE + "digests", None)
     file, counts, metadata = None, before and before.file, {"format": _FORMAT}
 
     def write_both(partial: Path) -> None:
         nonlocal file
-        if held and held[0].shape[2]:
+        if parts and parts[0].shape[2]:
             end = int(tensors[STATE + "seen"]) - saved.num_sinks
-            entries = Held(held, end, None if digests is None else digests[0])
+            entries = Entries(parts, end, None if digests is None else digests[0])
             file, tensors[SUMS] = memory_file.write(path, entries, before)
             if entries.digests is not None:
                 tensors[DIGESTS] = entries.digests
@@ -155,8 +217,8 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     if saved.memory_file is not None:
         names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
         tensors.pop(DIGESTS, None)
-        held = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
-        tensors.update(zip(names, held, strict=True))
+        parts = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
+        tensors.update(zip(names, parts, strict=True))
     return saved, tensors
 
 
@@ -179,18 +241,18 @@ def _read(
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
-            said = parse_json(metadata.get("stream", ""), wrong)
+            document = parse_json(metadata.get("stream", ""), wrong)
             wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-            held = {name: file.get_tensor(name) for name in wanted}
+            tensors = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     if names is None:
-        found = _checksum(metadata.get("stream", ""), held)
-        if metadata.get(_CHECKSUM, found) != found:
+        checksum = _checksum(metadata.get("stream", ""), tensors)
+        if metadata.get(_CHECKSUM, checksum) != checksum:
             raise UserError(f"{path} is damaged: its checksum differs")
-    return checked(SavedStream, said, wrong), held
+    return checked(SavedStream, document, wrong), tensors
 
 
 def _memory_of(path: Path) -> Before | None:
@@ -249,20 +311,3 @@ def _checksum(about: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
         digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def aligner_digest(method: Method) -> str | None:
-    """SHA-256 of the weights of the method's aligner, if it has one."""
-    aligner = getattr(method, "aligner", None)
-    if aligner is None:
-        return None
-    digest = hashlib.sha256()
-    for name, x in sorted(aligner.state_dict().items()):
-        digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a fast tokenizer's vocabulary; added tokens do not count."""
-    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

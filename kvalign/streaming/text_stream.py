@@ -7,7 +7,7 @@ for piece in stream:
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,18 +24,16 @@ from kvalign.foundation.settings import check_output, typed
 from kvalign.foundation.whole import Whole
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import warn_if_too_long
-from kvalign.models.identity import identity
+from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.models.input_ids import check_fast, encoded
-from kvalign.models.packed import weights_of
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.ends import end_ids
-from kvalign.streaming.generation import stream_tokens
 from kvalign.streaming.lookup import check_lookup
+from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
-from kvalign.streaming.stream_file import STATE, SavedStream
+from kvalign.streaming.stream_file import Digests, SavedStream
 
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 
@@ -98,7 +96,8 @@ class TextStream(NotPickled):
         """
         with self._whole.change():
             self.method.reset()
-            self._tokens, self.num_fed = self._new_tokens(ids), 0
+            self.num_fed = 0
+            self._tokens = self._new_tokens(ids)
 
     def __iter__(self) -> Iterator[str]:
         self._whole.check()
@@ -168,43 +167,38 @@ class TextStream(NotPickled):
         self._whole.check()
         place = Path(typed("path", path, Path))
         check_output(place, "file", "path")
-        method, model = self.method, self.method.model
-        saved = SavedStream(
-            method=method.name,
-            **asdict(method.sizes),
-            aligner=stream_file.aligner_digest(method),
-            base_model=method.spec.name,
-            identity=identity(model),
-            sampling=asdict(self.sampling),
-            device=model.device.type,
+        stream_file.save(
+            place,
+            self.method,
+            Digests.of(self.method, self.tokenizer),
+            self.sampling,
+            ids=torch.tensor(self.ids, dtype=torch.int64),
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
-            weights=weights_of(model),
-            tokenizer=stream_file.tokenizer_digest(self.tokenizer),
+            state=self.method.state(),
+            generator=self.generator,
             notes=self.notes,
         )
-        tensors = {STATE + name: x for name, x in method.state().items()}
-        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
-        tensors["generator"] = self.generator.get_state()
-        stream_file.write(place, saved, tensors)
 
     def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
         """Continue a saved stream of these ids; see `SavedStream`. Its method has been restored."""
         before, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer(before)
         self.ids, self.num_fed = ids, num_fed
+        self._tokens = self._new_tokens(ids)
         for token in answer:
             self._answer.take(token)
 
     def _begin_answer(self, ids: list[int]) -> None:
         """Have these tokens, which an answer follows."""
         self._answer = Answer(self.tokenizer, ids, self.sampling, self.end_ids)
-        self.ids, self._tokens = ids, self._new_tokens()
+        self.ids, self._tokens = ids, self._new_tokens(ids)
         self.times_s: list[float] = []
 
-    def _new_tokens(self, anew: list[int] | None = None) -> Iterator[Tensor]:
-        ids = torch.tensor([anew or self.ids], device=self.method.model.device)
-        yield from stream_tokens(
+    def _new_tokens(self, of: list[int]) -> Iterator[Tensor]:
+        """Tokens that follow others, `num_fed` of which have been fed."""
+        ids = torch.tensor([of], device=self.method.model.device)
+        return stream_tokens(
             self.method,
             ids[:, self.num_fed :],
             processors=self.sampling.processors(),
@@ -283,7 +277,8 @@ def load_stream(
     Args:
         path: the file.
         model, tokenizer: those of the saved stream.
-        aligner: that of the saved stream, unless it was the shipped default.
+        aligner: that of the saved stream; None: it is one that ships for the model, or that was
+            trained here last.
         compile: as in `kvalign.make_method`.
         config: changes to the choice of tokens: see `Sampling`. Everything else is as saved, and
             random numbers continue unless the seed changes.
@@ -297,19 +292,22 @@ def load_stream(
         if name in config:
             raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
     Sampling.of(load_stream, config)
-    asked: dict[str, Any] = {**config}
-    if asked.get("seed") is None:
-        asked.pop("seed", None)
+    changes: dict[str, Any] = {**config}
+    if changes.get("seed") is None:
+        changes.pop("seed", None)
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
-        taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
+        taken = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
         sizes = {name: getattr(saved, name) for name in taken}
+        if aligner is None and saved.aligner is not None:
+            aligner = _aligner_of(saved, unwrapped(model))
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
-        if stream_file.aligner_digest(method) != saved.aligner:
+        digests = Digests.of(method, tokenizer)
+        if digests.aligner != saved.aligner:
             raise UserError("it was made with another aligner: give that one")
-        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
-        if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | changes))
+        if saved.tokenizer not in (None, digests.tokenizer):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         device = method.model.device
         method.restore(stream_file.state_of(tensors))
@@ -321,3 +319,12 @@ def load_stream(
     loaded.notes = saved.notes
     loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
     return loaded
+
+
+def _aligner_of(saved: SavedStream, model: PreTrainedModel) -> Aligner:
+    """The aligner of a saved stream, among those at hand."""
+    for name in aligners_at_hand(model, at_least="any"):
+        aligner = Aligner.from_pretrained(name)
+        if stream_file.aligner_digest(aligner) == saved.aligner:
+            return aligner
+    raise UserError("it was made with another aligner: give that one")

@@ -29,7 +29,7 @@ def turn_ids(
 ) -> list[int]:
     """Tokens of `turn_text`, as of `message_ids`."""
     how = {"goes_on": not is_first, "special_tokens": special_tokens}
-    return message_ids(tokenizer, [_said("user", turn)], system=system, **how)
+    return message_ids(tokenizer, [_message("user", turn)], system=system, **how)
 
 
 def message_ids(
@@ -48,11 +48,11 @@ def message_ids(
     """
     masks: dict[str, str] = {}
     if not special_tokens:
-        said = [message["content"] for message in messages]
-        contents, masks = masked([*said, *([system] if system is not None else [])], tokenizer)
+        texts = [message["content"] for message in messages]
+        contents, masks = masked([*texts, *([system] if system is not None else [])], tokenizer)
         both = zip(messages, contents, strict=False)
         messages = [{**message, "content": content} for message, content in both]
-        system = contents[len(said)] if system is not None else None
+        system = contents[len(texts)] if system is not None else None
     text = messages_text(tokenizer, messages, goes_on=goes_on, system=system)
     prefix = not goes_on and not tokenizer.chat_template
     return ids_of(text, tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
@@ -83,22 +83,35 @@ def asked_from(
     return [turn + (num_asking if turn else num_opening) for turn in turns]
 
 
-def first_that_fits(
-    begins: Sequence[int], num_tokens: int, num_opening: int, size: int, num_answer: int
-) -> int:
-    """First of the turns from which on a conversation fits in a cache with its last turn, or else
-    the last one.
+def evict_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[int],
+    ids: Sequence[int],
+    system: str | None,
+    *,
+    size: int,
+    num_answer: int,
+    special_tokens: bool = False,
+) -> tuple[int, list[int]]:
+    """Evict the oldest turns of a conversation, each as a whole, until the last one fits. The last
+    one stays in any case, and so does the opening.
 
     Args:
-        begins: of each turn, as of `asked_from`.
-        num_tokens: of the conversation, its last turn included.
-        num_opening: tokens before the user's first word, which stay.
+        turns: number of tokens before each that has not been evicted, as of `asked_from`.
+        ids: all tokens of the conversation, its last turn included.
+        system: instructions with which it begins.
         size: entries of the cache.
         num_answer: longest answer in tokens. Room is left for it, up to half the cache.
+
+    Returns:
+        The number of turns that are evicted now, and the tokens that stay.
     """
+    begins = asked_from(tokenizer, turns, system, special_tokens=special_tokens)
+    num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
     room = size - num_opening - min(num_answer, size // 2)
-    fits = (i for i, begin in enumerate(begins) if num_tokens - begin <= room)
-    return next(fits, len(begins) - 1)
+    fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
+    num = next(fits, len(begins) - 1)
+    return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
 
 
 def _num_alike(
@@ -128,7 +141,7 @@ def turn_text(
     Raises:
         UserError: a template that fails, or does not accept such a conversation.
     """
-    return messages_text(tokenizer, [_said("user", turn)], goes_on=not is_first, system=system)
+    return messages_text(tokenizer, [_message("user", turn)], goes_on=not is_first, system=system)
 
 
 def messages_text(
@@ -155,11 +168,11 @@ def messages_text(
     Raises:
         UserError: a template that does not accept such a conversation, or leaves a part of it out.
     """
-    told = [] if system is None else [_said("system", system)]
+    told = [] if system is None else [_message("system", system)]
     if not tokenizer.chat_template:
         return "\n\n" * goes_on + "".join(map(_plain, [*told * (not goes_on), *messages]))
     answer = next(unused_in([message["content"] for message in (*told, *messages)]))
-    before = [_said("user", "?"), _said("assistant", answer)] if goes_on else []
+    before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
     text = _render(tokenizer, [*told, *before, *messages], to_answer=True)
     for message in (*told, *messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
@@ -177,10 +190,10 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if not tokenizer.chat_template:
         return None
     special, (answer, next_turn) = special_of(tokenizer), islice(unused_in([]), 2)
-    said = [_said("user", "?"), _said("assistant", answer)]
-    for more in ([], [_said("user", next_turn)]):
+    turn = [_message("user", "?"), _message("assistant", answer)]
+    for more in ([], [_message("user", next_turn)]):
         try:
-            text = _render(tokenizer, [*said, *more], to_answer=False)
+            text = _render(tokenizer, [*turn, *more], to_answer=False)
         except UserError:  # a template that cannot be used is refused where it is needed
             continue
         after = text.partition(answer)[2].partition(next_turn)[0]
@@ -190,7 +203,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -214,6 +227,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer:
         assert isinstance(text, str)
         check_text(text)
     except Exception as error:  # a program from outside raises anything
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the chat template of this model fails: {said:.300}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template of this model fails: {reason:.300}") from None
     return text

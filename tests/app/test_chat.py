@@ -22,7 +22,7 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.app.sessions.turns_held import memory_offer
+from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.models.loading import load_model

@@ -41,7 +41,7 @@ def test_what_is_answered_leaves_nothing(tmp_path):
             asking = [mix.ask("turn", CHAT, json=asked) for asked in turns]
             await asyncio.gather(*asking, mix.leave(), mix.ask("text", TEXT, json=text))
             assert mix.found == {"turn 200": 3, "leave 200": 1, "text 200": 1}
-        until(lambda: not server.service.engine._groups)
+        until(lambda: not server.service.engine._batches)
 
     limits = dict(cache_size=48, memory=60, max_sessions=3, max_unnamed=0, sessions=tmp_path)
     with serving(load_model("llama-mini"), **limits) as server, no_collections():

@@ -13,11 +13,11 @@ from helpers.other_weights import change, copy_of
 from helpers.results_example import documents
 
 from kvalign.app.cli.main import main
-from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites import cells as suite_cells
 from kvalign.app.suites import suite
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
+from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import read
 from kvalign.eval.report.suite_file import parse_suite_text
 

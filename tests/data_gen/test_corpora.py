@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import corpora, corpus
+from kvalign.data_gen import corpora, marked
 from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
 from kvalign.foundation.errors import UserError
@@ -235,7 +235,7 @@ assert not {"torch", "datasets", "transformers"} & {*sys.modules}
 
 
 def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):
-    corpus._moses.cache_clear()
+    marked._moses.cache_clear()
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     (tmp_path / "x.txt").write_text("text")
     with pytest.raises(UserError, match=r"needs sacremoses \(pip install 'kvalign\[pretrain\]'\)"):

@@ -82,6 +82,7 @@ def test_what_is_asked_for_is_refused(asked, models):
 
 def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models["gpt2"].config, "name_or_path", "mine")
     tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
     methods = make_grid(PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"])
     assert names(methods) == ["kvalign", "kvalign"]
@@ -105,6 +106,7 @@ def test_times_need_no_trained_aligner(models, caplog):
 def test_times_are_of_what_was_trained_here(models, tmp_path, monkeypatch):
     """As in every other evaluation, unless untrained kinds are asked for."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models["gpt2"].config, "name_or_path", "mine")
     tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
     named = LatencySettings(**SIZES, methods=("streaming-llm", "kvalign"))
     assert untrained_aligners(models["gpt2"], named) is None

@@ -25,7 +25,7 @@ from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]

@@ -21,7 +21,7 @@ from kvalign.eval.evaluations.streameval.scores import ask, check_fits, encode, 
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.loop import stream_tokens
 
 ROW = [*SIZES, "distance_lines"]
 ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy"]

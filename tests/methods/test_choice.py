@@ -1,6 +1,7 @@
 """`auto`: what it takes on each family, with an aligner and without; a name overrides it."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers.tiny_models import KINDS, tiny_model
 
 import kvalign
 from kvalign import load_model, make_cache, make_method
+from kvalign.aligners import Aligner
 from kvalign.methods import AUTO, METHODS, choice
 from kvalign.models.architectures import FAMILIES
 
@@ -19,7 +21,7 @@ PROMPT = torch.tensor([[5, 6, 7]])
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    choice._warn_once.cache_clear()
+    choice.warn_once.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -129,22 +131,66 @@ def test_nothing_is_said_where_methods_are_compared(models, caplog):
     assert not caplog.messages
 
 
-def test_what_was_trained_here_is_of_this_very_model(tmp_path, monkeypatch, models):
+@pytest.fixture
+def mine(tmp_path, monkeypatch, models):
+    """A model of the name `mine`, and a function that saves an aligner where training would."""
     monkeypatch.chdir(tmp_path)
-    model = models["gpt2"]
-    assert choice.trained_here(model, "mine") is None
-    folder = tmp_path / "kvalign-data/mine/table"
-    aligner = tables(model)
-    aligner.config.training["key"] = {"used": False}
-    aligner.save_pretrained(folder)
-    assert choice.trained_here(model, "mine") is None, "it changes nothing"
-    assert choice.trained_here(model, "mine", at_least="any")
-    aligner.config.training["key"] = {"used": True}
-    aligner.save_pretrained(folder)
-    assert choice.trained_here(model, "mine", at_least="judged") is None
-    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
-    aligner.save_pretrained(folder)
-    assert choice.trained_here(model, "mine", at_least="judged").resolve() == folder
-    assert choice.trained_here(model, "some/where/mine/").resolve() == folder
+    monkeypatch.setattr(models["gpt2"].config, "name_or_path", "some/where/mine/")
+
+    def train(scale=0.3, **about):
+        aligner = tables(models["gpt2"], scale=scale)
+        aligner.config.training["key"] = about
+        aligner.save_pretrained(tmp_path / "kvalign-data/mine/table")
+        return aligner
+
+    return models["gpt2"], train
+
+
+def test_what_was_trained_here_is_of_this_very_model(mine, monkeypatch):
+    (model, train), folder = mine, Path("kvalign-data/mine/table")
+    assert choice.trained_here(model) is None
+    train(used=False)
+    assert choice.trained_here(model) is None, "it changes nothing"
+    assert choice.trained_here(model, at_least="any")
+    train(used=True)
+    assert choice.trained_here(model, at_least="judged") is None
+    train(used=True, judged={"parts": ["key"]})
+    assert choice.trained_here(model, at_least="judged") == folder
     other = tiny_model("gpt2", n_embd=64)
-    assert choice.trained_here(other, "mine") is None
+    monkeypatch.setattr(other.config, "name_or_path", "mine")
+    assert choice.trained_here(other) is None
+    assert choice.trained_here(tiny_model("gpt2")) is None, "a model without a name has no folder"
+
+
+def test_what_was_trained_here_is_found_as_on_the_command_line(mine, caplog):
+    model, train = mine
+    train(used=True)
+    assert make_method(AUTO, model, cache_size=CACHE_SIZE).name == "discard-half"
+    assert "never judged by streams and is not used" in caplog.text
+    named = make_method("kvalign", model, cache_size=CACHE_SIZE)
+    assert named.aligner.source == "kvalign-data/mine/table"
+    train(used=True, judged={"parts": ["key"]})
+    for _ in range(2):
+        assert make_method(AUTO, model, cache_size=CACHE_SIZE).name == "kvalign"
+    assert caplog.text.count("using kvalign-data/mine/table, trained here: none ships") == 1
+    given = network(model)
+    assert make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=given).aligner is given
+
+
+def test_one_that_ships_is_second_to_a_trained_one_where_kvalign_is_named(
+    shipped, tmp_path, monkeypatch
+):
+    """A saved stream finds its own again."""
+    monkeypatch.chdir(tmp_path)
+    one, sizes = shipped["gpt2-mini"], dict(cache_size=16, max_new_tokens=3, seed=0)
+    network = Aligner.from_pretrained("kvalign-gpt2-mini-network-rollout")
+    network.save_pretrained("kvalign-data/gpt2-mini/network")
+    for method, source in (
+        (AUTO, "kvalign-gpt2-mini-table-kl"),
+        ("kvalign", "kvalign-data/gpt2-mini/network"),
+    ):
+        talk = kvalign.stream(one.model, one.tokenizer, "It", method=method, **sizes)
+        assert talk.method.aligner.source == source and list(talk)
+        talk.save("talk")
+        again = kvalign.load_stream("talk", one.model, one.tokenizer)
+        assert again.method.aligner.label == talk.method.aligner.label

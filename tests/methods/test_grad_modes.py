@@ -14,7 +14,7 @@ import kvalign
 from kvalign import checkpoints
 from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
-from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.loop import stream_tokens
 
 WITHIN, OUTSIDE = torch.inference_mode, nullcontext
 BORDERS = {"within": (WITHIN,), "in and out": (WITHIN, OUTSIDE), "out and in": (OUTSIDE, WITHIN)}

@@ -15,7 +15,7 @@ from helpers.tiny_models import CONTEXT_LEN
 import kvalign
 from kvalign.models.loading import load_model
 from kvalign.policies import OLDEST, POLICIES
-from kvalign.streaming.batch import stream_rows
+from kvalign.streaming.loop import stream_rows
 from kvalign.streaming.sampling import Sampling
 
 OTHERS = [policy for policy in POLICIES if policy != OLDEST]

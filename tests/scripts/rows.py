@@ -16,7 +16,7 @@ from kvalign import load_model, make_method
 from kvalign.app.cli.arguments import parse
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation.settings import Settings, option
-from kvalign.streaming.batch import stream_rows
+from kvalign.streaming.loop import stream_rows
 from kvalign.streaming.sampling import Sampling
 
 

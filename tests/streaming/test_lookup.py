@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.streaming.choosing import Chooser
 from kvalign.streaming.lookup import LEAST_TRUST, Lookup
+from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import MOST_GUESSED, Sampling
 
 PROMPT = "The history of the island"
@@ -257,11 +257,10 @@ def second_tokens(lookup_class, num_draws, model, prompt):
         method.reset()
         method.feed(torch.tensor([prompt[:-1]]))
         lookup, token = lookup_class(4, prompt[:-1]), prompt[-1]
-        chooser = Chooser(torch.tensor([prompt]), DRAWN, True, generator)
+        row = Row(torch.tensor([prompt]), DRAWN, True, generator)
         for _ in range(2):
             lookup.append(token)
-            token = int(chooser.choose(lookup.feed(method), method))
-            chooser.append(token)
+            token = row.advance(lookup.feed(method), method)
         counts[token] += 1
     return counts
 

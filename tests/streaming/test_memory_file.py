@@ -189,7 +189,7 @@ def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch)
     go_on(stream, 2)
     monkeypatch.setattr(memory_file, "_AT_ONCE", 5 * RECORD)
     places = {
-        "before the memory": (memory_file.Held, "records", killed),
+        "before the memory": (memory_file.Entries, "records", killed),
         "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 1)),
         "before the stream": (stream_file, "save_file", killed),
         "after it": (memory_file, "remove", killed),

@@ -77,11 +77,11 @@ def watch(
 def _step(method: Method, ids: Tensor, on_steps: Callable[[int], object]) -> Tensor:
     """The mean over steps, one a token of ids [B, T]."""
     total = torch.zeros((), dtype=torch.float64)
-    with watched(method.model) as found:
+    with watched(method.model) as weights:
         for one in ids.split(1, 1):
             method.feed(one)
-            total = total + in_bins(torch.stack(found, 1))
-            found.clear()
+            total = total + in_bins(torch.stack(weights, 1))
+            weights.clear()
             on_steps(1)
     return total / ids.shape[1]
 
@@ -101,16 +101,16 @@ def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Context in which each pass of the model appends the weights of its last query to the list:
     [B, H, S] a layer.
     """
-    config, found = model.config, list[Tensor]()
+    config, weights = model.config, list[Tensor]()
     name = config._attn_implementation
 
     def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        found.append(output[1][:, :, -1])
+        weights.append(output[1][:, :, -1])
 
     handles = [module.register_forward_hook(keep) for module in attention_of(model)]
     config._attn_implementation = "eager"  # the others return no weights
     try:
-        yield found
+        yield weights
     finally:
         config._attn_implementation = name
         for handle in handles:
@@ -121,9 +121,9 @@ def attention_of(model: PreTrainedModel) -> list[nn.Module]:
     """Modules that return attention's output and weights, one for each layer."""
     named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
-    found = [module for module in named if module not in inner]  # GPT-Neo has one in another
-    assert len(found) == model.config.num_hidden_layers
-    return found
+    outer = [module for module in named if module not in inner]  # GPT-Neo has one in another
+    assert len(outer) == model.config.num_hidden_layers
+    return outer
 
 
 def readable(method: Method) -> Method:
@@ -137,19 +137,19 @@ def readable(method: Method) -> Method:
 def row(method: Method, before: Tensor, after: Tensor) -> Row:
     """The row of a method, from weights [B, L, H, bins]."""
     phases = {"before": before, "after": after}
-    found: Row = sizes_of(method)
+    figures: Row = sizes_of(method)
     for part, bins in {"first": [0], "four": range(EDGE), "latest": range(-EDGE, 0)}.items():
         for phase, weights in phases.items():
             layers = weights[:, LOCAL_LAYERS:] if weights.shape[1] > LOCAL_LAYERS else weights
             shares = 100 * layers[..., list(bins)].sum(-1).mean((1, 2))  # [B]
             low, high = mean_interval(shares)
             name = f"{part}_{phase}"
-            found |= {name: shares.mean().item(), f"{name}_low": low, f"{name}_high": high}
+            figures |= {name: shares.mean().item(), f"{name}_low": low, f"{name}_high": high}
     for phase, weights in phases.items():  # what the pictures show
         mean = 100 * weights.mean(0)  # [L, H, bins]
         by_entry, by_head = mean.mean(1), mean[..., :EDGE].sum(-1)
-        found[phase] = {"by_entry": _short(by_entry), "by_head": _short(by_head)}
-    return found
+        figures[phase] = {"by_entry": _short(by_entry), "by_head": _short(by_head)}
+    return figures
 
 
 def _short(shares: Tensor) -> list[list[float]]:

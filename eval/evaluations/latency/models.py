@@ -105,9 +105,9 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
         cls = KINDS.find(kind)
         sinks = settings.num_sinks or (cls.default_num_sinks,)
         shifts = {
-            num_evicted_of(asked, size - num_sinks)
+            num_evicted_of(num_evicted, size - num_sinks)
             for size, num_sinks in itertools.product(sizes, sinks)
-            for asked in settings.num_evicted or (1,)
+            for num_evicted in settings.num_evicted or (1,)
         }
         config = new_config(
             kind,

@@ -111,16 +111,16 @@ class LlamaCpp:
         """
         if self.reader is None:
             self.reader = self._fastest(ids)
-        _checked(*self.reader.ask(self._asked(ids[0].tolist(), 1)))
+        _checked(*self.reader.ask(self._request(ids[0].tolist(), 1)))
 
     def turn(self, ids: Tensor, num_tokens: int) -> list[float]:
         """Seconds of each of so many steps, rounded up to whole periods from one shift to the next,
         by its own clock. C tokens, ids [1, C], fill the context first; the first step shifts it.
         """
         num_steps = -(-num_tokens // self.sizes.num_evicted) * self.sizes.num_evicted
-        asked = self._asked(ids[0].tolist(), 1 + num_steps, ignore_eos=True)
-        asked |= {"stream": True, "timings_per_token": True}
-        answers = self.stream.ask(asked)
+        request = self._request(ids[0].tolist(), 1 + num_steps, ignore_eos=True)
+        request |= {"stream": True, "timings_per_token": True}
+        answers = self.stream.ask(request)
         seconds: list[float] = []
         for before, after in itertools.pairwise(_checked(answer)["timings"] for answer in answers):
             ms = after["predicted_ms"] - before["predicted_ms"]
@@ -138,7 +138,7 @@ class LlamaCpp:
         tokens, nll = ids[0].tolist(), []
         for i in range(num_context, len(tokens)):
             sure = dict(logit_bias=[[tokens[i], _SURE]], logprobs=1, cache_prompt=True)
-            answer = _checked(*self.stream.ask(self._asked(tokens[:i], 1, **sure)))
+            answer = _checked(*self.stream.ask(self._request(tokens[:i], 1, **sure)))
             (drawn,) = answer["choices"][0]["logprobs"]["content"]
             assert drawn["id"] == tokens[i], (drawn, tokens[i])
             nll.append(-drawn["logprob"])
@@ -151,7 +151,7 @@ class LlamaCpp:
             progress.phase(f"{self.title}, n_ubatch {num_ubatch}")
             reader = self._server(self.longest + 1, num_ubatch)
             start = time.perf_counter()
-            _checked(*reader.ask(self._asked(ids[0].tolist(), 1)))
+            _checked(*reader.ask(self._request(ids[0].tolist(), 1)))
             if (seconds := time.perf_counter() - start) < best:
                 best, fastest, self.num_ubatch = seconds, reader, num_ubatch
         assert fastest is not None
@@ -167,10 +167,10 @@ class LlamaCpp:
         model = {"model.path": str(self.file), "n_ubatch": num_ubatch}
         return PeerProcess({**model, **window, **threads, **alone, **fixed})
 
-    def _asked(self, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+    def _request(self, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
         """Tokens after ids, so many and each the likeliest, in a context that is emptied first."""
-        asked = dict(prompt=ids, n_predict=num_tokens, temperature=0.0, cache_prompt=False)
-        return {**asked, "n_keep": self.sizes.num_sinks, **more}
+        request = dict(prompt=ids, n_predict=num_tokens, temperature=0.0, cache_prompt=False)
+        return {**request, "n_keep": self.sizes.num_sinks, **more}
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -29,13 +29,13 @@ class PeerProcess:
         there.close()
         self._received()
 
-    def ask(self, asked: dict[str, Any]) -> Answers:
+    def ask(self, request: dict[str, Any]) -> Answers:
         """All that it answers: of a stream one for each of its parts.
 
         Raises:
             RunError: the process has ended.
         """
-        self.connection.send(asked)
+        self.connection.send(request)
         return self._received()
 
     def _received(self) -> Answers:
@@ -57,10 +57,10 @@ def _serve(connection: Connection, params: dict[str, Any]) -> None:
     connection.send([])
     while True:
         try:
-            asked = connection.recv()
+            request = connection.recv()
         except EOFError:
             return
-        connection.send(answers_of(server, asked))
+        connection.send(answers_of(server, request))
 
 
 def server_of(params: dict[str, Any]) -> Any:
@@ -74,10 +74,10 @@ def server_of(params: dict[str, Any]) -> Any:
     return xllamacpp.Server(told)
 
 
-def answers_of(server: Any, asked: dict[str, Any]) -> Answers:
+def answers_of(server: Any, request: dict[str, Any]) -> Answers:
     """Answers of the package's server."""
-    if not asked.get("stream"):
-        return [server.handle_completions(asked)]
+    if not request.get("stream"):
+        return [server.handle_completions(request)]
     answers: Answers = []
-    server.handle_completions(asked, answers.append)
+    server.handle_completions(request, answers.append)
     return answers

@@ -22,7 +22,7 @@ from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
-from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
 SAMPLING = Sampling(top_k=20)  # the paper's

@@ -70,21 +70,21 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     smaller = "--distances, --gap, --num-needles or --num-streams"
     text = iter(first_ids(settings.corpus, tokenizer, num_ids, smaller))
 
-    def ids(said: str) -> list[int]:
-        return ids_of(said, tokenizer, prefix=False, goes_on=True)
+    def ids(text: str) -> list[int]:
+        return ids_of(text, tokenizer, prefix=False, goes_on=True)
 
-    found = []
+    haystacks = []
     for _ in range(settings.num_streams):
         stream, needles = prefix_ids(tokenizer), []
         for name in rng.sample(NAMES, settings.num_needles):
             code = ids(f" {rng.randrange(10_000, 100_000)}")
             question = ids(f"\n The secret code of the {name} is")
             again = ids(f" . Remember : the secret code of the {name} is")
-            said = [*question, *code, *again, *code, *ids(" . \n")]
-            stream = [*stream, *islice(text, settings.gap), *said]
+            sentences = [*question, *code, *again, *code, *ids(" . \n")]
+            stream = [*stream, *islice(text, settings.gap), *sentences]
             needles.append(Needle(len(stream), question, code))
-        found.append(Haystack([*stream, *islice(text, farthest)], needles))
-    return found
+        haystacks.append(Haystack([*stream, *islice(text, farthest)], needles))
+    return haystacks
 
 
 def is_found(method: Method, needle: Needle) -> dict[str, bool]:

@@ -317,8 +317,8 @@ class Perplexity(Evaluation):
         return figure, caption, SHIFTED if _shifted(rows) else by_time(rows)
 
 
-def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
-    if any(needed - one.keys() for one in found):
+def _check_names(where: str, rows: list[Row], needed: set[str]) -> None:
+    if any(needed - one.keys() for one in rows):
         raise UserError(f"{where}: each needs {' and '.join(sorted(needed))}")
 
 

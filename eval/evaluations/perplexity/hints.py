@@ -50,11 +50,11 @@ def hint_at_wrong_text(
 
 
 def _warn(row: Row, what: str, corpus: str) -> None:
-    said = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
+    line = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
     log.warning(
         "%s, or its encoding, may be the wrong text for this model, or the tokenizer may not "
         "belong to the model",
-        said,
+        line,
     )
 
 

@@ -103,12 +103,12 @@ def import_losses(settings: ImportLossesSettings) -> Document:
     losses = [_read(one) for one in files]
     rows = [_row(one, nll) for one, nll in zip(files, losses, strict=True)]
     for size in {one.cache_size for one in files}:
-        found = [one for one in files if one.cache_size == size]
-        if (name := settings.reference) not in [MODES[one.mode][0] for one in found]:
+        of_size = [one for one in files if one.cache_size == size]
+        if (name := settings.reference) not in [MODES[one.mode][0] for one in of_size]:
             raise UserError(
                 f"{settings.losses} has no {name} at C = {size}: name another --reference"
             )
-        if len({one.num_labels for one in found}) > 1:
+        if len({one.num_labels for one in of_size}) > 1:
             raise UserError(
                 f"{settings.losses} has other numbers of labels at C = {size}: leave one out"
             )
@@ -127,10 +127,10 @@ def import_losses(settings: ImportLossesSettings) -> Document:
 def _files(folder: Path) -> list[_File]:
     if not folder.is_dir():
         raise NotFoundError(f"no folder {str(folder)!r}: name one with files nglls_mode_*.pt")
-    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*.pt"))]
+    matches = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*.pt"))]
     files = [
         _File(path, name[1], int(name[2]), int(name[3]), name[4], name[5])
-        for path, name in found
+        for path, name in matches
         if name
     ]
     if not files:
@@ -143,8 +143,8 @@ def _only(names: set[str | None], what: str, settings: ImportLossesSettings) -> 
     """The one name that the files have."""
     (name, *others) = sorted(filter(None, names)) or [""]
     if not name or others:
-        said = f"are of several: {name}, {', '.join(others)}" if others else f"name no {what}"
-        raise UserError(f"the files in {settings.losses} {said}: give --{what}")
+        problem = f"are of several: {name}, {', '.join(others)}" if others else f"name no {what}"
+        raise UserError(f"the files in {settings.losses} {problem}: give --{what}")
     return name
 
 
@@ -180,18 +180,18 @@ def _row(one: _File, nll: Tensor) -> Row:
     sizes = dict.fromkeys(SIZES) | {"method": method, "cache_size": one.cache_size}
     if method == "kvalign":
         sizes |= {"aligner": "network", "aligner_label": "network", "realign_every": 1}
-    found = of_losses(nll, one.cache_size, first_label=one.cache_size + 1)
-    return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **found}
+    figures = of_losses(nll, one.cache_size, first_label=one.cache_size + 1)
+    return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **figures}
 
 
 def _logged(folder: Path) -> dict[tuple[str, int, int], list[tuple[float, float]]]:
     """Perplexities and seconds that logs tell, by mode, cache size and labels."""
-    found: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    figures: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     logs = [path for where in (folder, folder.absolute().parent) for path in where.glob("*.log")]
     for path in sorted(logs):
         for num, size, mode, ppl, took in _LOGGED.findall(path.read_text("utf-8", "replace")):
-            found.setdefault((mode, int(size), int(num)), []).append((float(ppl), float(took)))
-    return found
+            figures.setdefault((mode, int(size), int(num)), []).append((float(ppl), float(took)))
+    return figures
 
 
 def _time_of(

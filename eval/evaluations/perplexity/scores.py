@@ -66,9 +66,9 @@ def score_methods(
             if settings.keep:
                 write_losses(settings.keep, key, after, nll, seconds)
         losses.append(nll[-num_labels:].cpu())
-        found = of_losses(losses[-1], cache_size, first_label)
+        figures = of_losses(losses[-1], cache_size, first_label)
         seconds *= num_labels / len(after)
-        rows.append({**sizes_of(method), **found, "seconds": seconds})
+        rows.append({**sizes_of(method), **figures, "seconds": seconds})
     if settings.reference:
         compare(rows, losses, settings.reference)
     slice_losses(rows, losses, ids[0].tolist(), settings.reference)

@@ -29,11 +29,11 @@ def distances(ids: Sequence[int], length: int) -> Tensor:
     that end with it, [N] int64; 0: none.
     """
     last: dict[tuple[int, ...], int] = {}
-    found = [0] * len(ids)
+    distances = [0] * len(ids)
     for i, gram in enumerate(zip(*(ids[n:] for n in range(length)), strict=False), length - 1):
-        found[i] = i - last.get(gram, i)
+        distances[i] = i - last.get(gram, i)
         last[gram] = i
-    return torch.tensor(found)
+    return torch.tensor(distances)
 
 
 def slices(nll: Tensor, far: Tensor, cache_size: int, edges: Sequence[float]) -> list[Slice]:
@@ -48,12 +48,12 @@ def slices(nll: Tensor, far: Tensor, cache_size: int, edges: Sequence[float]) ->
         no earlier occurrence), num_labels, and perplexity, low, high (95 %, moving blocks of the
         slice's own labels), None without labels.
     """
-    found = [
+    slices = [
         _slice(nll[(far > low * cache_size) & (far <= high * cache_size)])
         | {"from": low, "to": high if math.isfinite(high) else None}
         for low, high in pairwise((0.0, *edges, math.inf))
     ]
-    return [*found, _slice(nll[far == 0]) | {"from": None, "to": None}]
+    return [*slices, _slice(nll[far == 0]) | {"from": None, "to": None}]
 
 
 def _slice(nll: Tensor) -> Slice:

@@ -228,11 +228,11 @@ class Readability(JudgedText):
                 setting_of(ngram) or ("repetition allowed" if ngram == 0 else ""): group
                 for ngram, group in by_ngram.items()
             }
-            said = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
+            lines = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
             of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
             ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
             caption = f"Chunks in order: {of}, rule {rule}"
-            plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(said)))
+            plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(lines)))
         return plots
 
     def panels(self, document: Document) -> list[Panel]:

@@ -65,19 +65,19 @@ def read_stream(cache_size: int, settings: RecallSettings, device: torch.device)
     while True:
         piece_len = max(-(-PIECE_LEN // num_rows), ids.shape[1] // 4)
         ids = np.concatenate([ids, streams.take(piece_len)], axis=1)
-        found = np.array([facts.ages(row) for row in ids.tolist()])[:, first:]
-        found[found > max_age] = 0
+        ages = np.array([facts.ages(row) for row in ids.tolist()])[:, first:]
+        ages[ages > max_age] = 0
         counts = np.zeros(num_parts, np.int64)
-        for at in zip(*found.T.nonzero()[::-1], strict=True):  # in the order of time
-            part = part_of(int(found[at]), cache_size, farthest)
+        for at in zip(*ages.T.nonzero()[::-1], strict=True):  # in the order of time
+            part = part_of(int(ages[at]), cache_size, farthest)
             counts[part] += 1
             if counts[part] > settings.num_questions:
-                found[at] = 0
+                ages[at] = 0
         if counts.min() >= settings.num_questions:
             break
-    end = int(found.nonzero()[1].max()) + 1
-    ids, found = ids[:, : first + end], found[:, :end]
-    return Stream(torch.from_numpy(ids).to(device), torch.from_numpy(found))
+    end = int(ages.nonzero()[1].max()) + 1
+    ids, ages = ids[:, : first + end], ages[:, :end]
+    return Stream(torch.from_numpy(ids).to(device), torch.from_numpy(ages))
 
 
 def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: int = 0) -> Row:
@@ -91,9 +91,9 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: 
     ages = of_labels[wanted]
     parts = torch.tensor([part_of(age, cache_size, farthest) for age in ages.tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}
-    found = {"accuracy": right[parts < len(QUARTERS)]}
-    found |= {name: right[parts == i] for i, name in enumerate(parts_of(farthest))}
-    found[BEYOND] = right[(ages > cache_size) & (ages <= math.ceil(1.5 * cache_size))]
-    for name, of_part in found.items():
+    hits_of = {"accuracy": right[parts < len(QUARTERS)]}
+    hits_of |= {name: right[parts == i] for i, name in enumerate(parts_of(farthest))}
+    hits_of[BEYOND] = right[(ages > cache_size) & (ages <= math.ceil(1.5 * cache_size))]
+    for name, of_part in hits_of.items():
         row |= share_of(name, of_part.tolist())
     return row | {"seconds": seconds}

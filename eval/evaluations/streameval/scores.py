@@ -76,9 +76,9 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
     for line in range(1, num_lines + 1):
         numbers[line] = draws.randint(10_000, 99_999)
         yield Piece(line, numbers[line])
-        asked = line - distance
-        if line % query_every == 0 and asked in numbers:
-            yield Piece(asked, numbers[asked], distance)
+        past = line - distance
+        if line % query_every == 0 and past in numbers:
+            yield Piece(past, numbers[past], distance)
 
 
 def encode(
@@ -119,13 +119,13 @@ def score(
     seconds = time.perf_counter() - start
     check_losses(nll, method, most=math.inf)  # of whole answers
     lines = {one.piece.line: one for one in stream if not one.piece.is_query}
-    asked = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
+    queries = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
     return {
         **sizes_of(method),
-        "distance_lines": asked[0][1].piece.distance,
-        "distance_tokens": fmean(query.answer_start - line.answer_end for line, query in asked),
-        "in_cache": fmean(sees(method, line, query.answer_start) for line, query in asked),
-        "num_queries": len(asked),
+        "distance_lines": queries[0][1].piece.distance,
+        "distance_tokens": fmean(query.answer_start - line.answer_end for line, query in queries),
+        "in_cache": fmean(sees(method, line, query.answer_start) for line, query in queries),
+        "num_queries": len(queries),
         **share_of("accuracy", right.tolist()),
         "answer_nll_nats": nll.double().mean().item(),
         "seconds": seconds,

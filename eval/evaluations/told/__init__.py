@@ -141,8 +141,8 @@ class Told(Evaluation):
         x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
         figure = draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
         caption = f"Right answers against other talk, 95 %: {title}"
-        said = "After {} C of other talk the word that was told is the likeliest of eight"
-        return figure, caption, farthest(rows, "talk", said)
+        line = "After {} C of other talk the word that was told is the likeliest of eight"
+        return figure, caption, farthest(rows, "talk", line)
 
 
 EVALUATION = Told()

@@ -127,13 +127,13 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
     pieces = token_pieces(settings.corpus, tokenizer, "test")
     passages = cut_chunks(pieces, settings.passage_len, settings.passage_len)
     num_tokens = max(settings.talk) * max(settings.cache_sizes)
-    found = []
+    conversations = []
     for _ in range(settings.num_conversations):
         facts, questions = [], []
         for i, (begin, question, words) in enumerate(FACTS):
             told = rng.randrange(len(words.split()))
-            said = f"{begin} {words.split()[told]}."
-            facts += turn_ids(tokenizer, said, not i) + _answer(tokenizer, ANSWERS[i])
+            fact = f"{begin} {words.split()[told]}."
+            facts += turn_ids(tokenizer, fact, not i) + _answer(tokenizer, ANSWERS[i])
             questions.append(_question(tokenizer, begin, question, words.split(), told))
         talk = list(_talk(tokenizer, passages, num_tokens, rng))
         if sum(map(len, talk)) < num_tokens:
@@ -142,8 +142,8 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
                 f"{num_tokens} tokens of other talk: name a longer one, or smaller --talk or "
                 "--num-conversations"
             )
-        found.append(Conversation(facts, talk, questions))
-    return found
+        conversations.append(Conversation(facts, talk, questions))
+    return conversations
 
 
 def _talk(

@@ -97,7 +97,7 @@ def _offered(
     """
     before, comma, last = prefix.rpartition(",") if may_be_several else ("", "", prefix)
     start = re.match("(marked:)?(text:)?", last)[0]  # type: ignore[index]
-    found = [name for name in names if name.startswith(last)]
-    if last == start != "" or not found:
-        found = [start + path for path in FilesCompleter()(last.removeprefix(start))]
-    return [before + comma + one for one in found]
+    matches = [name for name in names if name.startswith(last)]
+    if last == start != "" or not matches:
+        matches = [start + path for path in FilesCompleter()(last.removeprefix(start))]
+    return [before + comma + one for one in matches]

@@ -151,8 +151,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return 1, f"{error}; what was finished is kept"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
-    if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
-        return 1, f"not enough memory for {asked[1]} bytes at once: use smaller sizes"
+    if isinstance(error, RuntimeError) and (match := re.search(_ALLOCATOR, str(error))):
+        return 1, f"not enough memory for {match[1]} bytes at once: use smaller sizes"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.inventory.checks import how_to_install
@@ -178,8 +178,8 @@ def _imported(error: Exception) -> str:
     names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     begin = max((i for i, name in enumerate(names) if name == "kvalign"), default=len(names))
     below = zip(frames[begin + 1 :], names[begin + 1 :], strict=True)
-    found = [name for frame, name in below if frame.f_code.co_name == "<module>"]
-    return found[-1] if found else ""
+    modules = [name for frame, name in below if frame.f_code.co_name == "<module>"]
+    return modules[-1] if modules else ""
 
 
 def _set_variables(error: Exception) -> str:

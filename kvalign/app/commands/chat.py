@@ -11,7 +11,7 @@ from kvalign.foundation.escape import escape_controls
 def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.sessions.chat_commands import is_command, obey
     from kvalign.app.sessions.conversation import SYSTEM, Conversation, turns
-    from kvalign.app.sessions.turns_held import in_words, memory_offer, num_forgotten
+    from kvalign.app.sessions.turns_in_cache import in_words, memory_offer, num_forgotten
 
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)

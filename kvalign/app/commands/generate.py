@@ -136,9 +136,9 @@ def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
     """Compare the shipped aligner with the one trained here."""
     from kvalign.methods.choice import trained_here
 
-    trained = trained_here(loaded.model, settings.model)
+    trained = trained_here(loaded.model)
     names = [settings.aligner, checkpoints.default_aligner(settings.model), trained]
-    found = dict.fromkeys(str(name) for name in names if name)
-    aligners = ["--aligner", ",".join(found)] if found else []
+    unique = dict.fromkeys(str(name) for name in names if name)
+    aligners = ["--aligner", ",".join(unique)] if unique else []
     model = of_model(settings.model)
     say_next("eval", "perplexity", *model, *aligners, "--reference", "recompute")

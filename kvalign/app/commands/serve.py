@@ -26,8 +26,8 @@ def run(settings: ServeSettings, as_json: bool) -> None:
             f"--host {settings.host} lets other machines connect: give --api-key (or "
             "KVALIGN_API_KEY), or --without-key to ask for no key"
         )
-    held = locked(settings.sessions) if settings.sessions else contextlib.nullcontext()
-    with listening(settings.host, settings.port) as at, held:
+    lock = locked(settings.sessions) if settings.sessions else contextlib.nullcontext()
+    with listening(settings.host, settings.port) as at, lock:
         with loading(at, "application/json", LOADING):
             from kvalign.app.serve.server import build, serve
 

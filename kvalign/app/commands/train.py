@@ -75,7 +75,7 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
 def _say_next(settings: TrainSettings, kind: str) -> None:
     """Name the other network, if one is left to train; then `generate`."""
     from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.base import CONFIG
+    from kvalign.aligners.config import CONFIG
     from kvalign.foundation.files import read_checked
 
     out = settings.folder(kind)
@@ -105,7 +105,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
         if row["num_sinks"] == num_sinks
     }
 
-    def said(parts: tuple[str, ...]) -> str:
+    def figures(parts: tuple[str, ...]) -> str:
         what = " and ".join(f"{kv}s" for kv in parts)
         return f"{math.exp(losses[parts]):.4g} with {what} realigned"
 
@@ -116,7 +116,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
         f"with discard-half{f' of {chosen} sinks' * (chosen != num_sinks)}{_beside(judged)}"
     ]
     if judged["parts"]:
-        return [*lines, f"used: {said(tuple(judged['parts']))}"]
+        return [*lines, f"used: {figures(tuple(judged['parts']))}"]
     tried = min((parts for parts in losses if parts), key=losses.__getitem__)
     why = (
         "is not distinguishable from streaming-llm"
@@ -126,7 +126,7 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
     what = f"streaming-llm with {chosen} sinks"
     return [
         *lines,
-        (f"not used: {said(tried)} {why}; the saved aligner changes nothing and equals {what}"),
+        (f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals {what}"),
     ]
 
 
@@ -147,8 +147,8 @@ def _kind_of(given: set[str]) -> str:
 def _with_kind(kind: str) -> type[Settings]:
     """Settings of a kind with the choice of it."""
     cls = trainer_of(kind).SETTINGS
-    asked = "each kind has its own flags, which imply it; --target or --data alone imply network"
-    field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
+    note = "each kind has its own flags, which imply it; --target or --data alone imply network"
+    field = option(kind, help=f"what to train: {note}", choices=tuple(KINDS))
     return dataclasses.make_dataclass(
         cls.__name__,
         [("aligner_kind", str, field)],

@@ -11,7 +11,7 @@ _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.base import CONFIG
+    from kvalign.aligners.config import CONFIG
     from kvalign.foundation.console import Heading, print_table
     from kvalign.foundation.files import read_checked
     from kvalign.training import tune_network

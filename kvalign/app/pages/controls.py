@@ -7,13 +7,12 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.cache.sizes import Positions
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
-from kvalign.methods.choice import trained_here
+from kvalign.methods.choice import aligners_at_hand
 from kvalign.models.loading import LoadedModel
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import Sampling
@@ -105,11 +104,7 @@ def labelled(line: str) -> str:
 
 def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
     """Aligners for a model: `own`, the default, other shipped ones, the last trained here."""
-    model = loaded.spec.name
-    default, trained = checkpoints.default_aligner(model), trained_here(loaded.model, model)
-    shipped = (name for name in checkpoints.ALIGNERS if name.startswith(f"kvalign-{model}-"))
-    found = (own, default, *shipped, str(trained or ""))
-    return list(dict.fromkeys(name for name in found if name))
+    return list(dict.fromkeys([*filter(None, [own]), *aligners_at_hand(loaded.model)]))
 
 
 def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | None) -> int:

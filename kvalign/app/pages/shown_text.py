@@ -42,7 +42,7 @@ class Piece:
 
 def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
     """Parts of a text, cut at its chunks and headings; the last one is the rest."""
-    headings = [(found.start(), found.end()) for found in _HEADING.finditer(text)]
+    headings = [(match.start(), match.end()) for match in _HEADING.finditer(text)]
     edits = _edits(text)
     for first, end, kind in _kinds(len(text), chunks):
         cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
@@ -64,12 +64,12 @@ def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str
 def _edits(text: str) -> list[tuple[int, int, str]]:
     """Return replacements of text[start:end], in order, without overlap."""
     edits = []
-    for found in _HEADING.finditer(text):
-        edits += [(*found.span(name), "") for name in ("opening", "closing")]
-    for found in _MARKS.finditer(text):
-        edits.append((*found.span(), found["joined"] or UNKNOWN))
+    for match in _HEADING.finditer(text):
+        edits += [(*match.span(name), "") for name in ("opening", "closing")]
+    for match in _MARKS.finditer(text):
+        edits.append((*match.span(), match["joined"] or UNKNOWN))
     if _IS_TOKENISED.search(text):
-        edits += [(*found.span(), "") for found in _SPACES.finditer(text)]
+        edits += [(*match.span(), "") for match in _SPACES.finditer(text)]
     apart: list[tuple[int, int, str]] = []
     for edit in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
         if not apart or edit[0] >= apart[-1][1]:

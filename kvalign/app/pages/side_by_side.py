@@ -87,8 +87,8 @@ def begin(
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
         raise UserError("no method is chosen: select at least one")
-    sampling, asked = Sampling.of(begin, config)
-    aligner = asked.pop("aligner", None)
+    sampling, settings = Sampling.of(begin, config)
+    aligner = settings.pop("aligner", None)
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
@@ -99,7 +99,11 @@ def begin(
                 cache_size=cache_size,
                 aligner=aligner if cls.takes_aligner else None,
                 warn=False,
-                **{size: value for size, value in asked.items() if size not in cls.not_taken()},
+                **{
+                    size: value
+                    for size, value in settings.items()
+                    if size not in cls.ignored_settings()
+                },
             )
             text_stream = TextStream(loaded.tokenizer, method, sampling)
         except UserError as error:

@@ -73,11 +73,11 @@ class Answers:
 
 
 @dataclass(eq=False)
-class Held:
+class SessionUpdate:
     """Session of a turn: stored when its answer is complete, else unchanged."""
 
     sessions: Sessions
-    said: Sequence[Message]  # of the turn
+    messages: Sequence[Message]  # of the turn
     session: Session  # as its answer begins; it says what was said before the turn
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
@@ -98,7 +98,7 @@ class Held:
     def _keep(self, row: Row, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
         how = self.session.compared
-        asked, said = digest(self.session.said, [*self.said, answer], how)[-2:]
+        asked, said = digest(self.session.said, [*self.messages, answer], how)[-2:]
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,

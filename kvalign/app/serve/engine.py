@@ -1,4 +1,4 @@
-"""The one loop that steps a model: rows join and leave it, on a thread of its own.
+"""The thread that steps a model: rows of requests join and leave its batches.
 
 Each round first feeds parts of new prompts, of at most `PART` tokens, for about as long as a step
 takes. Then it steps every row by one token. So new prompts do not delay the others. A prompt is fed
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch import Tensor
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.turn import Row, Turn, states_of
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
-from kvalign.streaming.health import most_likely
+from kvalign.streaming.loop import Batch
 
 log = logging.getLogger(__name__)
 PART = 512
@@ -30,15 +29,6 @@ GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
-Pairs = list[tuple[Turn, Row]]
-
-
-@dataclass
-class _Group:
-    """Rows that are stepped together: a batch of a method, and the owners of its rows."""
-
-    batch: Method
-    rows: Pairs = field(default_factory=list)
 
 
 def _shutting_down() -> RequestError:
@@ -57,7 +47,7 @@ class Engine(threading.Thread):
         self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
         self._waiting: deque[Turn] = deque()
         self._feeding: deque[Turn] = deque()
-        self._groups: dict[int, _Group] = {}
+        self._batches: dict[int, Batch[Row]] = {}  # by their number of sinks
         self._wakes, self._is_stopping = threading.Condition(), False
         self.num_rows, self._step_s = 0, 0.0
 
@@ -98,7 +88,7 @@ class Engine(threading.Thread):
         while True:
             pause_s: float | None = GIVE_BACK_S
             with self._wakes:
-                while not (self._is_stopping or self._waiting or self._feeding or self._groups):
+                while not (self._is_stopping or self._waiting or self._feeding or self._batches):
                     if not self._wakes.wait(pause_s):
                         give_back()
                         pause_s = None
@@ -113,7 +103,7 @@ class Engine(threading.Thread):
                 give_back()  # prompts and rows of any length leave holes
                 given_back_s = time.monotonic()
         turns = [*self._waiting, *self._feeding]
-        turns += [turn for group in self._groups.values() for turn, _ in group.rows]
+        turns += [row.turn for batch in self._batches.values() for row in batch.rows]
         for turn in dict.fromkeys(turns):
             turn.failed(_shutting_down())
 
@@ -126,25 +116,24 @@ class Engine(threading.Thread):
         for turns in (self._waiting, self._feeding):
             for turn in [turn for turn in turns if turn.is_cancelled]:
                 turns.remove(turn)
-        for num_sinks, group in list(self._groups.items()):
+        for batch in self._batches.values():
             try:
-                self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
+                batch.keep([not row.turn.is_cancelled for row in batch.rows])
             except Exception as error:
-                self._fail_all(group, error)
-            self._drop_empty(num_sinks)
+                self._fail_all(batch, error)
+        self._drop_empty()
         self._count()
 
-    def _drop_empty(self, num_sinks: int) -> None:
-        if not self._groups[num_sinks].rows:
-            del self._groups[num_sinks]
+    def _drop_empty(self) -> None:
+        self._batches = {num: batch for num, batch in self._batches.items() if batch.rows}
 
     def _count(self) -> None:
         feeding = sum(len(turn.rows) for turn in self._feeding)
-        self.num_rows = feeding + sum(len(group.rows) for group in self._groups.values())
+        self.num_rows = feeding + sum(len(batch.rows) for batch in self._batches.values())
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        begun = defaultdict[int, Pairs](list)
+        begun = defaultdict[int, list[tuple[Method, list[Row]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
@@ -160,99 +149,62 @@ class Engine(threading.Thread):
                 if len(turn.left):
                     self._feeding.append(turn)
                     continue
-                pairs = [(turn, row) for row in turn.rows]
-                self._choose(pairs, logits.expand(len(pairs), -1), turn.method)
-                going = self._ended(pairs, turn.method)
+                rows = turn.begin()
+                self._take(rows, logits.expand(len(rows), -1), turn.method)
+                if going := [row for row in rows if row.goes_on]:
+                    if len(rows) > 1:
+                        turn.method.select([0] * len(going))
+                    begun[turn.method.sizes.num_sinks].append((turn.method, going))
             except Exception as error:
                 self._fail([turn], error)
-                going = []
-            if not going:
-                continue
-            if len(turn.rows) > 1:
-                turn.method.select([0] * len(going))
-            begun[turn.method.sizes.num_sinks] += going
         for num_sinks, pairs in begun.items():
-            methods = [turn.method for turn in dict.fromkeys(turn for turn, _ in pairs)]
-            if num_sinks not in self._groups:
-                self._groups[num_sinks] = _Group(methods.pop(0))
-            group = self._groups[num_sinks]
-            group.rows += pairs
+            methods = [method for method, _ in pairs]
+            batch = self._batches.setdefault(num_sinks, Batch(methods[0]))
             try:
-                group.batch.join(methods)
+                batch.join([row for _, rows in pairs for row in rows], methods)
             except Exception as error:
-                self._fail_all(group, error)
-            for method in methods:
-                method.reset()  # its turn goes on, in the batch
+                self._fail_all(batch, error)
 
     def _step_all(self) -> None:
         begun_s = time.perf_counter()
-        for num_sinks, group in list(self._groups.items()):
+        for batch in self._batches.values():
             try:
-                if group.rows:
-                    self._step(group)
+                if batch.rows:
+                    self._take(batch.rows, batch.feed(), batch.method)
+                    batch.keep([row.goes_on for row in batch.rows])
             except Exception as error:
-                self._fail_all(group, error)
-            self._drop_empty(num_sinks)
+                self._fail_all(batch, error)
+        self._drop_empty()
         self._step_s = time.perf_counter() - begun_s
 
-    def _step(self, group: _Group) -> None:
-        rows = [row for _, row in group.rows]
-        if len(rows) == 1 and rows[0].lookup is not None:
-            logits = rows[0].lookup.feed(group.batch)
-        else:
-            tokens = [[row.token_ids[-1]] for row in rows]
-            logits = group.batch.feed(torch.tensor(tokens, device=group.batch.model.device))
-        self._choose(group.rows, logits, group.batch)
-        self._ended(group.rows, group.batch)
-        self._keep(group, [not row.finish for _, row in group.rows])
-
-    def _choose(self, pairs: Pairs, logits: Tensor, batch: Method) -> None:
-        """Let rows take their next tokens, from logits [B, V]; a failed row ends alone."""
-        best, is_one = (x.tolist() for x in most_likely(logits))
+    def _take(self, rows: Sequence[Row], logits: Tensor, method: Method) -> None:
+        """Let rows take their next tokens, from logits [B, V], and notify the turns of those that
+        end; a failed row ends with its turn.
+        """
         now = time.perf_counter()
-        for i, (_, row) in enumerate(pairs):
-            if not is_one[i]:
-                row.finish = "sick"
-                continue
+        for i, row in enumerate(rows):
             try:
-                chosen = best[i]
-                if not row.chooser.is_bare:
-                    chosen = int(row.chooser.choose(logits[i : i + 1], batch))
-                row.take(chosen)
+                row.take(logits[i : i + 1], method)
             except Exception as error:
                 log.error("a token could not be taken", exc_info=error)
-                row.finish = "failed"
+                row.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
                 continue
             self.metrics.generated.inc()
             is_first = len(row.token_ids) == 1
             (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
             row.since_s = now
+        whole = [i for i, row in enumerate(rows) if row.turn.keeps and row.is_whole]
+        states = dict(zip(whole, states_of(method, whole), strict=True))
+        for i, row in enumerate(rows):
+            if row.is_whole:
+                row.turn.ended(row, states.get(i))
+            elif row.failure is not None:
+                row.turn.is_cancelled = True  # its other rows have the same prompt
+                row.turn.failed(row.failure)
 
-    def _ended(self, pairs: Pairs, batch: Method) -> Pairs:
-        """Notify the turns of rows that have ended; return the others."""
-        kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
-        states = dict(zip(kept, states_of(batch, kept), strict=True))
-        going = []
-        for i, (turn, row) in enumerate(pairs):
-            if not row.finish:
-                going.append((turn, row))
-            elif row.is_whole:
-                turn.ended(row, states.get(i))
-            else:
-                turn.is_cancelled = True  # its other rows have the same prompt
-                turn.failed(NOT_FINITE if row.finish == "sick" else OUR_FAULT)
-        return going
-
-    def _keep(self, group: _Group, goes_on: list[bool]) -> None:
-        if not all(goes_on):
-            rows = [i for i, goes in enumerate(goes_on) if goes]
-            if rows:
-                group.batch.select(rows)
-            group.rows = [group.rows[i] for i in rows]
-
-    def _fail_all(self, group: _Group, error: Exception) -> None:
-        self._fail((turn for turn, _ in group.rows), error)
-        group.rows = []
+    def _fail_all(self, batch: Batch[Row], error: Exception) -> None:
+        self._fail((row.turn for row in batch.rows), error)
+        batch.rows = []
 
     def _fail(self, turns: Iterable[Turn], error: Exception) -> None:
         """End turns with an error of their step."""

@@ -15,11 +15,9 @@ from kvalign.app.serve.sessions import Session, Store, damaged
 from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.identity import identity
-from kvalign.models.packed import weights_of
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
-from kvalign.streaming.stream_file import STATE, SavedStream
+from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
@@ -47,8 +45,7 @@ class InFolder(Store):
 
     folder: Path
     method_for: Callable[[int], Method]
-    tokenizer_digest: str
-    aligner_digest: str | None
+    digests: Digests
     sampling: Sampling
     has_unnamed: bool = False  # whether sessions that no request named are taken up
     left: list[str] = field(default_factory=list)
@@ -57,7 +54,7 @@ class InFolder(Store):
     def load(self) -> list[Session]:
         """All sessions of the folder; UserError for a file of another model, method or size."""
         paths = [path for path in self.folder.glob(f"*{_SUFFIX}") if path.name[0] != "."]
-        found, num_unnamed = [], 0
+        sessions, num_unnamed = [], 0
         for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
             try:
                 session = self._read(path)
@@ -65,18 +62,18 @@ class InFolder(Store):
                 self.left.append(str(error))
                 continue
             if session.is_named or self.has_unnamed:
-                found.append(session)
+                sessions.append(session)
             else:
                 num_unnamed += 1
-        found.sort(key=lambda session: session.number)  # by time, in files of before
-        self.last = found[-1].number if found else 0
+        sessions.sort(key=lambda session: session.number)  # by time, in files of before
+        self.last = sessions[-1].number if sessions else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
             self.left.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
                 f"{self.folder}: --keep-unnamed continues them"
             )
-        return found
+        return sessions
 
     def check_new(self, name: str) -> None:
         if self._path(name).exists():
@@ -87,8 +84,6 @@ class InFolder(Store):
         path = self._path(session.id)
         if stream_file.checksum_of(path) != session.checksum:
             raise damaged(session.id)
-        method = self.method_for(session.num_sinks)
-        model = method.model
         notes = {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
         notes[_OF] = _digest(session.ids)
         self.last += 1
@@ -96,24 +91,18 @@ class InFolder(Store):
         notes |= {name: getattr(session, name) for name in _WORDS}
         if session.system is not None:
             notes[SYSTEM] = session.system
-        saved = SavedStream(
-            method=method.name,
-            **asdict(method.sizes),
-            aligner=self.aligner_digest,
-            base_model=method.spec.name,
-            identity=identity(model),
-            sampling=asdict(self.sampling),
-            device=model.device.type,
+        checksum = stream_file.save(
+            path,
+            self.method_for(session.num_sinks),
+            self.digests,
+            self.sampling,
+            ids=session.ids,
             num_fed=session.num_fed,
             num_new=session.num_new,
-            weights=weights_of(model),
-            tokenizer=self.tokenizer_digest,
+            state=session.state,
+            generator=torch.Generator(),
             notes=notes,
         )
-        tensors = {STATE + name: x for name, x in session.state.items()}
-        tensors["ids"] = session.ids
-        tensors["generator"] = torch.Generator().get_state()
-        checksum = stream_file.write(path, saved, tensors)
         return replace(session, state=None, checksum=checksum)
 
     def state(self, session: Session) -> dict[str, Tensor]:
@@ -151,14 +140,14 @@ class InFolder(Store):
         other = "name another --sessions, or use the former settings"
         if (
             any(getattr(saved, name) != value for name, value in own.items())
-            or saved.aligner != self.aligner_digest
+            or saved.aligner != self.digests.aligner
         ):
             raise UserError(f"{path} is a session of another method or size: {other}")
         try:
             stream_file.check_model(saved, method.model)
         except UserError as error:
             raise UserError(f"{path} is a session of another model ({error}): {other}") from None
-        if saved.tokenizer != self.tokenizer_digest or _ID not in saved.notes:
+        if saved.tokenizer != self.digests.tokenizer or _ID not in saved.notes:
             raise UserError(f"{path} is not a session of this model: {other}")
         if path != self._path(saved.notes[_ID]):
             raise DamagedError(f"{path} is a copy: it has the session of another file")

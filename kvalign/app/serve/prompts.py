@@ -12,7 +12,7 @@ from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
 from kvalign.app.serve.wire import Message, Sent
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
-from kvalign.streaming.turns import asked_from, first_that_fits, message_ids, opening_len
+from kvalign.streaming.turns import asked_from, evict_turns, message_ids, opening_len
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Prompts:
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that continue a session."""
-        said = [message.model_dump() for message in messages]
+        as_dicts = [message.model_dump() for message in messages]
         how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
         system = None if session.is_new else session.system
-        return self.of(message_ids(self.tokenizer, said, system=system, **how))
+        return self.of(message_ids(self.tokenizer, as_dicts, system=system, **how))
 
     def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
         """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""
@@ -83,23 +83,25 @@ class Prompts:
         turns = (*session.turns, len(before))
         if session.is_new or not self.keeps_turns:
             return replace(session, turns=turns if self.keeps_turns else ()), None
-        num_opening, begins = self._begins(turns, session.system)
-        size, num_tokens = self.method.sizes.cache_size, len(before) + len(new)
-        kept = first_that_fits(begins, num_tokens, num_opening, size, num_answer)
         text = torch.cat([before, new])
-        anew = torch.cat([text[:num_opening], text[begins[kept] :]]) if kept else None
-        return replace(session, turns=turns[kept:]), anew
+        num, left = evict_turns(
+            self.tokenizer,
+            turns,
+            text.tolist(),
+            session.system,
+            size=self.method.sizes.cache_size,
+            num_answer=num_answer,
+            special_tokens=self.special_tokens,
+        )
+        return replace(session, turns=turns[num:]), torch.tensor(left) if num else None
 
     def num_gone(self, session: Session) -> int:
         """Tokens of the session's evicted turns."""
         if not session.turns or not session.turns[0]:
             return 0
-        num_opening, begins = self._begins(session.turns[:1], session.system)
-        return begins[0] - num_opening
-
-    def _begins(self, turns: Sequence[int], system: str | None) -> tuple[int, list[int]]:
         how = {"special_tokens": self.special_tokens}
-        return self._opening_len(system), asked_from(self.tokenizer, turns, system, **how)
+        first, begin = asked_from(self.tokenizer, (0, session.turns[0]), session.system, **how)
+        return begin - first
 
     def _opening_len(self, system: str | None) -> int:
         return opening_len(self.tokenizer, system, special_tokens=self.special_tokens)
@@ -145,8 +147,8 @@ def going_on(
     """
     if session.is_new:
         return session
-    asked, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
-    is_same_request = is_same and asked == session.request
+    turn, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
+    is_same_request = is_same and turn == session.request
     if sent.key and sent.key == session.key:
         if not is_same_request:
             raise RequestError(
@@ -158,6 +160,6 @@ def going_on(
         return None
     is_whole = any(message.role == "assistant" for message in messages)
     is_other_turn = bool(sent.key and session.key and not is_whole)
-    if asked == session.asked and not is_other_turn:
+    if turn == session.asked and not is_other_turn:
         return None if is_same else session.anew()
     return None if sent.is_retry and is_same_request and not is_other_turn else session

@@ -31,11 +31,11 @@ class TextForm:
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
         self.created = int(time.time())
 
-    def said(self, text: str) -> dict[str, Any]:
-        """Return a choice's fields for a whole text; `told`: for a piece, in a chunk."""
+    def of_text(self, text: str) -> dict[str, Any]:
+        """Return a choice's fields for a whole text; `of_piece`: for a piece, in a chunk."""
         return {"text": text}
 
-    told = said
+    of_piece = of_text
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -48,15 +48,15 @@ class ChatForm(TextForm):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
 
-    def said(self, text: str) -> dict[str, Any]:
+    def of_text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def told(self, text: str) -> dict[str, Any]:
+    def of_piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
 
-def choice_of(index: int, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+def choice_of(index: int, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
 
 def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
@@ -97,18 +97,18 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
     watching, left = asyncio.ensure_future(watch()), answers.num
     try:
         while left:
-            found: list[Event] = [await events.get()]
+            batch: list[Event] = [await events.get()]
             while not events.empty():
-                found.append(events.get_nowait())
-            if _GONE in found:
+                batch.append(events.get_nowait())
+            if _GONE in batch:
                 raise ClientDisconnect
-            told = [event for event in found if not isinstance(event, RequestError)]
+            told = [event for event in batch if not isinstance(event, RequestError)]
             if told:
                 yield told
-            for event in found:
+            for event in batch:
                 if isinstance(event, RequestError):
                     raise event
-            left -= sum(isinstance(event, End) for event in found)
+            left -= sum(isinstance(event, End) for event in batch)
     finally:
         watching.cancel()
         answers.cancel()
@@ -117,13 +117,13 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
 async def whole(form: TextForm, answers: Answers, events: Events, receive: Receive) -> Response:
     """The complete answer as one document."""
     texts, ends = [""] * answers.num, dict[int, End]()
-    async for found in events_of(answers, events, receive):
-        for event in found:
+    async for batch in events_of(answers, events, receive):
+        for event in batch:
             if isinstance(event, Piece):
                 texts[event.index] += event.text
             else:
                 ends[event.index] = event
-    choices = [choice_of(i, form.said(text), ends[i].finish) for i, text in enumerate(texts)]
+    choices = [choice_of(i, form.of_text(text), ends[i].finish) for i, text in enumerate(texts)]
     usage = usage_of(answers, ends.values())
     return JSONResponse(form.document(form.kind, choices, usage=usage), headers=warning_of(answers))
 
@@ -160,9 +160,9 @@ class EventStream(Response):
             await put("".join(self._chunk(i, self.form.opening) for i in numbers))
             ends = list[End]()
             try:
-                async for found in events_of(self.answers, self.events, receive):
-                    ends += (x for x in found if isinstance(x, End))
-                    await put("".join(map(self._of_event, found)))
+                async for batch in events_of(self.answers, self.events, receive):
+                    ends += (x for x in batch if isinstance(x, End))
+                    await put("".join(map(self._of_event, batch)))
             except RequestError as error:
                 await put(_line(error.form()))
             else:
@@ -177,11 +177,11 @@ class EventStream(Response):
 
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, Piece):
-            return self._chunk(event.index, self.form.told(event.text))
-        return self._chunk(event.index, self.form.told(""), event.finish)
+            return self._chunk(event.index, self.form.of_piece(event.text))
+        return self._chunk(event.index, self.form.of_piece(""), event.finish)
 
-    def _chunk(self, index: int, said: dict[str, Any], finish: str | None = None) -> str:
-        choices = [choice_of(index, said, finish)]
+    def _chunk(self, index: int, content: dict[str, Any], finish: str | None = None) -> str:
+        choices = [choice_of(index, content, finish)]
         return _line(self.form.document(self.form.chunk_kind, choices, **self.usage))
 
 

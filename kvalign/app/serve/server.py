@@ -51,10 +51,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     )
     app.state.service = service
 
-    def check_model(asked: str) -> None:
-        if asked != name:
+    def check_model(model: str) -> None:
+        if model != name:
             raise RequestError(
-                f"the model {asked!r:.80} is not served here, {name} is",
+                f"the model {model!r:.80} is not served here, {name} is",
                 404,
                 param="model",
                 code="model_not_found",
@@ -69,17 +69,17 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
         sent = Sent.of(request.headers)
         events, loop = Events(), asyncio.get_running_loop()
-        asked = await loop.run_in_executor(reader, parsed, kind, body, sent.session, most_values)
-        check_model(asked.model)
+        fields = await loop.run_in_executor(reader, parsed, kind, body, sent.session, most_values)
+        check_model(fields.model)
 
         def put(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        answers = await run_in_threadpool(begin, asked, sent, put)
-        if not asked.stream:
+        answers = await run_in_threadpool(begin, fields, sent, put)
+        if not fields.stream:
             return await whole(form, answers, events, request.receive)
-        has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         return EventStream(form, answers, events, has_usage=has_usage, timeout=settings.timeout)
 
     @app.post("/v1/chat/completions")

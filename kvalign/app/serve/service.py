@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.answers import Answers, End, Held, Piece, Put
+from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -27,8 +27,8 @@ from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 MAX_NEW_TOKENS = 2048
@@ -44,8 +44,8 @@ class Service:
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = sinks_of(settings.num_sinks)
         says = Sampling.of_model(loaded.model.generation_config)
-        self.said = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
-        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)
+        self.defaults = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
+        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         if type(self.method).join is Method.join:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
@@ -70,14 +70,10 @@ class Service:
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = Store()
         if settings.sessions is not None:
-            digests = (
-                stream_file.tokenizer_digest(self.tokenizer),
-                stream_file.aligner_digest(self.method),
-            )
             store = InFolder(
                 settings.sessions,
                 self._method_for,
-                *digests,
+                Digests.of(self.method, self.tokenizer),
                 self.sampling,
                 has_unnamed=settings.keep_unnamed,
             )
@@ -113,44 +109,44 @@ class Service:
         left = store.left if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in left)
 
-    def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
+    def chat(self, request: Chat, sent: Sent, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed."""
-        sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
-        if asked.num_choices > 1:
+        sampling, name, prompts = self._sampling(request), request.session, self.prompts
+        if request.num_choices > 1:
             _refuse(name)
-            new = prompts.begun(Session(""), asked.messages)
-            ids = prompts.of_messages(new, asked.messages)
-            return self._submit([(new, ids)], sampling, asked.num_choices, put)
-        with self._taken(name, asked.messages) as taken:
-            session = going_on(taken, asked.messages, asked.fields, sent)
+            new = prompts.begun(Session(""), request.messages)
+            ids = prompts.of_messages(new, request.messages)
+            return self._submit([(new, ids)], sampling, request.num_choices, put)
+        with self._taken(name, request.messages) as taken:
+            session = going_on(taken, request.messages, request.fields, sent)
             if session is None:
                 return self._again(taken, put)
-            said = unheard(session, asked.messages)
-            begun = prompts.begun(session, said) if session.is_new else session
-            begun = begun.asked_by(asked.messages, asked.fields, sent.key)
-            ids = prompts.of_messages(begun, said)
-            return self._submit([(begun, ids)], sampling, 1, put, said)
+            messages = unheard(session, request.messages)
+            begun = prompts.begun(session, messages) if session.is_new else session
+            begun = begun.asked_by(request.messages, request.fields, sent.key)
+            ids = prompts.of_messages(begun, messages)
+            return self._submit([(begun, ids)], sampling, 1, put, messages)
 
-    def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
+    def completion(self, request: Completion, sent: Sent, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
-        sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
+        sampling, name, texts = self._sampling(request), request.session, request.prompts
         num_sinks = self.method.sizes.num_sinks
-        if name is None or len(texts) * asked.num_choices > 1:
+        if name is None or len(texts) * request.num_choices > 1:
             _refuse(name)
-            if len(texts) * asked.num_choices > (most := self.settings.max_streams):
+            if len(texts) * request.num_choices > (most := self.settings.max_streams):
                 raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text)) for text in texts]
-            return self._submit(pairs, sampling, asked.num_choices, put)
-        said = [Message(role="user", content=str(texts[0]))]
+            return self._submit(pairs, sampling, request.num_choices, put)
+        messages = [Message(role="user", content=str(texts[0]))]
         with self._taken(name) as taken:
-            session = going_on(taken, said, asked.fields, sent)
+            session = going_on(taken, messages, request.fields, sent)
             if session is None:
                 return self._again(taken, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            begun = begun.asked_by(said, asked.fields, sent.key)
+            begun = begun.asked_by(messages, request.fields, sent.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            return self._submit([(begun, ids)], sampling, 1, put, said)
+            return self._submit([(begun, ids)], sampling, 1, put, messages)
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
@@ -184,7 +180,7 @@ class Service:
         """Return the template for methods with this number of sinks."""
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
-        asked = {name: size for name, size in sizes if name not in own.not_taken()}
+        own_sizes = {name: size for name, size in sizes if name not in own.ignored_settings()}
         blank = make_method(
             own.name,
             own.model,
@@ -192,29 +188,29 @@ class Service:
             num_sinks=num_sinks,
             aligner=getattr(own, "aligner", None),
             warn=False,
-            **asked,
+            **own_sizes,
         )
         blank.stored = own.stored
         return blank
 
-    def _sampling(self, asked: Chat | Completion) -> Sampling:
-        most = asked.most_tokens or self.most_tokens
+    def _sampling(self, request: Chat | Completion) -> Sampling:
+        most = request.most_tokens or self.most_tokens
         if most > self.most_tokens:
             raise RequestError(
                 f"max_tokens must be at most {self.most_tokens} here, got {most}",
                 param="max_tokens",
             )
-        if asked.num_choices > self.settings.max_streams:
+        if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p}
+        drawn = {"temperature": request.temperature, "top_p": request.top_p}
         given: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
         if given:
             given["do_sample"] = True
-        if asked.seed is not None:
-            given["seed"] = asked.seed % 2**62
-        if asked.stops:
-            given["stop_strings"] = asked.stops
-        return Sampling(**{**self.said, **given, "max_new_tokens": most})
+        if request.seed is not None:
+            given["seed"] = request.seed % 2**62
+        if request.stops:
+            given["stop_strings"] = request.stops
+        return Sampling(**{**self.defaults, **given, "max_new_tokens": most})
 
     def _submit(
         self,
@@ -222,11 +218,11 @@ class Service:
         sampling: Sampling,
         num_choices: int,
         put: Put,
-        said: Sequence[Message] | None = None,
+        messages: Sequence[Message] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and `num_choices` answers.
 
-        `said` are the new messages of a session that is stored with its answer.
+        `messages` are the new messages of a session that is stored with its answer.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
@@ -236,9 +232,13 @@ class Service:
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
-            held = Held(self.sessions, said, session, ids, self._writer, put) if said else None
-            if held:
-                answers.on_cancel = held.left
+            update = (
+                SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
+                if messages
+                else None
+            )
+            if update:
+                answers.on_cancel = update.left
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
             if anew is not None:
@@ -263,9 +263,9 @@ class Service:
                 self.sessions.state(session) if num_cached else None,
                 ids[num_cached:],
                 rows,
-                ended=held.ended if held else lambda row, _: put(End.of(row)),
-                failed=held.left if held else put,
-                keeps=held is not None,
+                ended=update.ended if update else lambda row, _: put(End.of(row)),
+                failed=update.left if update else put,
+                keeps=update is not None,
             )
             answers.turns.append(turn)
             answers.num_cached += num_cached

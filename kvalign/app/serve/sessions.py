@@ -110,8 +110,8 @@ def digest(before: str, messages: Sequence[Message], compared: str) -> list[str]
     digests = []
     for message in messages:
         content = as_read(message.content) if compared == AS_READ else message.content
-        said = json.dumps([before, message.role, content])
-        before = hashlib.sha256(said.encode()).hexdigest()
+        text = json.dumps([before, message.role, content])
+        before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
     return digests
 
@@ -130,14 +130,14 @@ class Sessions:
         self._busy: set[str] = set()
         self._by_id: dict[str, Session] = {}  # the least recently used first
         self._dropped: dict[str, None] = {}  # names, those that went first in front
-        found = store.load()
+        sessions = store.load()
         for name, is_named in (("--max-sessions", True), ("--max-unnamed", False)):
-            num, most = sum(one.is_named is is_named for one in found), self._most(is_named)
+            num, most = sum(one.is_named is is_named for one in sessions), self._most(is_named)
             if num > most:
                 raise UserError(
                     f"{name} must be at least {num}, the number of stored ones, got {most}"
                 )
-        for session in found:
+        for session in sessions:
             self._add(session)
 
     def __len__(self) -> int:
@@ -159,8 +159,8 @@ class Sessions:
         with self._lock:
             unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
             idle = {(x.compared, x.said): x.id for x in unnamed}
-            found = (idle[one] for one in said if one in idle)
-            name = name or next(found, _UNNAMED + secrets.token_hex(16))
+            matches = (idle[one] for one in said if one in idle)
+            name = name or next(matches, _UNNAMED + secrets.token_hex(16))
             self._check_idle(name)
             if name in self._dropped and not is_told_anew:
                 raise RequestError(

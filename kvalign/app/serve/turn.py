@@ -11,22 +11,24 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
 from kvalign.methods.base import Method
+from kvalign.streaming import loop
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.lookup import Lookup
 from kvalign.streaming.sampling import Sampling
 
 State = dict[str, Tensor]
 
 
-class Row:
+class Row(loop.Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
     tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
     Attributes:
-        finish: empty while it continues; `stop`, `length`; `sick` or `failed` if it cannot.
+        turn: whose answer it is, once that has begun.
+        failure: why it cannot continue.
         since_s: time of its last token; at first, of the request.
-        lookup: guesses its tokens while no other row is stepped with it; None: nothing.
     """
+
+    turn: "Turn"
 
     def __init__(
         self,
@@ -40,19 +42,28 @@ class Row:
         show: Callable[[int, str], None],
         draw: int = 0,
     ):
-        self.index, self._show = index, show
-        self.text, self.finish, self.since_s = "", "", time.perf_counter()
-        self.chooser = sampling.chooser(ids[None].to(device), draw)
-        before, self._sizes = ids.tolist(), sizes
-        self._num_before = len(before)
-        self.lookup = Lookup(sampling.lookup, before) if sampling.lookup else None
+        before = ids.tolist()
+        drawing = sampling.of_row(device, draw)
+        super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
+        self.index, self._show, self._sizes, self._num_before = index, show, sizes, len(before)
+        self.failure: RequestError | None = None
+        self.text, self.since_s = "", time.perf_counter()
         self._answer = Answer(tokenizer, before, sampling, ends)
         self.token_ids = self._answer.token_ids
 
     @property
+    def finish(self) -> str:
+        """Reason for its end, as of `Answer`."""
+        return self._answer.finish
+
+    @property
     def is_whole(self) -> bool:
-        """Return whether it has ended without an error."""
-        return self.finish in ("stop", "length")
+        """Return whether it has ended without a failure."""
+        return bool(self.finish) and self.failure is None
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.finish and self.failure is None
 
     @property
     def num_evicted(self) -> int:
@@ -60,14 +71,9 @@ class Row:
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
-    def take(self, token: int) -> None:
-        """Append a chosen token."""
-        if not self.chooser.is_bare:  # which looks at nothing that came before
-            self.chooser.append(token)
-        if self.lookup is not None:
-            self.lookup.append(token)
-        _, shown = self._answer.take(token)
-        self.finish = self._answer.finish
+    def take(self, logits: Tensor, method: Method) -> None:
+        """Choose the next token and show its text."""
+        _, shown = self._answer.take(self.advance(logits, method))
         if shown:
             self.text += shown
             self._show(self.index, shown)
@@ -84,11 +90,20 @@ class Turn:
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
     left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
-    rows: Sequence[Row]  # the answers, drawn from one prompt
+    rows: Sequence[Row]  # the answers, drawn from one prompt; none once they have begun
     ended: Callable[[Row, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
+
+    def begin(self) -> Sequence[Row]:
+        """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
+        of a circle only Python's collector would free the cache.
+        """
+        rows, self.rows = self.rows, ()
+        for row in rows:
+            row.turn = self
+        return rows
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:

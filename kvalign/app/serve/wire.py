@@ -52,10 +52,10 @@ class Form(BaseModel, extra="forbid", strict=True):
     @classmethod
     def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the fields that are obeyed; RequestError for one that is refused or unknown."""
-        where, found = f"{cls.within}: " if cls.within else "", {}
+        where, fields = f"{cls.within}: " if cls.within else "", {}
         for name, value in values.items():
             if name in cls.model_fields:
-                found[name] = value
+                fields[name] = value
             elif name in cls.refused:
                 if value is not None and value not in cls.refused[name]:
                     raise RequestError(
@@ -67,7 +67,7 @@ class Form(BaseModel, extra="forbid", strict=True):
                 raise RequestError(
                     f"{where}{name:.80}: unknown parameter", param=cls.within or name
                 )
-        return found
+        return fields
 
 
 class StreamOptions(Form):
@@ -151,18 +151,18 @@ class Message(Form):
         """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
         and llama.cpp join them.
         """
-        found = super().obeyed(values)
-        if found.get("role") == "developer":
-            found["role"] = "system"
-        content = found.get("content")
+        fields = super().obeyed(values)
+        if fields.get("role") == "developer":
+            fields["role"] = "system"
+        content = fields.get("content")
         if isinstance(content, list):
             if len(content) > _MOST_PARTS:
                 raise RequestError(
                     f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
                     param="messages",
                 )
-            found["content"] = "\n".join(TextPart.model_validate(part).text for part in content)
-        return found
+            fields["content"] = "\n".join(TextPart.model_validate(part).text for part in content)
+        return fields
 
 
 class Chat(Asked):

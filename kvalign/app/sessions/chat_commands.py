@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.app.sessions.conversation import SYSTEM
-from kvalign.app.sessions.turns_held import all_in_words
+from kvalign.app.sessions.turns_in_cache import all_in_words
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.registry import unknown
 

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, kept_of, pieces_of
-from kvalign.app.sessions.turns_held import EVICT, NUM_GONE, TURNS, evict_turns, note_turn
+from kvalign.app.sessions.turns_in_cache import EVICT, NUM_GONE, TURNS, make_room, note_turn
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import held_back
@@ -162,7 +163,7 @@ class Conversation:
             stream.feed(new)
             note_turn(stream, len(stream.ids) - len(new))
             if EVICT in stream.notes:
-                evict_turns(stream, system, **self._how)
+                make_room(stream, system, **self._how)
             for piece in pieces_of(stream, "turn"):
                 yield piece
                 if interrupted.is_set():
@@ -296,19 +297,20 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
 
 
 def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
-    from kvalign.streaming import stream_file
     from kvalign.streaming.text_stream import load_stream
 
     assert settings.state is not None
-    has_aligner = stream_file.about(settings.state).aligner is not None
     stream = load_stream(
         settings.state,
         loaded.model,
         loaded.tokenizer,
-        aligner=settings.aligner_for(loaded) if has_aligner else settings.aligner,
+        aligner=settings.aligner,
         compile=settings.compile,
         **settings.sampling(),
     )
+    source = getattr(getattr(stream.method, "aligner", None), "source", None)
+    if settings.aligner is None and source and source not in checkpoints.ALIGNERS:
+        print(f"using {source}, trained here, as before", file=sys.stderr)
     saved = asdict(stream.method.sizes) | {"method": stream.method.name}
     saved[SYSTEM] = stream.notes.get(SYSTEM)
     for name, value in settings.changed().items():

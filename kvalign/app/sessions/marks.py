@@ -35,8 +35,8 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
         )
     ]
     if context_len is not None:
-        said = f"the context length of {context_len} tokens ends here, the stream continues"
-        left.append((lambda: stream.num_fed > context_len, said))
+        line = f"the context length of {context_len} tokens ends here, the stream continues"
+        left.append((lambda: stream.num_fed > context_len, line))
     for number, piece in enumerate(pieces):
         for mark in [one for one in left if one[0]()]:
             left.remove(mark)

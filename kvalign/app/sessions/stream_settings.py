@@ -30,12 +30,11 @@ from kvalign.foundation.settings import (
     flag,
     option,
 )
-from kvalign.methods import AUTO, METHODS, check_name
+from kvalign.methods import AUTO, check_name
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
-    from kvalign.methods.choice import Merit
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
@@ -77,7 +76,9 @@ class MethodSettings(Settings):
     recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
     recall_layers: str | None = option(None, help=RECALL_LAYERS)
     aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+        None,
+        help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
+        "kvalign the newest in kvalign-data/MODEL, else the shipped one)",
     )
 
     def __post_init__(self) -> None:
@@ -94,11 +95,6 @@ class StreamSettings(MethodSettings, ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
     weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
-    aligner: str | None = option(
-        None,
-        help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
-        "kvalign the newest in kvalign-data/MODEL, else the shipped one)",
-    )
     compile: bool | None = option(
         None,
         help="compile the step: the start is slow, steps are faster, and if possible the step is "
@@ -192,18 +188,17 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.methods.choice import choose
         from kvalign.streaming.text_stream import TextStream
 
-        aligner = self.aligner_for(loaded)
-        method, why = self.method, ""
-        if method == AUTO:
-            choice = choose(loaded.model, cache_size=self.cache_size, aligner=aligner)
-            method, why = choice.method, choice.why
+        size, aligner = self.cache_size, self.aligner
+        choice = choose(loaded.model, self.method, cache_size=size, aligner=aligner)
+        if choice.note:
+            print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
         streaming = make_method(
-            method,
+            choice.method,
             loaded.model,
-            cache_size=self.cache_size,
+            cache_size=size,
             num_sinks=num_sinks,
-            aligner=aligner,
+            aligner=choice.aligner,
             compile=self.compile,
             num_streams=self.num_streams,
             **self.sizes(),
@@ -211,12 +206,13 @@ class StreamSettings(MethodSettings, ModelSettings):
         text_stream = TextStream(loaded.tokenizer, streaming, Sampling(**how))
         if prompt:
             text_stream.feed(prompt)
-        if why and aligner is None:  # one that is named or was trained here needs no more words
-            print(f"method {method}: {why} (--method names another)", file=sys.stderr)
+        if choice.why and aligner is None:
+            line = f"method {choice.method}: {choice.why} (--method names another)"
+            print(line, file=sys.stderr)
         if streaming.why_size and loaded.spec.name not in checkpoints.MODELS:
             size = streaming.sizes.cache_size
-            said = f"cache of {size} entries: {streaming.why_size} (--cache-size names another)"
-            print(said, file=sys.stderr)
+            line = f"cache of {size} entries: {streaming.why_size} (--cache-size names another)"
+            print(line, file=sys.stderr)
         return text_stream
 
     def check_kept(self, what: str, num_sinks: int) -> None:
@@ -243,46 +239,6 @@ class StreamSettings(MethodSettings, ModelSettings):
         values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         given = {name: value for name, value in values.items() if value is not None}
         return {"do_sample": True, **given} if given.keys() & set(DRAWS) else given
-
-    def aligner_for(self, loaded: LoadedModel) -> str | None:
-        """The aligner to use: the named one; else, for a named method, the one that was trained
-        here and changes something, else None for the shipped one; else the one that was trained
-        here. A trained one is printed on stderr, with its comparison.
-        """
-        from kvalign.methods.choice import in_figures, trained_here
-
-        if self.aligner is not None:
-            return self.aligner
-        is_auto = self.method == AUTO
-        if not is_auto and not METHODS.find(self.method).takes_aligner:
-            return None
-        shipped, taken = checkpoints.default_aligner(self.model), None
-        merit: Merit = "judged" if is_auto else "used" if shipped else "any"
-        trained = trained_here(loaded.model, self.model, at_least=merit)
-        if trained is not None and shipped is None:
-            taken = str(trained)
-            said = f"using {trained}, trained here: none ships for {self.model}"
-        elif trained is not None and is_auto:
-            said = (
-                f"{trained} was trained here: --aligner {trained} uses it instead of the "
-                f"shipped {shipped}"
-            )
-        elif trained is not None:
-            taken = str(trained)
-            figures = in_figures(trained) or f"not compared with the shipped {shipped}"
-            said = (
-                f"using {trained}, trained here: {figures}; --aligner {shipped} uses the "
-                "shipped one"
-            )
-        elif is_auto and (other := trained_here(loaded.model, self.model)):
-            said = (
-                f"{other}, trained here, was never judged by streams and is not used: --method "
-                "kvalign uses it"
-            )
-        else:
-            return None
-        print(said, file=sys.stderr)
-        return taken
 
 
 def kept_of(keep: str, all_of: str) -> int | None:

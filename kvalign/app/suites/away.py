@@ -52,12 +52,12 @@ def how_to_get(lacks: Mapping[str, set[Missing]], variables: Mapping[str, str]) 
     """
     missing = set().union(*lacks.values())
     models_first = sorted(missing, key=lambda x: (x[0] != MODEL, x))
-    said = ", ".join(map(" ".join, models_first))
+    names = ", ".join(map(" ".join, models_first))
     others = {variable: _other(value, missing) for variable, value in variables.items()}
     words = " ".join(f"{variable}={other}" for variable, other in others.items() if other)
     instead = f', or name what is here: --variables "{words}"' if words else ""
     return (
-        f"not here or on the hub{hub.why_not()}: {said}. Fetch each where the hub answers, with "
+        f"not here or on the hub{hub.why_not()}: {names}. Fetch each where the hub answers, with "
         "`hf download NAME --local-dir NAME` (data sets: --repo-type dataset), and run this in the "
         f"folder that has them{instead}"
     )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.app.cli.next_steps import PART_OF_RUN
-from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
+from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
 from kvalign.eval.report.suite_file import filled_in, parse_suite_text
 from kvalign.foundation import progress
@@ -60,10 +60,10 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
     if lacks := lacks_of(missing):
         suite = parse_suite_text(text, settings.suite)
-        said = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
+        message = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
         if len(lacks) == len(cells):
-            raise UserError(said)
-        print(said, file=sys.stderr)
+            raise UserError(message)
+        print(message, file=sys.stderr)
     to_run = [cell for cell in missing if cell.name not in lacks]
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
@@ -135,22 +135,22 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    found, num_unknown, identities = [], 0, Identities(out)
+    cells, num_unknown, identities = [], 0, Identities(out)
     for cell in finished:
         if (name := cell.model(out)) is None:
             continue
-        said = read_json(_path(cell, out)).get(_IDENTITY)
-        num_unknown += said is None
-        if said and (now := identities.of(cell)) and now != said:
+        before = read_json(_path(cell, out)).get(_IDENTITY)
+        num_unknown += before is None
+        if before and (now := identities.of(cell)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
-            found.append(cell)
+            cells.append(cell)
     if num_unknown:
         print(
             f"{num_unknown} cells in {out} were finished by kvalign 0.2, which did not write down "
             "the weights of their models: whether these are still the same is not known",
             file=sys.stderr,
         )
-    return found
+    return cells
 
 
 class Identities:

@@ -23,24 +23,28 @@ def begins_of(stream: TextStream) -> list[int]:
     return [int(word) for word in stream.notes.get(TURNS, "").split() if word.isdecimal()]
 
 
-def evict_turns(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
+def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
     """Evict the oldest turns, each as a whole, until the last one fits; encode the rest again."""
-    from kvalign.streaming.turns import asked_from, first_that_fits, opening_len
+    from kvalign.streaming.turns import evict_turns
 
-    how = {"special_tokens": special_tokens}
-    num_gone, num_opening = _num_gone(stream), opening_len(stream.tokenizer, system, **how)
-    begins = asked_from(stream.tokenizer, begins_of(stream)[num_gone:], system, **how)
-    size = stream.method.sizes.cache_size
-    num_answer = stream.sampling.max_new_tokens or size
-    more = first_that_fits(begins, len(stream.ids), num_opening, size, num_answer)
+    num_gone, size = _num_gone(stream), stream.method.sizes.cache_size
+    more, left = evict_turns(
+        stream.tokenizer,
+        begins_of(stream)[num_gone:],
+        stream.ids,
+        system,
+        size=size,
+        num_answer=stream.sampling.max_new_tokens or size,
+        special_tokens=special_tokens,
+    )
     if more:
         stream.notes[NUM_GONE] = str(num_gone + more)
-        stream.encode_anew(stream.ids[:num_opening] + stream.ids[begins[more] :])
+        stream.encode_anew(left)
 
 
 def _num_gone(stream: TextStream) -> int:
-    said, num_turns = stream.notes.get(NUM_GONE, ""), len(begins_of(stream))
-    return min(int(said), max(0, num_turns - 1)) if said.isdecimal() else 0
+    note, num_turns = stream.notes.get(NUM_GONE, ""), len(begins_of(stream))
+    return min(int(note), max(0, num_turns - 1)) if note.isdecimal() else 0
 
 
 def num_evicted(stream: TextStream) -> int:
@@ -95,8 +99,8 @@ def all_in_words(stream: TextStream) -> str:
         + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
     ]
     if sizes.memory:
-        held = min(num_out, sizes.memory)
-        lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
+        num = min(num_out, sizes.memory)
+        lines.append(f"in the memory: {num} tokens, at most {sizes.memory}, to be taken back")
     elif offer := memory_offer(stream):
         lines.append(f"in a memory: none; {offer}, which is slower")
     return "\n".join(lines)
