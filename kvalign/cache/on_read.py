@@ -6,6 +6,8 @@ output for weights w is (w s[p]) v' + w m[p]. Nothing is written again. It is th
 `TableAligner`, rearranged so that a key with its position is never computed.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +17,7 @@ from kvalign.aligners.base import Birth, KeysValues
 from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import rotation_of, window_of
 from kvalign.models.attention import install
@@ -58,6 +60,14 @@ class OnRead(Realigner):
             with lasting():
                 self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
             self._version = version
+
+    def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
+        if decode.ranks is None or decode.birth is None:
+            return decode
+        places, table = decode.ranks + step.first_place, self.table
+        of_all = (table.key_scale, table.value_scale)
+        keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
+        return replace(decode, scales=(keys, values))
 
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
@@ -117,8 +127,10 @@ class OnRead(Realigner):
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
         of_all = scores, placed.float(), tables, num_sinks, bias, step
         decode = step.decode
-        is_alike = decode is not None and decode.birth is not None
-        weights, out = _alike(*of_all) if is_alike else _uneven(*of_all)
+        if decode is not None and decode.scales is not None:
+            weights, out = _alike(*of_all, *(x[layer, :, None] for x in decode.scales))
+        else:
+            weights, out = _uneven(*of_all)
         out = out + (weights.to(values.dtype) if half else weights) @ values
         return out.flatten(1, 2)[:, None]
 
@@ -138,6 +150,8 @@ def _alike(
     num_sinks: int,
     bias: Tensor | None,
     step: Step,
+    key_scales: Tensor,
+    value_scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Weights of stored entries [B, H, G, S], and the part of the output from positions [B, H, G,
     D], for rows with the same places. Positions are read and written in the order of time, and
@@ -154,7 +168,7 @@ def _alike(
     first = step.first_place
     places = slice(first, first + len(order))
     sinks, window = scores.tensor_split([num_sinks], -1)
-    window = mul(window, tables.key_scales[:, None, places].index_select(-1, ranks))
+    window = mul(window, key_scales)
     of_position = _by_head(query, tables.key_means[:, places].mT)
     window = add(window, of_position.index_select(-1, ranks))
     if not in_place:
@@ -166,7 +180,7 @@ def _alike(
     weights = scores.softmax(-1)
     sinks, window = weights.tensor_split([num_sinks], -1)
     out = _by_head(window.index_select(-1, order), tables.value_means[:, places])
-    window = mul(window, tables.value_scales[:, None, places].index_select(-1, ranks))
+    window = mul(window, value_scales)
     return weights if in_place else torch.cat([sinks, window], -1), out
 
 

@@ -16,7 +16,7 @@ from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, KeysValues
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import DecodeStep, Step
 from kvalign.models.architectures import window_of
 from kvalign.models.attention import REGISTERED
 from kvalign.models.rope import Rotation
@@ -68,6 +68,10 @@ class Realigner:
 
     def prepare(self, num_layers: int) -> None:
         """Prepare `attend` before a pass begins."""
+
+    def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
+        """Add to the description of a usual pass what `attend` needs in all layers."""
+        return decode
 
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth

@@ -34,7 +34,9 @@ class DecodeStep:
             among the slots after the sinks; None if attention does not ask for it, or rows differ.
         ranks: [S - num_sinks] int64, of the slots after the sinks each one's number in that order;
             0 where none is. None likewise.
-        all_at: positions of what attention gets, as of `Step.at_places`; None likewise.
+        all_at: positions of what attention gets, as of `Step.at_places`; None if keys are not bare.
+        scales: of keys and values in the slots after the sinks of all layers, [L, H, S - num_sinks]
+            each; None if no table is read.
         in_sight: these entries for our kernel, where it reads them as they are stored.
         is_usual: whether layers do the same as in other steps of a full cache: rows are alike, and
             a memory has all that it compares.
@@ -51,6 +53,7 @@ class DecodeStep:
     order: Tensor | None
     ranks: Tensor | None
     all_at: slice | Tensor | None
+    scales: tuple[Tensor, Tensor] | None
     in_sight: InSight | None
     is_usual: bool
 
@@ -184,16 +187,17 @@ class Step:
         ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
         return ends + torch.arange(-num, 0, device=self.device)
 
-    def at_places(self) -> slice | Tensor:
-        """Positions of what attention gets for one new token, [B or 1, 1, S]; a slice if it is in
-        the order of time.
+    def at_places(self, places: Tensor | None) -> slice | Tensor:
+        """Positions of what attention gets for one new token, at these places, [B or 1, 1, S]; a
+        slice if it is in the order of time.
         """
         if self.in_order:
             return self.at(self.length, 1)
         first = torch.tensor(
             [at - n for at, n in zip(self.positions, self.stored, strict=True)], device=self.device
         )
-        return (self.places.clamp_min(0) + first[:, None])[:, None]
+        assert places is not None
+        return (places.clamp_min(0) + first[:, None])[:, None]
 
     def alike_rows(self) -> list[slice]:
         """All rows if their entries have equal positions, else each."""
@@ -247,9 +251,11 @@ class Step:
         """Return whether it can be the usual pass: one token in rows that have their sinks."""
         return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
-    def as_decode(self, asks_for_places: bool, in_sight: InSight | None = None) -> DecodeStep:
-        """The usual pass, described for attention that asks where entries are, or for our
-        kernel.
+    def as_decode(
+        self, asks_for_places: bool, are_bare: bool = False, in_sight: InSight | None = None
+    ) -> DecodeStep:
+        """The usual pass, described for attention that asks where entries are, for keys that are
+        stored bare, or for our kernel.
         """
         device, num_sinks = self.device, self.sizes.num_sinks
         position_ids = torch.tensor(self.positions, device=device)[:, None]
@@ -275,7 +281,8 @@ class Step:
             places=places,
             order=order,
             ranks=ranks,
-            all_at=self.at_places() if asks_for_places else None,
+            all_at=self.at_places(places) if are_bare else None,
+            scales=None,
             in_sight=in_sight,
             is_usual=self.is_alike,
         )

@@ -74,8 +74,8 @@ class StreamingCache(FixedSizeCache):
         bases: KeyBases | None = None,
         config: PretrainedConfig | None = None,
     ):
-        self.config = config if spec.model_type in REGISTERED else None
         super().__init__(spec, sizes, realigner, bases)
+        self.config = config if spec.model_type in REGISTERED else None
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
@@ -150,7 +150,8 @@ class StreamingCache(FixedSizeCache):
         if self.by_kernel:
             in_sight = InSight(self.places(step), step.behind_rows, self.turns)
         asks = in_sight is None and (self._asks_for_places or step.hides)
-        return replace(step, decode=step.as_decode(asks, in_sight))
+        decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
+        return replace(step, decode=self.realigner.describe(step, decode))
 
     @property
     def _asks_for_places(self) -> bool:

@@ -74,7 +74,7 @@ class WindowLayer(StreamingLayer):
             return self._take_many(step, new)
         for ring in self.rings:
             ring.grow(step.size)
-        return self._take_one(step, step.as_decode(asks_for_places=True), new)
+        return self._take_one(step, step.as_decode(True, self.entries.form.is_int8), new)
 
     def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
         """Write one token of each row, and return what its attention gets."""
@@ -98,7 +98,7 @@ class WindowLayer(StreamingLayer):
             data = data.at(decode.read)
         elif self.entries.num_slots > decode.size:
             data = data.slots(0, decode.size)
-        if decode.all_at is not None and form.is_int8:
+        if decode.all_at is not None:
             data = KV(*form.read_at(*data, decode.all_at))
         if realigner.reads or (decode.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)

@@ -22,6 +22,7 @@ KINDS = {
     "int8 with tables": ("gpt2", "kvalign", tables, {"cache_dtype": "int8"}),
     "rotary, several rows": ("llama", "streaming-llm", None, {}),
 }
+SCALES = ("key_scales", "value_scales")
 OF_DECODE = ("slot", "position_ids", "places", "order", "ranks", "all_at")
 
 
@@ -29,6 +30,7 @@ def inputs_of(ids, step):
     """The tensors of a step that change from one to the next."""
     decode = {name: getattr(step.decode, name) for name in OF_DECODE}
     tensors = {name: x for name, x in decode.items() if isinstance(x, torch.Tensor)}
+    tensors |= dict(zip(SCALES, step.decode.scales or (), strict=False))
     return {"ids": ids, "behind_rows": step.behind_rows} | tensors
 
 
@@ -37,6 +39,8 @@ def traced(method, step, inputs):
 
     def run(given):
         decode = {name: given[name] for name in OF_DECODE if name in given}
+        if SCALES[0] in given:
+            decode["scales"] = tuple(given[name] for name in SCALES)
         decode = replace(step.decode, at=given["position_ids"][:, None], **decode)
         method.cache.step = replace(step, behind_rows=given["behind_rows"], decode=decode)
         return method.forward(given["ids"], method.cache, position_ids=given["position_ids"])
