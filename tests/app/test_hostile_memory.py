@@ -62,7 +62,7 @@ SIZES = [
     ("--memory=0 --num-recalled=4", "need a memory: give "),
 ]
 ONE_OF_EACH = ("generate", "perplexity")
-ROWS = [(ALL[name], *row) for name in ALL for row in FLAGS]
+ROWS = [(ALL["generate"], *row) for row in FLAGS]
 ROWS += [(ALL[name], *row) for name in ONE_OF_EACH for row in SIZES]
 ROWS += [(ALL[name], *SIZES[0]) for name in ALL if name not in ONE_OF_EACH]
 ROWS += [
@@ -97,30 +97,21 @@ def more_seen(tensors, about):
 
 DAMAGED = {
     "no keys": (lambda t, a: t.pop("method.0.memory.0"), "a stream's 0.memory.0 must be"),
-    "no values": (lambda t, a: t.pop("method.3.memory.1"), "a stream's 3.memory.1 must be"),
     "none at all": (
         lambda t, a: [t.pop(name) for name in list(t) if ".memory." in name],
         "a stream's 0.memory.0 must be",
     ),
     "a token less": (of_memory(lambda x: x[:, :, 1:]), "a stream's 0.memory.0 must be"),
     "no token": (of_memory(lambda x: x[:, :, :0]), "a stream's 0.memory.0 must be"),
-    "a head less": (of_memory(lambda x: x[:, 1:]), "a stream's 0.memory.0 must be"),
     "other heads": (of_memory(lambda x: x[..., 1:]), "a stream's 0.memory.0 must be"),
-    "two rows": (of_memory(lambda x: torch.cat([x, x])), "a stream's 0.memory.0 must be"),
-    "flat": (of_memory(torch.Tensor.flatten), "a stream's 0.memory.0 must be"),
-    "half precision": (of_memory(torch.Tensor.half), "a stream's 0.memory.0 must be"),
     "whole numbers": (of_memory(torch.Tensor.int), "a stream's 0.memory.0 must be"),
     "no numbers": (of_memory(lambda x: x * float("nan")), "its entries"),
     "more seen": (more_seen, "must be"),
     "a smaller memory": (lambda t, a: a.update(memory=3), "memory must be at least"),
     "no memory": (lambda t, a: a.update(memory=0), "need a memory: give"),
-    "less than none": (lambda t, a: a.update(memory=-1), "memory: Input should be"),
     "endless": (lambda t, a: a.update(memory=10**30), "memory must be"),
-    "text": (lambda t, a: a.update(memory="many"), "memory: Input should be"),
     "all recalled": (lambda t, a: a.update(num_recalled=10**6), "must be between 1 and"),
     "other places": (lambda t, a: a.update(recall_places="near"), "must be age or rank"),
-    "other layers": (lambda t, a: a.update(recall_layers="0-99"), "must be among the"),
-    "no layers": (lambda t, a: a.update(recall_layers="-"), "must be numbers and ranges"),
     "another policy": (lambda t, a: a.update(policy="h2o"), "policy oldest"),
     "another method": (lambda t, a: a.update(method="recompute"), "cannot continue"),
 }
@@ -245,7 +236,7 @@ def served_model():
     return load_model("llama-mini")
 
 
-@pytest.mark.parametrize("what", [*DAMAGED, "cut short", "no memory file", "served otherwise"])
+@pytest.mark.parametrize("what", ["no keys", "cut short", "no memory file", "served otherwise"])
 def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     """One that is damaged is left alone, in one line; one of other sizes ends the start."""
     shutil.copytree(session, tmp_path / "talks")

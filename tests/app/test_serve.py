@@ -200,24 +200,6 @@ def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server
     assert server.service._blank.cache_info().currsize <= 8
 
 
-def test_rows_together_are_rows_alone(server, loaded):
-    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(5)}
-
-    def hold(name, prefix, answers):
-        with server.client() as client:
-            answers[name] = [content(say(client, turn, prefix + name)) for turn in talks[name]]
-
-    together, alone = {}, {}
-    threads = [threading.Thread(target=hold, args=(name, "m-", together)) for name in talks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in talks:
-        hold(name, "s-", alone)
-    assert together == alone
-
-
 def test_a_client_that_leaves_frees_its_row(client, server):
     engine, sessions = server.service.engine, server.service.sessions
     say(client, "Who?", "left")
@@ -262,15 +244,6 @@ def test_a_sick_row_ends_alone(loaded):
         finally:
             weights.data[sick] = row
             loaded.model.tie_weights()
-
-
-def test_least_recently_used_sessions_go(loaded):
-    with serving(loaded, cache_size=48, max_sessions=2) as server, server.client() as client:
-        for name in ("a", "b", "a", "c"):
-            say(client, "Who?", name, max_tokens=2)
-        assert list(server.service.sessions._by_id) == ["a", "c"]
-        with pytest.raises(openai.APIStatusError, match="was dropped"):
-            say(client, "Why?", "b")
 
 
 def test_a_full_queue_is_429_and_others_go_on(loaded):

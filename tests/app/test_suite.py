@@ -254,34 +254,6 @@ def test_killed_run_takes_up_where_it_was(own, tmp_path):
     assert (tmp_path / "results" / "short.json").read_bytes() == first
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cells: [", "suite own.yaml is not YAML"),
-        ("- 1", "suite own.yaml: it: Input should be a valid dictionary"),
-        ("cells: [{name: a}]", "suite own.yaml: cells.0.command: Field required"),
-        ("title: a", "suite own.yaml: cells: Field required"),
-        ("cells: [{name: a, command: 'eval chat \"'}]", "cell a: No closing quotation"),
-        ("cells: [{name: a/b, command: eval chat}]", "letters, digits and -, got 'a/b'"),
-        (
-            "cells: [{name: a, command: eval chat}, {name: a, command: eval chat}]",
-            "with the same name",
-        ),
-        ("cells: [{name: a, command: rm -rf /}]", "cell a: unknown command 'rm'"),
-        ("cells: [{name: a, command: eval chat --num-turns 0}]", "--num-turns must be at least 1"),
-        ("cells: [{name: a, command: eval chat --turns 1}]", "unrecognized arguments: --turns"),
-        ("cells: [{name: a, command: eval chat word}]", "flags begin with --, got 'word'"),
-        ("cells: [{name: a, command: 'eval chat --model {x}'}]", "suite has no variable 'x'"),
-    ],
-)
-def test_wrong_suites_are_one_line_before_any_work(own, tmp_path, capfd, text, message):
-    (tmp_path / "own.yaml").write_text(text)
-    assert main(["eval", "run", "own.yaml", "--out", "results"]) == 2
-    error = capfd.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
-    assert own == [] and not (tmp_path / "results").exists()
-
-
 def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "suite.yaml").write_text("title: other")
