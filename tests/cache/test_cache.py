@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.methods import tables
 from helpers.tiny_models import ROTARY_KINDS
 
 from kvalign.cache.realign import realigner_of
@@ -79,29 +78,6 @@ def test_mask_length_is_key_length(models, ids):
         models["gpt2"](input_ids=ids[:, i : i + 1], past_key_values=cache)
         assert told == min(i, 16) + 1
         assert {len(layer.keys[0, 0]) for layer in cache.layers} == {min(i + 1, 16)}
-
-
-def test_batch_rows_are_independent(model, ids):
-    """Rows of a batch do not mix (llama.cpp issue 6002)."""
-    both, one = (StreamingCache(spec_of(model.config), CacheSizes(12)) for _ in range(2))
-    for i in range(30):
-        wide = model(input_ids=ids[:, i : i + 1], past_key_values=both).logits[1]
-        narrow = model(input_ids=ids[1:, i : i + 1], past_key_values=one).logits[0]
-    assert torch.allclose(wide, narrow, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_rows_can_be_selected(models, ids, kind):
-    model = models[kind]
-    realigner = realigner_of(model, tables(model, scale=0.5) if kind == "gpt2" else None)
-    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner)
-    _stream(model, cache, ids, 20)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
-    straight = _stream(
-        model, StreamingCache(spec_of(model.config), CacheSizes(12), realigner), ids, 21
-    )
-    assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
 
 
 def test_cropping_is_refused(models):

@@ -21,7 +21,7 @@ WAYS = {
 }
 FAST = [("llama", "rotation"), ("gpt2", "table age")]
 SLOW = [(kind, way) for kind in REGISTERED_KINDS for way in WAYS[FAMILIES[kind]]]
-NUM_STEPS = 300
+NUM_STEPS = 150
 
 
 @pytest.fixture(scope="module")

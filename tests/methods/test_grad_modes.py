@@ -6,19 +6,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.methods import anchored, make, tables
-from helpers.pairwise import of_each_family, pairwise
+from helpers.methods import WAYS, made
+from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign import checkpoints
-from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
 from kvalign.streaming.generation import stream_tokens
 
 WITHIN, OUTSIDE = torch.inference_mode, nullcontext
 BORDERS = {"within": (WITHIN,), "in and out": (WITHIN, OUTSIDE), "out and in": (OUTSIDE, WITHIN)}
-WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
 FAST = [
     ("tables", "llama", dict(memory=30)),
     ("streaming-llm", "llama", dict(policy="h2o")),
@@ -28,18 +26,6 @@ FAST = [
 ]
 CASES = [(*way, border) for way in FAST for border in BORDERS]
 CASES += [(*way, "in and out") for way in WAYS]
-CASES += [
-    pytest.param(*way, border, marks=pytest.mark.slow)
-    for way in WAYS
-    for border in ("within", "out and in")
-]
-
-
-def made(name, model, **sizes):
-    aligners = {"tables": tables, "anchored": anchored}
-    if name not in aligners:
-        return make(name, model, **sizes)
-    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
 
 
 def fed(new, ids, modes):
