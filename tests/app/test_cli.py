@@ -279,6 +279,7 @@ def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
     assert len(set(texts.values())) == 1
 
 
+@pytest.mark.slow
 def test_half_of_the_window_is_evicted_by_any_command(capfd):
     """4 sinks and 12 more: `half` is 6, what discard-half drops."""
     sizes = ["--method", "streaming-llm", "--cache-size", "16", "--num-evicted"]

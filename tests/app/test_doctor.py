@@ -85,6 +85,7 @@ def test_text_has_a_line_each_and_json_the_same(capsys):
     assert last.startswith("everything required is here; optional, but not ok: ")
 
 
+@pytest.mark.slow
 def test_without_any_extra(monkeypatch, capsys):
     """Nothing that an extra brings can be imported: it is missing, and nothing fails."""
     install(monkeypatch, dict.fromkeys(EXTRAS))

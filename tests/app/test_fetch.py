@@ -98,6 +98,7 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert f"cannot load a model from folder '{folder}'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
@@ -116,6 +117,7 @@ def test_what_is_not_the_known_file_is_not_kept(
     assert {path.name for path in tmp_path.rglob("*")} <= {"cache", LOCK}
 
 
+@pytest.mark.slow
 def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -128,6 +130,7 @@ def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
     assert main(FETCH) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_step_that_is_being_compiled_meanwhile_stays(
     is_there, source, tmp_path, monkeypatch, capsys

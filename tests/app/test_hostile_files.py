@@ -67,6 +67,7 @@ def test_a_flipped_bit_of_a_shard_is_refused_by_train(recording, tmp_path, capfd
     open_store(recording, verify=True)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
     argv = [
         "eval",
@@ -89,6 +90,7 @@ def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
     assert f"{path} is damaged" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_kept_losses_that_no_model_has(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("The island was settled in the year of the flood. " * 40)
@@ -147,6 +149,7 @@ def test_pickles_of_code_are_not_run(tmp_path):
         best_weights(torch.nn.Linear(1, 1), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     ["generate --model model --prompt Hi", "chat --state model/model.safetensors --say Hi"],

@@ -236,6 +236,7 @@ def served_model():
     return load_model("llama-mini")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["no keys", "cut short", "no memory file", "served otherwise"])
 def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     """One that is damaged is left alone, in one line; one of other sizes ends the start."""

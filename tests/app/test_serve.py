@@ -104,6 +104,7 @@ def test_several_prompts_and_answers(client):
     assert other[0].text != alone[0].text
 
 
+@pytest.mark.slow
 def test_what_an_answer_repeats_may_be_looked_up(client, loaded):
     """Answers are the same, alone and beside others, in sessions that go on."""
     asked = dict(max_tokens=90, temperature=0)
@@ -166,6 +167,7 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
     given = []
@@ -193,6 +195,7 @@ def test_the_system_prompt_stays(client, server, loaded):
         say(client, too_long)
 
 
+@pytest.mark.slow
 def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server):
     for i in range(12):
         told = {"role": "system", "content": "x " * i + "Know."}
@@ -220,6 +223,7 @@ def test_a_client_that_leaves_frees_its_row(client, server):
     assert not sessions._busy
 
 
+@pytest.mark.slow
 def test_a_sick_row_ends_alone(loaded):
     sick = 4242
     weights = loaded.model.get_input_embeddings().weight
@@ -264,6 +268,7 @@ def test_a_full_queue_is_429_and_others_go_on(loaded):
         assert answers == [content(say(client, "Why?"))]
 
 
+@pytest.mark.slow
 def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     turns, told = ("Who?", "Why?", "When?"), {"role": "system", "content": "You know islands."}
     at_once, one_by_one = [], []
@@ -289,6 +294,7 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
         Service(few, loaded)
 
 
+@pytest.mark.slow
 def test_whole_turns_go(loaded, monkeypatch):
     """What is fed is the conversation from a later turn on, the system prompt before it."""
     told, turns = (

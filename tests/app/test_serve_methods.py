@@ -82,6 +82,7 @@ def test_sessions_are_their_streams(number, name, models):
     sessions_are_streams(METHODS[number], name, models)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     """One session and several, which come and go; each conversation has sinks of its own."""
@@ -90,6 +91,7 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     assert set(found) >= {1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [STORED, {"method": "kvalign", "compile": True}], ids=str)
 def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
     """Nothing is compiled at a request."""
@@ -128,6 +130,7 @@ def sessions_are_streams(method, name, models):
             assert text == "".join(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 3, 4, 5])
 def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplog):
     """Asked again, sessions go on from where they were, and so do those that come later."""

@@ -30,6 +30,7 @@ def test_a_mix_of_requests(more, tmp_path):
         assert not server.service.sessions._busy
 
 
+@pytest.mark.slow
 def test_what_is_answered_leaves_nothing(tmp_path):
     """Without the garbage collector, which may come hundreds of answers later."""
 

@@ -134,6 +134,7 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
     assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
 
 
+@pytest.mark.slow
 def test_policies_are_those_of_methods_that_take_them(gpt2, words):
     streams = begin(gpt2, PROMPT, NAMES, policy="key-norm", seed=3, **SETTINGS)
     *_, last = side_by_side(streams, words)
@@ -144,6 +145,7 @@ def test_policies_are_those_of_methods_that_take_them(gpt2, words):
     assert {name for name in NAMES if METHODS[name].takes_policy} == {*NAMES[:3]}
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_methods_that_can_place(gpt2, words):
     settings = SETTINGS | dict(memory=500, num_recalled=4, num_evicted=1)
     *_, last = side_by_side(begin(gpt2, PROMPT, NAMES, seed=3, **settings), words)
@@ -161,6 +163,7 @@ def test_memory_is_that_of_methods_that_can_place(gpt2, words):
     )
 
 
+@pytest.mark.slow
 def test_kept_positions_end_with_the_context(gpt2, words):
     """A stream ends there, and says so; a prompt that goes beyond becomes a refusal."""
     settings = SETTINGS | dict(policy="key-norm", positions="keep", max_new_tokens=600)
@@ -185,6 +188,7 @@ def test_no_seed_is_one_random_seed_for_all(gpt2):
     assert [len(both) for both in seeds] == [1, 1] and seeds[0] != seeds[1]
 
 
+@pytest.mark.slow
 def test_read_again_as_recompute_reads(gpt2, run):
     """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""
     ids = run[0][0].ids

@@ -62,6 +62,7 @@ def test_policies(capsys):
     assert [one["state"] for one in kept] == ["passed", "failed", "not applicable"]
 
 
+@pytest.mark.slow
 def test_cache_of_the_users_own(folder, capsys):
     """What failed stands with what to look at, in the table and as JSON."""
     words = ["verify", *FEW, "dense,reorder", "--cache", "forgetful_cache:make"]

@@ -103,6 +103,7 @@ def test_command_equals_an_independent_loop(name, capsys):
 TWO = ["eval", "perplexity", "--methods", "window,recompute", "--num-tokens", "30", "--cache-sizes"]
 
 
+@pytest.mark.slow
 def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
     both = run_json(capsys, *TWO, "8,20")["rows"]
     assert [row["first_label"] for row in both] == [21] * 4
@@ -126,6 +127,7 @@ def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
     assert own[1]["nll_nats"] != both[1]["nll_nats"] and own[3]["nll_nats"] == both[3]["nll_nats"]
 
 
+@pytest.mark.slow
 def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
     keep = ["--keep", str(tmp_path / "losses")]
     both = run_json(capsys, *TWO, "8,20", *keep)["rows"]
@@ -158,6 +160,7 @@ def test_a_score_starts_after_the_first_input_of_its_cache(ids):
         assert torch.isclose(nll[0], -logits.log_softmax(-1)[ids[0, cache_size + 1]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_plots_are_written(capsys, tmp_path):
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         path = tmp_path / f"plot{ending}"
@@ -180,6 +183,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
 def test_stepping_on_request_gives_the_same_figures(capsys, name):
     methods = ["--model", name, "--methods", "window,streaming-llm,kvalign,recompute"]
@@ -188,6 +192,7 @@ def test_stepping_on_request_gives_the_same_figures(capsys, name):
         assert math.isclose(one["perplexity"], other["perplexity"], rel_tol=1e-4)
 
 
+@pytest.mark.slow
 def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv = [*SHORT, "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
     argv += ["--protocol", "paper"]
@@ -211,6 +216,7 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     assert math.isclose(first[1]["ratio"], expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_sinks_are_compared_with_the_first(capsys):
     argv = [*SHORT, "--model", "llama-mini", "--methods", "streaming-llm,discard-half"]
     rows = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "streaming-llm")["rows"]
@@ -246,6 +252,7 @@ def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     assert f"{files[0]} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_kept_losses_are_those_of_the_same_weights_and_config(capsys, tmp_path):
     """Other weights with the same embedding were given the losses of the first ones."""
     folder = copy_of("llama-mini", tmp_path / "model")
@@ -290,6 +297,7 @@ def test_intervals_are_as_wide_as_correlated_losses_need():
     assert interval(nll[0, :150]) == (0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_labels", [5000, 20_000])
 def test_intervals_have_the_true_perplexity_nineteen_times_of_twenty(num_labels):
     intervals = [interval(nll) for nll in correlated(400, num_labels, seed=1)]
@@ -384,6 +392,7 @@ def test_parts_are_perplexities_in_order():
     assert by_part(nll[:3], 4) == pytest.approx([math.exp(i) for i in (0, 1, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "aligner", "expected"),
     [

@@ -67,6 +67,7 @@ def test_passages_are_what_generate_writes(capsys):
     assert run_json(capsys, *argv)["text"] == row["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"), [("readability", "num_prompts"), ("chat", "num_turns")]
 )
@@ -90,6 +91,7 @@ def test_table_has_the_means_of_the_passages(capsys):
         assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
 
 
+@pytest.mark.slow
 def test_runs_with_other_seeds_give_an_interval(capsys):
     """Each is what its seed alone writes; the page shows those of the first."""
     argv = [*SHORT, "--methods", "window", "--no-repeat-ngram-sizes", "0", "--num-prompts", "2"]
@@ -113,6 +115,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_page_is_written_beside_what_is_there(folder, capsys):
     argv = ["eval", "readability", "--methods", "window,recompute", "--cache-sizes", "24"]
     argv += ["--max-new-tokens", "12"]
@@ -159,6 +162,7 @@ def test_texts_of_any_program(folder, capsys):
     assert "good.txt" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_texts_need_no_torch(folder):
     code = (
         "import sys; from kvalign.app.cli.main import main;"
