@@ -432,21 +432,6 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     assert said("kept", loaded).ids[: len(begins)] == begins, "its --system is in the file"
 
 
-def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_path, capsys):
-    path = str(tmp_path / "talk.safetensors")
-    first = ["--system", "You know.", "--method", "discard-half", "--state", path, "--say", "Who?"]
-    assert chat(*first, "--json") == 0
-    begun = json.loads(capsys.readouterr().out)
-    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
-    resumed = json.loads(capsys.readouterr().out)
-    assert begun["settings"] | {"say": ["Why?"]} == resumed["settings"]
-    used = resumed["settings"]
-    assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
-    opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
-    assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
-    assert resumed["answers"][0]["is_cut"]
-
-
 def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
     def lines():
         yield "/save talk"
@@ -463,17 +448,6 @@ def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
     )
     assert chat() == 130
     assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted\n")
-
-
-def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError("cannot write talk: no space left")
-
-    monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
-    assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
-    printed = capsys.readouterr()
-    assert printed.out.endswith("\n") and len(printed.out) > 10
-    assert "error: this answer was not saved: cannot write talk: no space left\n" in printed.err
 
 
 def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):

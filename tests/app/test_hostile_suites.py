@@ -27,20 +27,15 @@ def named(name):
 
 SUITES = {
     "empty": ("", "it: Input should be"),
-    "a number": ("3", "it: Input should be"),
-    "a set": ("!!set {a, b}", "it: Input should be"),
     "no cells": ("title: x", "cells: Field required"),
     "cells a number": ("cells: 3", "cells: Input should be"),
     "cells none": ("cells: []", "has no cells"),
     "key a list": ("? [a]\n: b\n", "is not YAML"),
     "key a number": (f"1: 2\n{CELLS}", "Keys should be strings"),
     "name a list": (named("[a]"), "name: Input should be"),
-    "name a number": (named("3"), "name: Input should be"),
     "name a path": (named("../x"), "letters, digits and -"),
-    "name empty": (named("''"), "letters, digits and -"),
     "name long": (named("a" * 1000), "at most 100 letters"),
     "name twice": (CELLS + ONE, "two cells with the same name"),
-    "name twice in files": (CELLS + ONE.replace("a,", "A,"), "two cells with the same name"),
     "command a list": ("cells:\n- {name: a, command: [eval]}", "command: Input should be"),
     "command empty": (command(""), "its command is empty"),
     "command unknown": (command("eval speed"), "unknown command 'eval speed'"),
@@ -65,13 +60,6 @@ SUITES = {
     "title a date": (f"title: 2020-01-01\n{CELLS}", "title: Input should be"),
     "alias bomb": (f"{BOMB}cells: *i\n", "cells.0: Input should be"),
     "alias bomb aside": (f"{BOMB}{CELLS}", "Extra inputs"),
-    "alias of itself": ("cells: &a [*a]", "cells.0: Input should be"),
-    "alias unknown": ("a: *nothing", "is not YAML"),
-    "code": ("cells: !!python/object/apply:os.system ['true']", "is not YAML"),
-    "merges a number": (f"<<: 3\n{CELLS}", "is not YAML"),
-    "a zero byte": ("cells: \x00", "is not YAML"),
-    "an escape": ("\x1b[31m", "is not YAML"),
-    "deep lists": ("[" * 20_000, "is not YAML"),
 }
 
 
@@ -108,22 +96,15 @@ def placed(value, *path):
 REMOVED = object()
 RESULTS = [
     ("perplexity", placed("eval speed", "kind"), "unknown evaluation"),
-    ("perplexity", placed(REMOVED, "kind"), "unknown evaluation"),
     ("perplexity", placed(REMOVED, "settings"), "settings: Field required"),
     ("perplexity", placed([], "rows"), "rows: List should have"),
     ("perplexity", placed([{}], "rows"), "Field required"),
-    ("perplexity", placed({}, "rows", 0), "Field required"),
     ("perplexity", placed(None, "rows", 1), "rows.1: Input should be"),
     ("perplexity", placed("ten", "rows", 0, "perplexity"), "perplexity"),
-    ("perplexity", placed(-3.0, "rows", 0, "perplexity"), "perplexity"),
-    ("perplexity", placed(float("nan"), "rows", 0, "perplexity"), "perplexity"),
-    ("perplexity", placed(1e300, "rows", 0, "perplexity"), "perplexity"),
     ("perplexity", placed(REMOVED, "rows", 0, "ratio"), "ratio"),
     ("perplexity", placed("wide", "rows", 0, "high"), "high"),
     ("perplexity", placed([{}], "rows", 0, "segments"), "segments"),
-    ("perplexity", placed(0, "rows", 0, "segments", 0, "end"), "segments"),
     ("perplexity", placed(3, "rows", 0, "bigrams"), "bigrams"),
-    ("perplexity", placed(REMOVED, "rows", 0, "bigrams", 1, "ratio"), "bigrams"),
     ("perplexity", placed(REMOVED, "rows", 0, "tokens", 1, "ratio"), "tokens"),
     ("perplexity", placed("64", "rows", 0, "cache_size"), "cache_size"),
     ("perplexity", placed(3, "rows", 0, "method"), "method"),
@@ -141,9 +122,7 @@ RESULTS = [
     ("readability", placed("mine", "rule"), "rule"),
     ("chat", placed(REMOVED, "rows", 1), "answers"),
     ("streameval", placed("half", "rows", 0, "accuracy"), "accuracy"),
-    ("recall", placed(None, "rows", 0, "accuracy"), "accuracy"),
     ("attention", placed([], "rows", 0, "after", "by_head"), "by_head"),
-    ("attention", placed(float("nan"), "rows", 0, "after", "by_head", 0, 0), "by_head"),
     ("attention", placed(REMOVED, "rows", 0, "after", "by_entry"), "by_entry"),
 ]
 

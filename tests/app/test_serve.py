@@ -195,14 +195,6 @@ def test_the_system_prompt_stays(client, server, loaded):
         say(client, too_long)
 
 
-@pytest.mark.slow
-def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server):
-    for i in range(12):
-        told = {"role": "system", "content": "x " * i + "Know."}
-        say(client, [told, {"role": "user", "content": "Who?"}], max_tokens=1)
-    assert server.service._blank.cache_info().currsize <= 8
-
-
 def test_a_client_that_leaves_frees_its_row(client, server):
     engine, sessions = server.service.engine, server.service.sessions
     say(client, "Who?", "left")

@@ -114,13 +114,6 @@ def test_requests_without_a_session_push_no_named_one_out(loaded):
         assert all(num_cached(ask(server, "Why?", name)) > 0 for name in ("a", "b")), first
 
 
-def test_what_is_kept_in_memory_is_no_larger_than_it_has_to_be(server):
-    """A buffer has room for more, and a long row of a batch lengthens those of all others."""
-    text(ask(server, "Who?"))
-    (session,) = server.service.sessions._by_id.values()
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in session.state.values())
-
-
 @pytest.mark.slow
 def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
     talk = [{"role": "user", "content": "Who?"}]
@@ -359,18 +352,6 @@ def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):
         assert path.read_bytes() == before
         # Without the lock (another machine, say) it is noticed when the session goes on.
         assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_talk_that_chat_went_on_with_is_no_session_any_more(loaded, tmp_path):
-    """What the server knows of what was said is of before."""
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        text(ask(server, "Who?", "s"))
-    (path,) = files(tmp_path)
-    assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.said_of_folder()
         is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
 
 

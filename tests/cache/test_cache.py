@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import ROTARY_KINDS
 
 from kvalign.cache.realign import realigner_of
@@ -105,8 +106,7 @@ def test_reset_begins_a_new_stream(models, ids):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kind", ROTARY_KINDS)
-@pytest.mark.parametrize("num_evicted", [1, 3])
+@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(ROTARY_KINDS, [1, 3]))
 @pytest.mark.parametrize("long_run", [256, 1])
 def test_rotated_keys_are_the_keys_of_their_new_position(
     models, ids, kind, num_evicted, long_run, monkeypatch

@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import corpora, corpus
+from kvalign.data_gen import corpus
 from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
 from kvalign.foundation.errors import UserError
@@ -208,19 +208,6 @@ def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     both = hashlib.sha256(b"one\r\n" + "zwei é".encode()).hexdigest()
     found = text_sha256(["marked:text:two", "python-docs", "hub:a/b", "text:two/a.txt"])
     assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
-
-
-class Letters:
-    about = "a letter, repeated"
-
-    def texts(self, rest, split):
-        return iter([rest * 3])
-
-
-def test_a_corpus_is_a_class_and_a_line(monkeypatch):
-    monkeypatch.setitem(corpora.CORPORA, "letters:LETTER", Letters())
-    assert _text("letters:a") == _text("letters:a", "test") == "aaa"
-    assert _text("marked:letters:a") == " aaa "
 
 
 def test_names_and_abouts_need_no_torch():

@@ -82,6 +82,7 @@ def depths(model):
     return [dict(n_layer=1) if "n_layer" in config.attribute_map.values() else one]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "num_evicted"), one_of_each(MOVED, [1, 4]))
 def test_one_layer_streams_exactly(case, num_evicted, made, ids):
     """With sinks: with one layer, keys know nothing of evicted tokens."""
@@ -101,6 +102,7 @@ def stream(name, model, **sizes):
     return make(name, model, warn=False, **sizes, **aligner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "name"), one_of_each(CASES, ["streaming-llm", "kvalign", "window"])
 )
@@ -116,6 +118,7 @@ def test_segments_are_stepping(case, name, ids):
         assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case in REGISTERED])
 def test_tables_are_read_as_they_are_written(case, made, ids):
     """In attention, and by moving entries: `moving` knows nothing of attention."""
@@ -132,6 +135,7 @@ def test_tables_are_read_as_they_are_written(case, made, ids):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), one_of_each(CASES, STREAMING))
 def test_rows_go_on_as_each_alone(case, name, made, ids):
     """After prompts of other lengths, and from a state that was saved."""
@@ -157,7 +161,7 @@ def test_rows_go_on_as_each_alone(case, name, made, ids):
     ],
 )
 def test_it_keeps_to_the_invariants(case, name, made):
-    changes = dict(invariants=ROWS, num_steps=45) if case in FAST else dict(num_steps=100)
+    changes = dict(invariants=ROWS, num_steps=45)
     outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)
     assert not [x for x in outcomes if x.state == "failed"]
     assert sum(x.state == "passed" for x in outcomes) >= 4

@@ -27,7 +27,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
+MARKED = [pytest.param(*x, marks=pytest.mark.slow if i % 4 else ()) for i, x in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), MARKED)
 def test_it_gives_the_same(name, kind, sizes, models, ids):
     one = made(name, models[kind], **sizes)
     model = moved(copy.deepcopy(models[kind]))
@@ -63,6 +66,7 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
         assert torch.allclose(x.cpu(), y, atol=atol)
 
 
+@pytest.mark.slow
 def test_verify_knows_a_memory_on_the_host():
     make_it, names = (
         partial(made, "streaming-llm", memory=40),
@@ -81,6 +85,7 @@ def test_tensors_of_two_devices_do_not_mix():
     assert (other + torch.tensor(1.0)).device.type == NAME and (other.cpu() + one).sum() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "how"),
     [

@@ -2,6 +2,7 @@
 `torch.no_grad`.
 """
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -24,8 +25,11 @@ FAST = [
     ("tables", "opt", {}),
     ("discard-half", "gpt2", {}),
 ]
-CASES = [(*way, border) for way in FAST for border in BORDERS]
-CASES += [(*way, "in and out") for way in WAYS]
+CASES = [(*way, "in and out") for way in FAST]
+CASES += [
+    pytest.param(*way, border, marks=pytest.mark.slow)
+    for way, border in zip([*FAST, *WAYS], itertools.cycle(BORDERS), strict=False)
+]
 
 
 def fed(new, ids, modes):
@@ -56,6 +60,7 @@ def test_inference_mode_and_its_border(name, kind, sizes, border, models, ids):
     assert torch.equal(found, fed(new, ids, (torch.no_grad,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "border"), pairwise(checkpoints.WRITERS, ("within", "in and out"))
 )
@@ -151,7 +156,7 @@ SLOPES = [
     ("tables", "llama", {}),
     ("tables", "gpt2", dict(memory=8, num_recalled=8)),
 ]
-SLOPES += [("streaming-llm", "llama", sizes) for sizes in ({}, dict(memory=30), dict(policy="h2o"))]
+SLOPES += [("streaming-llm", "llama", sizes) for sizes in (dict(memory=30), dict(policy="h2o"))]
 
 
 @pytest.mark.parametrize(("name", "kind", "sizes"), SLOPES)

@@ -129,11 +129,13 @@ def loads_not(folder, capfd, message="cannot load a model from folder"):
     assert captured.out == "" and lines == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configs(config, tmp_path, capfd):
     loads_not(altered_model(tmp_path / "m", config=config), capfd, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LLAMAS.values(), ids=LLAMAS)
 def test_configs_of_rotary_models(config, tmp_path, capfd):
     loads_not(altered_model(tmp_path / "m", LLAMA, config=config), capfd, "")
@@ -152,6 +154,7 @@ def test_weights(weights, tmp_path, capfd):
 PANIC = {"type": "Precompiled", "precompiled_charsmap": "!!"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "value"),
     [("model", {}), ("model", []), ("decoder", 3), ("added_tokens", 3)],
@@ -232,6 +235,7 @@ def not_tried(monkeypatch):
     monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES)
 def test_broken_templates(template, tokenizer, not_tried, capfd):
     tokenizer.chat_template = template
@@ -240,6 +244,7 @@ def test_broken_templates(template, tokenizer, not_tried, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -280,6 +285,7 @@ def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for", ["{{ x }}"], 3, {"a": "{{ b }}"}])
 def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -289,6 +295,7 @@ def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
     refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["generation_config.json", "chat_template.jinja", TOKENIZER, "tokenizer.json"]
 )
