@@ -5,8 +5,6 @@ model that is not the default, and what each refuses.
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from helpers.smaller import INSIDE, TEXT
@@ -19,7 +17,6 @@ from kvalign.app.commands.generate import PROMPT
 from kvalign.app.sessions.marks import BEYOND, tokens_past
 from kvalign.training.settings import TuneSettings
 
-COMMANDS = ["gen-data", "train --target key", "generate --method kvalign"]
 NETWORK = "kvalign-data/gpt2-mini/network"
 SHIPPED = "kvalign-gpt2-mini-table-kl"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
@@ -43,35 +40,6 @@ def kvalign(tmp_path, monkeypatch, capfd):
 
 def says_next(printed):
     return [line for line in printed.err.splitlines() if line.startswith("next")]
-
-
-@pytest.mark.slow
-def test_the_three_commands_in_an_empty_folder(tmp_path):
-    """With all of their text, in processes of their own."""
-    printed = []
-    for command in COMMANDS:
-        words = [sys.executable, "-m", "kvalign", *command.split()]
-        done = subprocess.run(
-            words, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append((done.stdout, done.stderr))
-    (recorded, to_train), (trained, to_stream), (text, at_last) = printed
-    assert "recording: kvalign-data/gpt2-mini/caches\n" in recorded
-    assert to_train.endswith("next (takes minutes): kvalign train --target key\n")
-    assert f"aligner: {NETWORK}\n" in trained
-    assert to_stream.endswith(f"next (takes minutes): kvalign train --target value\nnext: {TAKE}\n")
-    assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
-    assert "perplexity of " in trained and "keys realigned\n" in trained
-    taken = f"using {NETWORK}, trained here: perplexity "
-    assert at_last.startswith(taken) and "with the shipped kvalign-gpt2-mini-table-kl; " in at_last
-    marks = (
-        "[token 129: the cache of 128 entries is full",
-        "[token 513: the context length of 512",
-    )
-    for mark in marks:
-        assert mark in at_last
-    assert at_last.splitlines()[-1].startswith("next (takes minutes): kvalign eval perplexity ")
 
 
 @pytest.mark.slow
