@@ -180,14 +180,6 @@ def test_kept_positions_end_with_the_context(gpt2, words):
     assert refusal.line.startswith("positions=keep ends with the 512 positions of this model")
 
 
-def test_no_seed_is_one_random_seed_for_all(gpt2):
-    seeds = [
-        {one.sampling.seed for one in begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)}
-        for _ in range(2)
-    ]
-    assert [len(both) for both in seeds] == [1, 1] and seeds[0] != seeds[1]
-
-
 @pytest.mark.slow
 def test_read_again_as_recompute_reads(gpt2, run):
     """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""

@@ -197,15 +197,6 @@ def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
     assert differ(model, first=3, **sizes) < 1e-5
 
 
-def test_models_of_one_shape_share_a_file_and_keep_their_weights(llama, monkeypatch):
-    differ(llama)
-    monkeypatch.setattr("torch.export.export", never)
-    other = copy.deepcopy(llama)
-    for x in other.parameters():
-        x.data = x.data + 0.1 * torch.randn_like(x)
-    assert differ(other) < 1e-5
-
-
 def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
     model, ids = copy.deepcopy(llama), torch.randint(96, (1, SIZE + 4))
     method = make_method("streaming-llm", model, **SIZES).compile()
@@ -341,17 +332,6 @@ def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
     assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
     assert len(made) == 1 and not made[0].exists()
-
-
-def test_a_file_is_for_any_number_of_threads(llama, monkeypatch):
-    differ(llama)
-    monkeypatch.setattr(step_file, "_made", never)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        assert differ(llama) < 1e-5
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])

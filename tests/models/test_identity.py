@@ -58,22 +58,6 @@ def test_a_model_of_inference_mode_has_one():
     assert identity(model) == identity(tiny_model("llama"))
 
 
-def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):
-    read = []
-    monkeypatch.setattr(module, "_about", lambda x, about=module._about: read.append(x) or about(x))
-    before, num = identity(model), len({id(x) for x in model.parameters()})
-    assert identity(model) == before and len(read) == num
-    weight = model.model.layers[1].mlp.down_proj.weight
-    numbers = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(2)  # another version
-    assert identity(model) != before and len(read) == 2 * num
-    weight.data = numbers  # another address
-    assert identity(model) == before and len(read) == 3 * num
-    model.to(torch.bfloat16)
-    assert identity(model) != before
-
-
 def test_a_shared_weight_counts_under_each_name(model):
     model = tiny_model("gpt2")
     before = identity(model)

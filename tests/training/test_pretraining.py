@@ -140,24 +140,6 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     assert load_model(str(tmp_path / "b")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
 
-def test_wrong_settings_are_refused(text, tmp_path):
-    pretrain(tiny(text, tmp_path / "a", num_tokens=64))
-    for changes, message in (
-        (dict(out=tmp_path / "a", lr=0.5), "lr is 0.002 there, 0.5 now"),
-        (dict(hidden_size=70), "multiple of 64"),
-        (dict(corpus=(f"{text}@-1",)), "must be above 0"),
-        (dict(corpus=(f"{text}@x",)), "SPEC or SPEC@WEIGHT"),
-        (dict(context_len=100_000), "more than --context-len"),
-        (dict(repeat_share=1.5), "--repeat-share must be at most 1"),
-        (dict(copy_weight=1.0), "--copy-weight needs --num-layers 2 or more, got 1"),
-        (dict(corpus="recall", rename_share=0.5), "--rename-share is for text"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            pretrain(tiny(text, **({"out": tmp_path / "b", **changes})))
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json"):
-        pretrain(tiny(text, tmp_path / "c", tokenizer=tmp_path))
-
-
 def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch):
     seen = {}
 
