@@ -35,6 +35,7 @@ def recording(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, "1e999999", "\ud800"])
 def test_deep_and_odd_json(text, aligner, recording, tmp_path):
     data = text.encode("utf-8", "surrogatepass")

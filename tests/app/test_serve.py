@@ -22,7 +22,7 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.models.loading import load_model
-from kvalign.streaming.turns import messages_text, opening_len, turn_ids
+from kvalign.streaming.turns import opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
 
@@ -167,16 +167,6 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
-    given = []
-    monkeypatch.setattr("kvalign.app.serve.engine.give_back", lambda: given.append(1))
-    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", seconds)
-    say(client, "Who?")
-    until(lambda: given)
-
-
 def test_the_system_prompt_stays(client, server, loaded):
     system, turns = "You know all islands.", ("Who?", "Why?", "When?")
     for turn in turns:
@@ -284,42 +274,6 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
     with pytest.raises(UserError, match="--max-sessions must be at least 2"):
         Service(few, loaded)
-
-
-@pytest.mark.slow
-def test_whole_turns_go(loaded, monkeypatch):
-    """What is fed is the conversation from a later turn on, the system prompt before it."""
-    told, turns = (
-        {"role": "system", "content": "You know islands."},
-        ("Who?", "Why?", "Where? " * 4),
-    )
-    fed = []
-
-    def texts_from(said):
-        """The conversation with none of its turns gone, with the first, with the first two, ..."""
-        later = [[told, *said[i:]] for i in range(1, len(said), 2)]
-        return [messages_text(loaded.tokenizer, one, goes_on=False) for one in later]
-
-    with serving(loaded, cache_size=120, evict="turns") as server, server.client() as client:
-        engine = server.service.engine
-        submit = engine.submit
-
-        def recorded(turns):
-            fed.append((turns[0].left.tolist(), turns[0].state is None))
-            submit(turns)
-
-        monkeypatch.setattr(engine, "submit", recorded)
-        said, gone = [told], []
-        for turn in (*turns, *turns):
-            said.append({"role": "user", "content": turn})
-            said.append(
-                {"role": "assistant", "content": content(say(client, said, "t", max_tokens=14))}
-            )
-            ids, is_anew = fed[-1]
-            if is_anew:
-                gone.append(texts_from(said[:-1]).index(loaded.tokenizer.decode(ids)))
-                assert len(ids) + 14 <= 120
-    assert gone[0] == 0 and 2 < len(gone) < 6 and gone == sorted(gone)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,6 @@ from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
 
-TOLD = {"role": "system", "content": "You know islands."}
-
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -147,18 +145,6 @@ def test_a_session_that_had_to_go_says_so(loaded):
         assert num_cached(ask(server, "Why?", "b")) == 0
 
 
-@pytest.mark.parametrize("said", ["Who?", [TOLD, {"role": "user", "content": "Who?"}]])
-def test_the_first_turn_sent_again_is_answered_again(server, said):
-    replies = [ask(server, said, "s") for _ in range(3)]
-    assert len({text(reply) for reply in replies}) == 1
-    assert len({num_prompt(reply) for reply in replies}) == 1
-    alone = ask(server, said, "t")
-    expected = ask(server, "Why?", "t")
-    assert text(alone) == text(replies[0])
-    then = ask(server, "Why?", "s")
-    assert (text(then), num_prompt(then)) == (text(expected), num_prompt(expected))
-
-
 def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
     text(ask(server, "Who?", "s"))
     once = ask(server, "Why?", "s")
@@ -166,16 +152,6 @@ def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
     assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
     twice = ask(server, "Why?", "s", x_stainless_retry_count=0)
     assert num_prompt(twice) > num_prompt(once), "a turn that is said twice"
-
-
-def test_a_key_says_what_is_the_same_turn(server):
-    once = ask(server, "Who?", "s", idempotency_key="one")
-    again = ask(server, "Who?", "s", idempotency_key="one")
-    assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
-    other = ask(server, "Who?", "s", idempotency_key="two")
-    assert num_prompt(other) > num_prompt(once)
-    is_refused(ask(server, "When?", "s", idempotency_key="two"), 422, "idempotency_key_reused")
-    is_refused(ask(server, "When?", "s", idempotency_key="a" * 300), 400, None)
 
 
 @pytest.mark.slow

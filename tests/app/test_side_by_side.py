@@ -50,19 +50,6 @@ def test_turns_change_nothing(gpt2, run):
         assert (view.num_tokens, view.is_done, view.title) == (50, True, alone.method.title)
 
 
-def test_all_grow_from_nothing_a_token_at_a_time(run):
-    first, *later = run[1]
-    assert all(
-        (view.text, view.num_tokens, view.fill, view.chunks) == ("", 0, 0, []) for view in first
-    )
-    for before, after in zip([first, *later], later, strict=False):
-        for a, b in zip(before, after, strict=True):
-            assert b.text.startswith(a.text) and 0 <= b.num_tokens - a.num_tokens <= 4
-    for views in run[1][:-1]:
-        counts = [view.num_tokens for view in views if not view.is_done]
-        assert max(counts, default=0) - min(counts, default=0) <= 4
-
-
 def test_figures_are_those_of_the_method(run):
     streams, views = run
     for stream, view in zip(streams, views[-1], strict=True):

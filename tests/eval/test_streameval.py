@@ -133,6 +133,7 @@ def test_memory_that_loses_the_line_within_the_answer_is_wrong(loaded):
     assert score(Oracle(loaded.tokenizer, short - 1), stream)["in_cache"] == 0
 
 
+@pytest.mark.slow
 def test_teacher_forcing_is_greedy_decoding(loaded):
     """The right answers are replaced by what greedy decoding writes: as it is, with the last token
     wrong, with the first one wrong, and not at all.
@@ -231,6 +232,7 @@ def seen_at(method, stream, query):
     return held
 
 
+@pytest.mark.slow
 def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
     streams = {}
     for cls in METHODS.values():

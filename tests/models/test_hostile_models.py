@@ -259,6 +259,7 @@ def test_templates(template, tokenizer, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "tool_use"])
 def test_templates_by_name(name, tokenizer):
     tokenizer.chat_template = {"default": "{{ messages[0].content }}"} | {name: "{{ 9**(9**9) }}"}

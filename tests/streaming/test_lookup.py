@@ -183,6 +183,7 @@ def test_few_passes_write_a_text_that_repeats(loaded, monkeypatch):
     assert len(passes) < 0.5 * len(stream.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(seed=3, temperature=0.15)], ids=str)
 def test_a_stream_is_left_fed_and_saved_in_the_middle(how, loaded, tmp_path):
     """Also where more has been read than was written."""

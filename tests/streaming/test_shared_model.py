@@ -26,6 +26,7 @@ def greedy(method, prompt, num_tokens):
     return torch.cat(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 def test_scoring_and_streams_in_threads(kind, ids):
     """Segments of one method run between the steps of others."""
