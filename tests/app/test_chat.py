@@ -265,18 +265,6 @@ def _terminal(*flags):
         os.close(theirs)
 
 
-@pytest.mark.slow
-def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
-    with _terminal("--max-new-tokens", "1000000") as (process, ours):
-        _read_until(ours, b"> ")
-        os.write(ours, b"Who?\n")
-        _read_until(ours, ANSWER_BEGINS)
-        process.send_signal(signal.SIGINT)
-        _read_until(ours, rb"(?s)tokens with kvalign.*\n> ")
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=PATIENCE_S) == 0
-
-
 def _interrupt(process, ours, pattern):
     """Ctrl-C at a prompt, which readline shows before it waits: in between, the next wakes it."""
     for _ in range(6):
@@ -288,14 +276,25 @@ def _interrupt(process, ours, pattern):
 
 
 @pytest.mark.slow
-def test_a_first_ctrl_c_at_an_idle_prompt_warns_and_a_second_one_leaves():
-    with _terminal("--max-new-tokens", "3") as (process, ours):
-        for typed in ("", "Who?\n"):
-            os.write(ours, typed.encode())
-            _read_until(ours, rb"\n(\x1b\[\?2004h)?> ")
-            _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
+def test_ctrl_c_in_a_terminal():
+    """It stops an answer, at an idle prompt it warns, and the second one there leaves."""
+    with _terminal("--max-new-tokens", "1000000") as (process, ours):
+        _read_until(ours, b"> ")
+        os.write(ours, b"Who?\n")
+        _read_until(ours, ANSWER_BEGINS)
+        process.send_signal(signal.SIGINT)
+        _read_until(ours, rb"(?s)tokens with kvalign.*\n(\x1b\[\?2004h)?> ")
+        _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
         _interrupt(process, ours, rb"kvalign chat: interrupted")
         assert process.wait(timeout=PATIENCE_S) == 130
+
+
+@pytest.mark.slow
+def test_ctrl_d_in_a_terminal_ends():
+    with _terminal() as (process, ours):
+        _read_until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def said(path, loaded):

@@ -16,8 +16,7 @@ from helpers.tiny_wheel import write_wheel
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks, fetch, listing
-from kvalign.foundation.errors import UserError
+from kvalign.app.inventory import checks, listing
 from kvalign.foundation.files import held, sha256
 from kvalign.models import fetched
 
@@ -128,27 +127,6 @@ def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
         "another folder\n"
     )
     assert main(FETCH) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_step_that_is_being_compiled_meanwhile_stays(
-    is_there, source, tmp_path, monkeypatch, capsys
-):
-    """Whether there is a model or not."""
-    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
-
-    def compile_beside(*_):
-        partial.mkdir(parents=True, exist_ok=True)
-        if not is_there:
-            raise UserError("there is none")
-        return download(*_)
-
-    download = fetch._download
-    monkeypatch.setattr(fetch, "_download", compile_beside)
-    partial.mkdir(parents=is_there) if is_there else None
-    assert main(FETCH) == (0 if is_there else 2)
-    assert partial.is_dir()
 
 
 def test_a_fault_within_pip_is_named(source, monkeypatch, capsys):

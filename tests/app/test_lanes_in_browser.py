@@ -261,17 +261,6 @@ def test_script_writes_where_the_cache_writes(opened):
                 assert [held.tolist(), buffer.size] == frame, (sizes, token)
 
 
-def test_buffer_shows_what_stays(opened):
-    tab = opened(method="streaming-llm", family="rotary")
-    assert tab.locator("#buffer .read").inner_text().split() == list("01245678")
-    tab.keyboard.press("ArrowRight")
-    assert tab.locator("#buffer .read").inner_text().split() == list("0125678")
-    assert tab.locator("#written").inner_text().endswith("again, rotated to follow.")
-    for name, has_buffer in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
-        tab.locator("#method").select_option(name)
-        assert tab.locator("#buffer:visible").count() == has_buffer, name
-
-
 def test_what_moved_is_called_by_what_corrects_it(models, opened):
     sizes, tab = dict(cache_size=7, num_sinks=3, num_evicted=2), opened()
     for name, family in product(METHODS, FAMILIES):
@@ -298,14 +287,6 @@ def test_figure_4_of_streaming_llm(opened):
     assert said(tab).startswith("Token 9 arrives at position 7 and attends to 8 entries.")
     assert tab.locator("#stream s").inner_text() == "4\N{EN DASH}5"
     assert tab.locator(".cell.sink").count() == 4 and tab.locator(".cell.rotated").count() == 3
-
-
-def test_first_sight_has_everything_to_see(opened):
-    tab = opened()
-    assert [token for token, _, _ in shown(tab)] == [0, 1, 2, 4, 5, 6, 7, 8]
-    for kind, number in (("sink", 3), ("going", 1), ("stale", 4), ("new", 1)):
-        assert tab.locator(f".cell.{kind}").count() == number, kind
-    assert tab.locator(".going .tag").inner_text() == "✕goes"
 
 
 def test_steps_go_there_and_back(opened):

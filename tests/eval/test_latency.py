@@ -267,27 +267,6 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
         assert list(stored) == [0] * 6 + [12] * 15 + [0] + [12] * 3
 
 
-@pytest.mark.slow
-def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_path):
-    """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
-    token over cache sizes.
-    """
-    flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
-    document = run_tiny(*flags, "--batch-sizes", "1,2")
-    assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
-    figure, *_ = EVALUATION.batches_figure(document)
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["shape:tiny, C = 12", "shape:tiny, C = 20"]
-    for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
-        assert axes.get_xscale() == axes.get_yscale() == "log"
-        assert [line.get_linestyle() for line in axes.lines] == ["--", "-"]
-        for line, own in zip(axes.lines, (rows[::2], rows[1::2]), strict=True):
-            assert list(line.get_xdata()) == [1, 2]
-            assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
-    assert EVALUATION.batches_figure(run_tiny(*flags)) is None
-    assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
-
-
 def test_the_floor_is_marked_as_one_and_no_time_is_the_best_without_an_interval(run_tiny):
     document = run_tiny("--cache-sizes", "12", "--methods", "streaming-llm,recompute")
     _, fast, slow = document["rows"]
@@ -383,16 +362,6 @@ def test_threads_are_as_before_afterwards(kinds, capsys):
     assert is_done == (kinds == "table")
     if is_done:
         assert json.loads(capsys.readouterr().out)["environment"]["threads"] == 1
-
-
-@pytest.mark.slow
-def test_peaks_hold_the_cache_and_are_the_same_again(run):
-    flags = ["--cache-sizes", "200", "--methods", "streaming-llm,recompute"]
-    rows = run(*flags)["rows"]
-    spec = load_model("gpt2-mini").spec
-    entries = 2 * spec.num_layers * spec.num_kv_heads * 201  # float32 vectors
-    assert rows[0]["peak_mb"] > entries * spec.head_dim * 4 / 1e6
-    assert [row["peak_mb"] for row in run(*flags)["rows"]] == [row["peak_mb"] for row in rows]
 
 
 @pytest.mark.slow

@@ -22,15 +22,7 @@ from kvalign.eval.judging.words import SHA256, load_words
 from kvalign.eval.protocol.evaluation import Panel, Passage, Piece
 from kvalign.eval.report.terminal import print_passages
 
-SHORT = [
-    "eval",
-    "readability",
-    "--cache-sizes",
-    "24",
-    "--max-new-tokens",
-    "40",
-    "--json",
-]
+SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]
 
 GOOD = "The island was settled by people who came from the sea, and they lived there. " * 3
 

@@ -72,17 +72,6 @@ def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
     assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:")  # all that was needed
 
 
-def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
-    with progress.shown_as("job") as bar:
-        progress.expect(100, "rows")
-        progress.advance(30)
-        until_drawn(bar, 3)
-    lines = capfd.readouterr().err.splitlines()
-    assert "rows/s" in lines[0] and lines[0].endswith(" left")
-    assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
-    assert lines[-2].endswith(" so far")
-
-
 def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch):
     def work():
         with progress.shown_as("job") as bar:
@@ -102,15 +91,6 @@ def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):
     assert any(one.startswith("job: reading [") for one in drawn)
     assert any("job: counting:  " in one and "/400 [" in one for one in drawn)
     assert "job: 100%|" in drawn[-1] and drawn[-1].endswith("\n")
-
-
-def test_what_counts_nothing_leaves_nothing(hurried, monkeypatch):
-    def work():
-        with progress.shown_as("page") as bar:
-            until_drawn(bar)
-
-    drawn = drawn_in_terminal(monkeypatch, work)
-    assert "page: starting [00:" in "".join(drawn) and drawn[-2].strip() == drawn[-1] == ""
 
 
 def test_one_within_another_is_a_phase_of_it(hurried, capfd):

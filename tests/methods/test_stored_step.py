@@ -325,15 +325,6 @@ def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch)
         path.write_bytes(whole)
 
 
-def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
-    differ(llama)
-    made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
-    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
-    assert len(made) == 1 and not made[0].exists()
-
-
 @pytest.mark.parametrize("name", ["torch", "transformers"])
 def test_another_version_has_a_file_of_its_own(name, llama, monkeypatch):
     differ(llama)
