@@ -230,6 +230,7 @@ def test_what_is_refused_is_one_line(kvalign, tmp_path):
         assert printed.out == ""
 
 
+@pytest.mark.slow
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
     printed = kvalign("train --num-tokens 6000 --chunk-len 48")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out

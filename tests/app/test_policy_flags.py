@@ -51,6 +51,7 @@ def test_each_policy_streams_and_says_what_it_took(policy, capfd):
     assert settings["num_recent"] == (0 if policy == "oldest" else 8)
 
 
+@pytest.mark.slow
 def test_the_default_is_the_oldest(capfd):
     texts = []
     for flags in ([], ["--policy", "oldest"], ["--policy", "h2o"]):

@@ -207,6 +207,7 @@ def test_a_body_that_does_not_come(server, loaded):
     assert b" 403 " in raw(server, head("Authorization: Bearer secret", "Host:"))
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_is_left():
     answers, events, cancelled = Answers(1), Events(), []
     answers.on_cancel = lambda: cancelled.append(True)

@@ -77,7 +77,13 @@ def removed(hook):
         hook.remove()
 
 
-@pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(*x, marks=pytest.mark.slow if x[0] > 1 else ())
+        for x in one_of_each(range(len(METHODS)), MODELS)
+    ],
+)
 def test_sessions_are_their_streams(number, name, models):
     sessions_are_streams(METHODS[number], name, models)
 
@@ -164,6 +170,7 @@ def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplo
     assert "planted" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
     """Another row is stepped between two parts; what is said is that of a stream."""
     loaded = models["gpt2-mini"]

@@ -17,6 +17,7 @@ from kvalign.methods import METHODS, make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
+pytestmark = pytest.mark.slow
 PROMPT = "The history of the island"
 NAMES = ["window", "streaming-llm", "kvalign", "discard-half", "recompute"]
 NETWORK = "kvalign-gpt2-mini-network"

@@ -50,6 +50,7 @@ def test_table_of_a_method(capsys):
     assert lines[-1] == "3 passed"
 
 
+@pytest.mark.slow
 def test_policies(capsys):
     """Positions that are kept run on: the row says so. Layers that keep other tokens: one too."""
     words = ["verify", *FEW, "masks,positions,kept", "--cache-size", "12", "--policy", "keydiff"]

@@ -72,7 +72,7 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+@pytest.mark.parametrize("name", ["gpt2-mini", pytest.param("llama-mini", marks=pytest.mark.slow)])
 def test_command_equals_an_independent_loop(name, capsys):
     cache_size, num_tokens = 32, 60
     methods = "window,streaming-llm,recompute"
@@ -211,6 +211,7 @@ def test_several_sinks_are_compared_with_the_first(capsys):
     assert half[1]["ratio"] == 1 and math.isclose(half[3]["ratio"], expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "losses")]
     first = run_json(capsys, *SHORT, *keep)

@@ -32,6 +32,7 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_passages_are_what_generate_writes(capsys):
     argv = [*SHORT, "--methods", "streaming-llm,recompute", "--num-prompts", "2"]
     found = run_json(capsys, *argv)
@@ -74,6 +75,7 @@ def test_too_few_prompts_are_told(name, settings, tmp_path, caplog):
     assert said == [f"--{settings.replace('_', '-')} 9: {own['prompts']} has {has}, all are taken"]
 
 
+@pytest.mark.slow
 def test_table_has_the_means_of_the_passages(capsys):
     argv = [*SHORT, "--methods", "window", "--num-prompts", "2"]
     found = run_json(capsys, *argv, "--no-repeat-ngram-sizes", "0")

@@ -36,7 +36,7 @@ def other_default(request):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_streams_and_losses(kind, way, models, ids, other_default):
     model = models[kind]
 

@@ -138,6 +138,7 @@ def test_a_memory_keeps_to_all(kind, aligner, models):
     assert ("moves" in not_tried) == (aligner is None)
 
 
+@pytest.mark.slow
 def test_a_cache_that_keeps_all(models):
     """What needs an eviction does not apply, all else holds; the model is left as it is."""
     model = models["llama"]
@@ -151,6 +152,7 @@ def test_a_cache_that_keeps_all(models):
     assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_known():
     """Of one that KV-Align does not stream, here for its RoPE, all but positions can be tried."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

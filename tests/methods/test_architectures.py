@@ -16,7 +16,6 @@ from kvalign.streaming.scoring import score, score_stepwise
 FALCON_ALIBI = "falcon alibi"
 CASES = (*MORE_KINDS, FALCON_ALIBI)
 MOVED = [case for case in CASES if FAMILIES.get(case) != "learned"]
-FAST = ("gpt_bigcode", "falcon", "gemma3_text")
 ROWS = ["dense", "rows", "chunks", "masks", "kept", "moves", "positions", "reorder", "save"]
 """The quick ones of `kvalign verify`."""
 
@@ -153,13 +152,8 @@ def test_rows_go_on_as_each_alone(case, name, made, ids):
         assert torch.allclose(found, torch.cat(expected), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        pytest.param(*x, marks=[] if x[0] in FAST else pytest.mark.slow)
-        for x in one_of_each(CASES, STREAMING)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name"), one_of_each(CASES, STREAMING))
 def test_it_keeps_to_the_invariants(case, name, made):
     changes = dict(invariants=ROWS, num_steps=45)
     outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)

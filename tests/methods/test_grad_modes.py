@@ -116,6 +116,7 @@ LOOPS = [*FAST[:4], ("streaming-llm", "gpt_neox", {}), ("anchored", "gpt2", {})]
 LOOPS += [("kvalign", "llama", {}), ("streaming-llm", "bloom", {}), ("kvalign", "gpt2", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), LOOPS)
 def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
     """A step of one's own loop comes from as many operations at the end as it did when the cache
@@ -136,6 +137,7 @@ def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
 READ = [FAST[0], FAST[1], ("tables", "gpt2", {}), ("tables", "opt", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), READ)
 def test_attention_weights_are_refused_where_there_are_none(name, kind, sizes, ids):
     """Where a cache reads its entries itself. Elsewhere they are those of eager attention."""

@@ -283,6 +283,7 @@ def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(
         load_stream(tmp_path / "talk.safetensors", plain.model, plain.tokenizer)
 
 
+@pytest.mark.slow
 def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     names = ["dense", "rows", "chunks", "evicting-chunks", "repeat", "save"]
     outcomes = verify(

@@ -107,6 +107,7 @@ def in_process(monkeypatch):
     return ran
 
 
+@pytest.mark.slow
 def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     override = "--num-tokens 30 --cache-sizes 32,64"
     argv = ["--parts", "llama-mini/python-docs", "--override", override]
@@ -161,6 +162,7 @@ def test_another_text_is_refused(tmp_path):
         check_texts("train --corpus marked:text:books", {"books": tmp_path})
 
 
+@pytest.mark.slow
 def test_a_changed_command_is_run_again(in_process, tmp_path):
     argv = [
         "--parts",

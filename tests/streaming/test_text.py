@@ -117,6 +117,7 @@ def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path)
     assert list(again) == list(stream) and again.text == stream.text != ""
 
 
+@pytest.mark.slow
 def test_a_loaded_stream_takes_other_sampling(gpt2, tmp_path):
     """Draws go on unless there is another seed; a seed makes it repeatable."""
     path = tmp_path / "talk.safetensors"
@@ -160,6 +161,7 @@ def test_a_stream_of_before_is_read(gpt2, tmp_path):
     assert list(again) == list(stream) and again.sampling == stream.sampling
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(gpt2, tmp_path):
     """Not one to which tokens were added, nor where the file is of before and does not say."""
     path = tmp_path / "talk.safetensors"

@@ -80,6 +80,7 @@ def test_public_functions_say_what_they_take():
         train_network(out="a", data="nowhere")
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_trained_on(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

@@ -84,6 +84,7 @@ def test_zero_initialised_loss_is_the_input_label_mse(recorded, make_settings, k
     assert unchanged == pytest.approx(mse, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_saves_what_it_measured(recorded, make_settings):
     settings = make_settings(max_epochs=6, lr=0.01)
     results = train_network(settings)

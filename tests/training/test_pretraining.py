@@ -99,6 +99,7 @@ def test_what_stopped_before_its_first_step_goes_on_with_the_same_settings_alone
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_step_it_is_in(text, tmp_path, monkeypatch):
     def stop_in_the_seventh(run, loss, update=recipe.Run.update):
         if run.step == 6:
@@ -117,6 +118,7 @@ def test_ctrl_c_keeps_the_step_it_is_in(text, tmp_path, monkeypatch):
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
+@pytest.mark.slow
 def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     facts = pretrain(tiny(text, tmp_path / "a", num_tokens=60 * 64))
     loaded = load_model(str(tmp_path / "a"))
@@ -140,6 +142,7 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     assert load_model(str(tmp_path / "b")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch):
     seen = {}
 
