@@ -16,7 +16,8 @@ from helpers.tiny_wheel import write_wheel
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks, listing
+from kvalign.app.inventory import checks, fetch, listing
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import held, sha256
 from kvalign.models import fetched
 
@@ -171,3 +172,24 @@ def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     first, *between, last = json.loads(capsys.readouterr().out)["answers"]
     assert "Paris" in first["text"] and "Paris" in last["text"]
     assert sum(answer["num_tokens"] for answer in between) > 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_step_that_is_being_compiled_meanwhile_stays(
+    is_there, source, tmp_path, monkeypatch, capsys
+):
+    """Whether there is a model or not."""
+    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
+
+    def compile_beside(*_):
+        partial.mkdir(parents=True, exist_ok=True)
+        if not is_there:
+            raise UserError("there is none")
+        return download(*_)
+
+    download = fetch._download
+    monkeypatch.setattr(fetch, "_download", compile_beside)
+    partial.mkdir(parents=is_there) if is_there else None
+    assert main(FETCH) == (0 if is_there else 2)
+    assert partial.is_dir()

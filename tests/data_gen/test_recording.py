@@ -256,3 +256,10 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
     manifest = store.manifest.model_dump(mode="json")
     for name in ("num_chunks", "num_rows", "input_label_mse"):
         assert document[name] == manifest[name]
+
+
+def test_numbers_that_do_not_fit_are_refused(wrap, settings):
+    model = tiny_model("gpt2")
+    model.transformer.h[0].attn.c_attn.bias += 1e5
+    with pytest.raises(UserError, match="do not fit --dtype float16: use bfloat16 or float32"):
+        record(settings(), loaded=wrap(model))

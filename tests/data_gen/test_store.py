@@ -197,3 +197,27 @@ def test_damaged_configs_are_refused(folder, change, field):
     with pytest.raises(UserError, match=rf"config\.json: {field}") as caught:
         open_store(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "../train-k1-00000.safetensors"}, "0.file: String should match"),
+        ({"file": "/etc/passwd"}, "0.file: String should match"),
+        ({"file": "train-k1-00000.safetensors\n"}, "0.file: String should match"),
+        ({"file": 3}, "0.file: Input should be a valid string, got 3"),
+        ({"file": None}, "0.file: Input should be a valid string, got None"),
+        ({"num_chunks": "2"}, "0.num_chunks: Input should be a valid integer, got '2'"),
+        ({"num_chunks": True}, "0.num_chunks: Input should be a valid integer"),
+        ({"num_chunks": -2}, "0.num_chunks: Input should be greater than"),
+        ({"num_chunks": 2**31}, "0.num_chunks: Input should be less than"),
+        ({"split": "val"}, "0: .*file must be named after split and num_evicted"),
+        ({"num_evicted": 2}, "0: .*file must be named after split and num_evicted"),
+        ({"more": 1}, "0.more: Extra inputs"),
+    ],
+)
+def test_hostile_manifests_are_refused(folder, change, message):
+    _change_first_entry(folder, change)
+    with pytest.raises(UserError, match=rf"manifest\.json: shards\.{message}") as caught:
+        open_store(folder)
+    assert "\n" not in str(caught.value)

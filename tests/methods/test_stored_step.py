@@ -395,3 +395,21 @@ def test_other_steps_go_elsewhere(name, sizes, models):
     for _ in range(3):
         method.feed(torch.randint(96, (rows, 1)))
     assert asked and not method.stored.has(1)
+
+
+def test_models_of_one_shape_share_a_file_and_keep_their_weights(llama, monkeypatch):
+    differ(llama)
+    monkeypatch.setattr("torch.export.export", never)
+    other = copy.deepcopy(llama)
+    for x in other.parameters():
+        x.data = x.data + 0.1 * torch.randn_like(x)
+    assert differ(other) < 1e-5
+
+
+def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
+    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
+    assert len(made) == 1 and not made[0].exists()

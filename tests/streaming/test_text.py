@@ -418,3 +418,16 @@ def test_an_input_that_is_longer_than_the_cache_is_said_once(loaded, caplog):
     memory = dict(method="streaming-llm", memory=100, cache_size=18)
     kvalign.stream(mini.model, mini.tokenizer, text, **memory)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["kvalign", "discard-half"])
+def test_a_stream_that_is_reset_is_a_new_one(name, gpt2, tmp_path):
+    stream = begin(gpt2, "Ships came", method=name, top_k=1, max_new_tokens=20)
+    "".join(stream)
+    stream.reset()
+    assert (stream.ids, stream.num_fed, stream.text) == ([], 0, "")
+    stream.save(tmp_path / "talk")
+    for one in (stream, kvalign.load_stream(tmp_path / "talk", gpt2.model, gpt2.tokenizer)):
+        one.feed(PROMPT)
+        assert list(one) == list(begin(gpt2, method=name, top_k=1, max_new_tokens=20))
+        assert one.ids == [*gpt2.tokenizer(PROMPT)["input_ids"], *one.token_ids]

@@ -243,3 +243,8 @@ def test_a_recording_of_0_2_is_taken_with_a_line(recorded, make_settings, tmp_pa
     (result, _) = train_network(make_settings(data=folder)).values()
     assert "identity" not in result["data"]
     assert "says of its model only 16 embedding weights" in caplog.text
+
+
+def test_early_stopping_counts_reports(make_settings):
+    settings = make_settings(target="key", lr=10.0, patience=2, max_epochs=50)
+    assert train_network(settings)["key"]["num_steps"] < 500

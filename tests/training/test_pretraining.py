@@ -280,3 +280,16 @@ def test_copies_are_learned_and_attention_is_fast_again(arch, text, tmp_path, mo
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.config._attn_implementation == "sdpa"
     assert "--copy-weight 1.0" in (tmp_path / "a/README.md").read_text()
+
+
+def test_bits_per_byte_of_uniform_logits_counts_bytes(text, tmp_path):
+    pretrain(tiny(text, tmp_path / "a", num_tokens=64))
+    loaded = load_model(str(tmp_path / "a"))
+    loaded.model.transformer.wte.weight.data.zero_()
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    num_blocks = 60
+    blocks = torch.tensor(ids[: num_blocks * 32]).view(num_blocks, 32)[:, 1:]
+    num_bytes = sum(len(loaded.tokenizer.decode(row)) for row in blocks)
+    expected = blocks.numel() * torch.tensor(300.0).log2().item() / num_bytes
+    found = bits_per_byte(loaded.model, loaded.tokenizer, text, 32)
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -214,3 +214,23 @@ def check_refused(argv, name, message, capsys):
     assert name in captured.err and message in captured.err and not captured.out
     assert len(captured.err.strip().splitlines()) == 1 and len(captured.err) < 400
     assert not Path("out").exists()
+
+
+class Surprise:
+    def __reduce__(self):
+        return (open, ("executed", "w"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (Surprise(), "is damaged or has more than tensors"),
+        ([1], "has no model_state_dict"),
+        ({"state": {}}, "has no model_state_dict"),
+        ({"model_state_dict": 3}, "has no model_state_dict"),
+    ],
+)
+def test_other_pickles_are_refused(content, message, workplace, capsys):
+    torch.save(content, "keys.pth")
+    check_refused(command(), "keys.pth", message, capsys)
+    assert not (workplace / "executed").exists()

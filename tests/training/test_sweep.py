@@ -22,7 +22,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_report import Trial, ranked
+from kvalign.training.sweep_report import Trial, ranked, write
 from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
 
 pytest.importorskip("ray")
@@ -262,3 +262,38 @@ def test_more_than_the_machine_has_is_one_line():
     settings = tune_settings(Path("caches"), Path("sweep"), gpus_per_trial=0.5)
     with pytest.raises(ValueError, match="--gpus-per-trial 0.5: this machine has 0"):
         _check_resources(settings, {"CPU": 2.0})
+
+
+def test_tables_and_plots_of_made_up_trials(tmp_path):
+    write(tmp_path, ranked(made_up()), "key")
+    with open(tmp_path / "trials.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["trial"] for row in rows] == ["001", "000", "002", "003"]
+    assert [row["num_reports"] for row in rows] == ["2", "3", "0", "1"]
+    assert float(rows[0]["val_loss"]) == 0.3 and rows[2]["val_loss"] == ""
+    with open(tmp_path / "reports.csv") as file:
+        assert [row["trial"] for row in csv.DictReader(file)] == [*["001"] * 2, *["000"] * 3, "003"]
+    svg = (tmp_path / "loss-by-report.svg").read_text()
+    assert "stopped early" not in svg  # the best one is, and is drawn as the best
+    assert "best trial" in svg and "finished" in svg and "failed" in svg
+    assert {path.name for path in tmp_path.glob("loss-by-*")} == {
+        f"loss-by-{what}.{ending}" for what in ("report", "size") for ending in ("png", "svg")
+    }
+
+
+def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
+    from kvalign.training.sweep_ray import scheduler
+
+    asha = scheduler(tune_settings(Path("caches"), Path("sweep"), max_epochs=1, grace_reports=2))
+    asha.set_search_properties("val_loss", "min")
+    ahead, behind = (SimpleNamespace(trial_id=name) for name in ("ahead", "behind"))
+    actions = {}
+    for trial, loss in ((ahead, 0.1), (behind, 0.2)):
+        asha.on_trial_add(None, trial)
+        actions[trial.trial_id] = [
+            asha.on_trial_result(None, trial, {PLACE: n, "val_loss": loss}) for n in range(1, 6)
+        ]
+    assert actions == {
+        "ahead": ["CONTINUE"] * 5,
+        "behind": ["CONTINUE", "STOP", "CONTINUE", "STOP", "CONTINUE"],
+    }
