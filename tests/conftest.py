@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
-    """Let one worker drive all pages, one after the other: they have clocks of their own."""
+    """Let one worker drive the pages, one after the other: they have clocks of their own."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneBrowser(LoadFileScheduling):
