@@ -11,7 +11,6 @@ from helpers.tiny_models import MORE_KINDS, tiny_model
 import kvalign
 from kvalign.models.architectures import FAMILIES, spec_of, window_of
 from kvalign.models.attention import REGISTERED
-from kvalign.streaming.scoring import score, score_stepwise
 
 FALCON_ALIBI = "falcon alibi"
 CASES = (*MORE_KINDS, FALCON_ALIBI)
@@ -99,22 +98,6 @@ def stream(name, model, **sizes):
     """A method by name, `kvalign` with tables."""
     aligner = {"aligner": tables(model, scale=0.3)} if name == "kvalign" else {}
     return make(name, model, warn=False, **sizes, **aligner)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "name"), one_of_each(CASES, ["streaming-llm", "kvalign", "window"])
-)
-def test_segments_are_stepping(case, name, ids):
-    """Where attention is a function of the registry and no layer has a window of its own."""
-    model = tiny(case)
-    if window_of(model.config):
-        model = tiny(case, sliding_window=CACHE_SIZE + 1)
-    method = stream(name, model, num_evicted=3)
-    assert method.is_exact == (case in REGISTERED)
-    if method.is_exact:
-        found, expected = score(method, ids[:1, :90]), score_stepwise(method, ids[:1, :90])
-        assert torch.allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.slow
