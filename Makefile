@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm2 test test-slow test-long test-browser test-gpu coverage docs results tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -31,20 +31,17 @@ demo: .venv/installed
 smollm2: .venv/installed
 	$(BIN)/kvalign models --fetch smollm2-135m-instruct
 
-# What a contributor needs, in minutes; test-slow has the rest.
+# What a contributor needs, in minutes: each promise once. `test-all` has the rest.
 test: .venv/installed
 	$(PYTEST) -m "not ($(SLOW))"
 
-test-slow: test-long test-browser
-
 # In the order of the files: the longest are not among the last. A worker more than the cores: many wait for processes.
-test-long: .venv/installed
+test-all: .venv/installed
 	workers=$$($(BIN)/python -c "import os; print((os.cpu_count() or 1) + 1)") && \
-	  PYTEST_XDIST_AUTO_NUM_WORKERS=$$workers $(PYTEST) --no-loadscope-reorder -m "(slow or ray) and not browser"
+	  PYTEST_XDIST_AUTO_NUM_WORKERS=$$workers $(PYTEST) --no-loadscope-reorder
 
-# Pages are driven one at a time: they have clocks of their own.
-test-browser: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
+test-slow: .venv/installed
+	$(PYTEST) --no-loadscope-reorder -m "$(SLOW)"
 
 # On a machine with a GPU: the same on it and on the CPU. PYTHON has torch and transformers; .venv is not needed.
 test-gpu:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.browser import DRIVER_WARNINGS, launched
+from helpers.browser import DRIVER_WARNINGS, PAGES, launched
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
@@ -68,6 +68,19 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("browser"):
             for warning in DRIVER_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """Let one worker drive the pages, one after the other: they have clocks of their own."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneBrowser(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "pages" if file.endswith(PAGES) else file
+
+    return OneBrowser(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():

@@ -1,10 +1,8 @@
 """Folders of aligners that came from somewhere: refused before anything runs, in one line."""
 
-import struct
-
 import pytest
 import torch
-from helpers.hostile_weights import all_of, claims, header, more, number, one, raw
+from helpers.hostile_weights import all_of, more, number, one, raw
 from helpers.refusals import altered_aligner, refused, refuses
 
 from kvalign import checkpoints
@@ -23,20 +21,12 @@ WEIGHTS = {
     "uint8": (all_of(torch.uint8), "must be"),
     "bool": (one("key_scale", lambda x: x.bool()), "key_scale must be"),
     "complex": (one("value", lambda x: x.to(torch.complex64)), "value must be"),
-    "float8": (all_of(torch.float8_e4m3fn), "must be"),
-    "float8 e5": (one("key", lambda x: x.to(torch.float8_e5m2)), "key must be"),
     "extra": (more(extra=torch.zeros(2)), "extra"),
     "path": (more(**{"../../x": torch.zeros(2)}), "../../x"),
     "absolute": (more(**{"/etc/passwd": torch.zeros(2)}), "/etc/passwd"),
     "escape": (more(**{"\x1b[31m": torch.zeros(2)}), "31m"),
     "empty name": (more(**{"": torch.zeros(2)}), "''"),
     "config": (more(config=torch.zeros(2)), "config"),
-    "lacks one": (lambda t: {n: x for n, x in t.items() if n != "key"}, "key must be"),
-    "none": (lambda t: {}, "must be"),
-    "transposed": (one("key", lambda x: x.transpose(0, 3).contiguous()), "key must be"),
-    "flat": (one("key", lambda x: x.flatten()), "key must be"),
-    "no rows": (one("key", lambda x: x[:0]), "key must be"),
-    "a number": (one("key", lambda x: x.sum()), "key must be"),
     "one less": (one("value", lambda x: x[..., :-1].contiguous()), "value must be"),
     "zero scales": (one("key_scale", torch.zeros_like), "key_scale must not be 0"),
     "a zero scale": (one("value_scale", number(0.0, 7)), "value_scale must not be 0"),
@@ -44,21 +34,6 @@ WEIGHTS = {
     "overflow": (lambda t: t | {"key": t["key"].double() + 1e39}, "key is not finite"),
     "empty file": (raw(b""), "cannot read the weights"),
     "seven bytes": (raw(b"1234567"), "cannot read the weights"),
-    "text": (raw(b"not weights at all, but a text"), "cannot read the weights"),
-    "pickle": (raw(b"\x80\x04\x95" + bytes(40)), "cannot read the weights"),
-    "zip": (raw(b"PK\x03\x04" + bytes(40)), "cannot read the weights"),
-    "long header": (raw(struct.pack("<Q", 2**63) + b"{}"), "cannot read the weights"),
-    "header past the end": (raw(struct.pack("<Q", 10**6) + b"{}"), "cannot read the weights"),
-    "header no json": (header(b"{nothing}"), "cannot read the weights"),
-    "header a list": (header([1, 2]), "cannot read the weights"),
-    "header nested": (header(b"[" * 10**5), "cannot read the weights"),
-    "claims terabytes": (claims([10**6, 10**6]), "cannot read the weights"),
-    "claims overflow": (claims([2**62, 2**62]), "cannot read the weights"),
-    "claims past the end": (claims([100], end=400), "cannot read the weights"),
-    "claims negative": (claims([-4]), "cannot read the weights"),
-    "claims a hole": (claims([1], end=4), "cannot read the weights"),
-    "claims no type": (claims([4], "F33"), "cannot read the weights"),
-    "claims a small one": (claims([4]), "key must be"),
 }
 CONFIGS = {
     "no kind": ({"kind": None}, "kind"),
@@ -68,38 +43,27 @@ CONFIGS = {
     "family unknown": ({"family": "sinusoidal"}, "family"),
     "layers 0": ({"num_layers": 0}, "num_layers"),
     "layers negative": ({"num_layers": -1}, "num_layers"),
-    "layers a text": ({"num_layers": "six"}, "num_layers"),
-    "layers a float": ({"num_layers": 6.5}, "num_layers"),
     "layers huge": ({"num_layers": HUGE}, "key must be"),
-    "layers huger": ({"num_layers": 10**30}, "num_layers"),
     "heads 0": ({"num_kv_heads": 0}, "num_kv_heads"),
     "heads huge": ({"num_kv_heads": HUGE}, "key must be"),
     "dim 0": ({"head_dim": 0}, "head_dim"),
-    "dim huge": ({"head_dim": HUGE}, "key must be"),
     "all huge": (
         dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), HUGE),
         "sizes do not make a table",
     ),
     "chunk 0": ({"chunk_len": 0}, "chunk_len"),
     "chunk 1": ({"chunk_len": 1}, "chunk_len"),
-    "chunk huge": ({"chunk_len": HUGE}, "key must be"),
-    "chunk null": ({"chunk_len": []}, "chunk_len"),
     "sinks above": ({"num_sinks": 300}, "num_sinks"),
     "sinks negative": ({"num_sinks": -4}, "num_sinks"),
     "shifts none": ({"shifts": []}, "shifts"),
     "shifts 0": ({"shifts": [0]}, "shifts"),
-    "shifts a text": ({"shifts": "one"}, "shifts"),
-    "shifts huge": ({"shifts": [10**12]}, "shifts"),
     "fingerprint short": ({"probe": [0.1]}, "probe"),
     "fingerprint nan": ({"probe": [float("nan")] * 16}, "probe"),
-    "fingerprint inf": ({"probe": [float("inf")] * 16}, "probe"),
-    "fingerprint texts": ({"probe": ["x"] * 16}, "probe"),
     "more fields": ({"extra": 1}, "extra"),
     "more fields in several lines": ({"a\nb": 1}, r"'a\nb': Extra"),
     "training a list": ({"training": [1]}, "training"),
     "sizes a list": ({"sizes": [1]}, "sizes"),
     "sizes of a table": ({"sizes": {"key_hidden1": 4}}, "sizes"),
-    "kind changed": ({"kind": "network"}, "sizes"),
 }
 NETWORKS = {
     "no sizes": ({"sizes": {}}, "sizes"),
@@ -107,12 +71,8 @@ NETWORKS = {
     "a size huge": ({"sizes.key_hidden1": HUGE}, "must be"),
     "all sizes huge": ({"sizes.key_hidden1": HUGE, "sizes.key_hidden2": HUGE}, "sizes do not"),
     "a size more": ({"sizes.other": 3}, "sizes"),
-    "a size named as python's": ({"sizes.self": 3}, "sizes"),
-    "a size lacks": ({"sizes.value_hidden2": None}, "sizes"),
     "another size": ({"sizes.key_hidden1": 128}, "must be"),
-    "sinks others": ({"num_sinks": 5}, "must be"),
     "no place": ({"num_sinks": 255}, "num_sinks"),
-    "kind changed": ({"kind": "table"}, "sizes"),
 }
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, anchored, make, step, tables
-from helpers.pairwise import pairwise
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import tiny_model
 
 
@@ -18,7 +18,7 @@ def test_zero_tables_are_streaming_llm(model, ids):
 
 @pytest.mark.parametrize(
     ("num_evicted", "num_sinks", "dtype"),
-    pairwise([1, 3, 16], [0, 4], [torch.float32, torch.bfloat16]),
+    one_of_each([1, 3, 16], [0, 4], [torch.float32, torch.bfloat16]),
 )
 def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks, dtype, ids):
     """After 100 tokens every entry is its birth less m[born] plus m[now], rounded twice."""

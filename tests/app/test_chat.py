@@ -112,6 +112,7 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert [one["num_forgotten_turns"] for one in document["answers"]] == [2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evict", ["entries", "turns"])
 def test_the_first_mark_says_what_would_keep_the_turns(evict, monkeypatch, capsys):
     """Once, and /memory says it again; turns that are evicted as a whole go into no memory."""
@@ -125,6 +126,7 @@ def test_the_first_mark_says_what_would_keep_the_turns(evict, monkeypatch, capsy
     assert (f"in a memory: none; {offer}" in err) == (evict == "entries")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "works"),
     [("llama", True), ("phi3", True), ("gemma3_text", False), ("gptj", False), ("gpt2", False)],
@@ -147,6 +149,7 @@ def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
     assert re.search(r"in the memory: \d+ tokens, at most 100", err)
 
 
+@pytest.mark.slow
 def test_what_is_kept_never_goes(tmp_path, capsys):
     path, loaded = tmp_path / "talk", load_model("gpt2-mini")
     for keep, num in (("system", opening_len(loaded.tokenizer, None)), ("9", 9)):
@@ -162,6 +165,7 @@ def test_what_is_kept_never_goes(tmp_path, capsys):
 TURNS = ("Who?", "Why?", "Where? " * 4, "When?", "So?", "And why?")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2-mini", "llama-mini"])
 def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -199,32 +203,6 @@ def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert f"(the first {gone[-1]} turns are out of the cache)" in err
     assert "conversation: 0 turns, 0 tokens" in err and err.count("out of the cache)") == 1
-
-
-def test_answers_are_printed_as_text(capsys):
-    assert chat("--say", "Who?") == 0
-    text = capsys.readouterr().out
-    assert chat("--say", "Who?", "--json") == 0
-    assert text == answers(capsys)[0] + "\n"
-
-
-def test_the_system_prompt_stays(tmp_path):
-    loaded, system = load_model("gpt2-mini"), "You know all islands."
-    opening = turn_ids(loaded.tokenizer, "Who?", True, system)[
-        : opening_len(loaded.tokenizer, system)
-    ]
-    assert loaded.tokenizer.decode(opening) == f"{system}\n\nUSER:"
-    from kvalign import load_stream
-
-    path = tmp_path / "talk.safetensors"
-    for turn in ("Who?", "Why?", "When?"):
-        flags = ["--state", str(path), "--say", turn]
-        assert chat(*flags, *(["--system", system] if not path.exists() else [])) == 0
-    stream = load_stream(path, loaded.model, loaded.tokenizer)
-    method = stream.method
-    assert method.sizes.num_sinks == len(opening) and len(stream.ids) > method.sizes.cache_size + 10
-    assert method.cache.index()[: len(opening)].tolist() == list(range(len(opening)))
-    assert stream.ids[: len(opening)] == opening
 
 
 @pytest.mark.parametrize(
@@ -287,17 +265,6 @@ def _terminal(*flags):
         os.close(theirs)
 
 
-def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
-    with _terminal("--max-new-tokens", "1000000") as (process, ours):
-        _read_until(ours, b"> ")
-        os.write(ours, b"Who?\n")
-        _read_until(ours, ANSWER_BEGINS)
-        process.send_signal(signal.SIGINT)
-        _read_until(ours, rb"(?s)tokens with kvalign.*\n> ")
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=PATIENCE_S) == 0
-
-
 def _interrupt(process, ours, pattern):
     """Ctrl-C at a prompt, which readline shows before it waits: in between, the next wakes it."""
     for _ in range(6):
@@ -308,14 +275,26 @@ def _interrupt(process, ours, pattern):
     raise AssertionError(f"no {pattern!r}")
 
 
-def test_a_first_ctrl_c_at_an_idle_prompt_warns_and_a_second_one_leaves():
-    with _terminal("--max-new-tokens", "3") as (process, ours):
-        for typed in ("", "Who?\n"):
-            os.write(ours, typed.encode())
-            _read_until(ours, rb"\n(\x1b\[\?2004h)?> ")
-            _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal():
+    """It stops an answer, at an idle prompt it warns, and the second one there leaves."""
+    with _terminal("--max-new-tokens", "1000000") as (process, ours):
+        _read_until(ours, b"> ")
+        os.write(ours, b"Who?\n")
+        _read_until(ours, ANSWER_BEGINS)
+        process.send_signal(signal.SIGINT)
+        _read_until(ours, rb"(?s)tokens with kvalign.*\n(\x1b\[\?2004h)?> ")
+        _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
         _interrupt(process, ours, rb"kvalign chat: interrupted")
         assert process.wait(timeout=PATIENCE_S) == 130
+
+
+@pytest.mark.slow
+def test_ctrl_d_in_a_terminal_ends():
+    with _terminal() as (process, ours):
+        _read_until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def said(path, loaded):
@@ -351,6 +330,7 @@ def warm_model(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     options = ["--model", warm_model, "--method", "discard-half", "--say", "Who?"]
     assert chat(*options) == 0
@@ -368,6 +348,7 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     assert answers(capsys) == greedy
 
 
+@pytest.mark.slow
 def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
     for command in (["chat", "--say", "Who?"], ["generate", "--prompt", "Who?"]):
         assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
@@ -379,6 +360,7 @@ def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
         assert "cache of 128 entries, " in err and "cache of 128 entries:" not in err
 
 
+@pytest.mark.slow
 def test_generate_has_defaults_of_its_own(warm_model, capsys):
     """They do not depend on the model: methods and models are compared by them."""
     how = ["--method", "window", "--max-new-tokens", "5", "--prompt", "It", "--json"]
@@ -449,21 +431,6 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     assert said("kept", loaded).ids[: len(begins)] == begins, "its --system is in the file"
 
 
-def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_path, capsys):
-    path = str(tmp_path / "talk.safetensors")
-    first = ["--system", "You know.", "--method", "discard-half", "--state", path, "--say", "Who?"]
-    assert chat(*first, "--json") == 0
-    begun = json.loads(capsys.readouterr().out)
-    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
-    resumed = json.loads(capsys.readouterr().out)
-    assert begun["settings"] | {"say": ["Why?"]} == resumed["settings"]
-    used = resumed["settings"]
-    assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
-    opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
-    assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
-    assert resumed["answers"][0]["is_cut"]
-
-
 def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
     def lines():
         yield "/save talk"
@@ -482,17 +449,6 @@ def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted\n")
 
 
-def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError("cannot write talk: no space left")
-
-    monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
-    assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
-    printed = capsys.readouterr()
-    assert printed.out.endswith("\n") and len(printed.out) > 10
-    assert "error: this answer was not saved: cannot write talk: no space left\n" in printed.err
-
-
 def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("Who\x1b[2J?\n"))
@@ -507,6 +463,7 @@ def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
     assert "; saved in talk, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monkeypatch, capsys):
     path = tmp_path / "talk"
     assert chat("--say", "Who?", "--state", str(path)) == 0

@@ -17,14 +17,14 @@ from kvalign.eval.evaluations.perplexity.imported import MODES
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
 SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
-SLOW = pytest.mark.slow
-MARKS = {"tune": [SLOW, pytest.mark.ray], "eval run": SLOW, "report": SLOW}
+pytestmark = pytest.mark.slow
+MARKS = {"tune": pytest.mark.ray}
 EXAMPLES = [
     pytest.param(
         command,
         number,
         id=shlex.join(words)[:60],
-        marks=SLOW if "anchored" in words else MARKS.get(command, []),
+        marks=MARKS.get(command, []),
     )
     for command in COMMANDS
     if command not in SERVED

@@ -5,9 +5,8 @@ import socket
 import subprocess
 import sys
 
-import httpx
 import pytest
-from helpers.patience import PATIENCE_S, until
+from helpers.patience import PATIENCE_S
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
@@ -47,9 +46,8 @@ def test_models_and_streams_are_as_asked(monkeypatch):
     assert built["cache_dtype"] == built["weights"] == "int8" and built["memory"] is None
 
 
-@pytest.mark.parametrize("when", ["loading", pytest.param("ready", marks=pytest.mark.slow)])
-def test_sigint_ends_it_in_the_background(when):
-    """Where a shell has jobs ignore it."""
+def test_sigint_ends_it_in_the_background():
+    """Where a shell has jobs ignore it; here while it loads."""
     server = subprocess.Popen(
         [sys.executable, "-m", "kvalign", "demo-ui", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -60,13 +58,9 @@ def test_sigint_ends_it_in_the_background(when):
     try:
         line = server.stdout.readline()
         assert line.startswith("running on ")
-        if when == "ready":
-            url = line.split()[2]
-            until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200)
         server.send_signal(signal.SIGINT)
         _, complaints = server.communicate(timeout=PATIENCE_S)
-        ended = (0, "") if when == "ready" else (130, "kvalign demo-ui: interrupted")
-        assert (server.returncode, complaints.strip()) == ended
+        assert (server.returncode, complaints.strip()) == (130, "kvalign demo-ui: interrupted")
     finally:
         server.kill()
         server.communicate()

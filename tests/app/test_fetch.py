@@ -98,6 +98,7 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert f"cannot load a model from folder '{folder}'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
@@ -116,6 +117,7 @@ def test_what_is_not_the_known_file_is_not_kept(
     assert {path.name for path in tmp_path.rglob("*")} <= {"cache", LOCK}
 
 
+@pytest.mark.slow
 def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -126,26 +128,6 @@ def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
         "another folder\n"
     )
     assert main(FETCH) == 0
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_step_that_is_being_compiled_meanwhile_stays(
-    is_there, source, tmp_path, monkeypatch, capsys
-):
-    """Whether there is a model or not."""
-    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
-
-    def compile_beside(*_):
-        partial.mkdir(parents=True, exist_ok=True)
-        if not is_there:
-            raise UserError("there is none")
-        return download(*_)
-
-    download = fetch._download
-    monkeypatch.setattr(fetch, "_download", compile_beside)
-    partial.mkdir(parents=is_there) if is_there else None
-    assert main(FETCH) == (0 if is_there else 2)
-    assert partial.is_dir()
 
 
 def test_a_fault_within_pip_is_named(source, monkeypatch, capsys):
@@ -190,3 +172,24 @@ def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     first, *between, last = json.loads(capsys.readouterr().out)["answers"]
     assert "Paris" in first["text"] and "Paris" in last["text"]
     assert sum(answer["num_tokens"] for answer in between) > 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_step_that_is_being_compiled_meanwhile_stays(
+    is_there, source, tmp_path, monkeypatch, capsys
+):
+    """Whether there is a model or not."""
+    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
+
+    def compile_beside(*_):
+        partial.mkdir(parents=True, exist_ok=True)
+        if not is_there:
+            raise UserError("there is none")
+        return download(*_)
+
+    download = fetch._download
+    monkeypatch.setattr(fetch, "_download", compile_beside)
+    partial.mkdir(parents=is_there) if is_there else None
+    assert main(FETCH) == (0 if is_there else 2)
+    assert partial.is_dir()

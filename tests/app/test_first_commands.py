@@ -5,8 +5,6 @@ model that is not the default, and what each refuses.
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from helpers.smaller import INSIDE, TEXT
@@ -19,7 +17,6 @@ from kvalign.app.commands.generate import PROMPT
 from kvalign.app.sessions.marks import BEYOND, tokens_past
 from kvalign.training.settings import TuneSettings
 
-COMMANDS = ["gen-data", "train --target key", "generate --method kvalign"]
 NETWORK = "kvalign-data/gpt2-mini/network"
 SHIPPED = "kvalign-gpt2-mini-table-kl"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
@@ -46,34 +43,6 @@ def says_next(printed):
 
 
 @pytest.mark.slow
-def test_the_three_commands_in_an_empty_folder(tmp_path):
-    """With all of their text, in processes of their own."""
-    printed = []
-    for command in COMMANDS:
-        words = [sys.executable, "-m", "kvalign", *command.split()]
-        done = subprocess.run(
-            words, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append((done.stdout, done.stderr))
-    (recorded, to_train), (trained, to_stream), (text, at_last) = printed
-    assert "recording: kvalign-data/gpt2-mini/caches\n" in recorded
-    assert to_train.endswith("next (takes minutes): kvalign train --target key\n")
-    assert f"aligner: {NETWORK}\n" in trained
-    assert to_stream.endswith(f"next (takes minutes): kvalign train --target value\nnext: {TAKE}\n")
-    assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
-    assert "perplexity of " in trained and "keys realigned\n" in trained
-    taken = f"using {NETWORK}, trained here: perplexity "
-    assert at_last.startswith(taken) and "with the shipped kvalign-gpt2-mini-table-kl; " in at_last
-    marks = (
-        "[token 129: the cache of 128 entries is full",
-        "[token 513: the context length of 512",
-    )
-    for mark in marks:
-        assert mark in at_last
-    assert at_last.splitlines()[-1].startswith("next (takes minutes): kvalign eval perplexity ")
-
-
 def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
     recorded = kvalign("gen-data")
     assert says_next(recorded) == ["next (takes minutes): kvalign train --target key"]
@@ -100,6 +69,7 @@ def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
     """It says how that compares; `auto` takes what ships, and so does what changes nothing."""
     config = tmp_path / NETWORK / "config.json"
@@ -123,6 +93,7 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
     assert "(table-kl)" in kvalign("generate --method kvalign --max-new-tokens 5").err
 
 
+@pytest.mark.slow
 def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     printed = kvalign("generate --cache-size 32")
     assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
@@ -135,6 +106,7 @@ def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND
 
 
+@pytest.mark.slow
 def test_another_corpus_has_folders_of_its_own(kvalign, tmp_path):
     (tmp_path / "my text.txt").write_text(TEXT[:24_000])
     kvalign("gen-data --num-tokens 2560")
@@ -153,6 +125,7 @@ def test_another_corpus_has_folders_of_its_own(kvalign, tmp_path):
     assert sweep.folder == tmp_path / "sweep-value"
 
 
+@pytest.mark.slow
 def test_json_is_machine_clean(kvalign):
     out = "kvalign-data/gpt2-mini/caches"
     assert json.loads(kvalign("gen-data --json").out)["out"] == out
@@ -162,6 +135,7 @@ def test_json_is_machine_clean(kvalign):
     assert json.loads(printed.out)["prompt"] == PROMPT and not says_next(printed)
 
 
+@pytest.mark.slow
 def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
     assert says_next(kvalign("gen-data --out caches")) == [
         "next (takes minutes): kvalign train --target key --data caches"
@@ -176,6 +150,7 @@ def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
     assert says_next(printed)[-1].endswith("--aligner mine")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_path):
     shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
     kvalign("generate --model you/mine --method kvalign", code=2)
@@ -195,6 +170,7 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
     assert "with discard-half" in idle.err, "two steps do not help: auto leaves the network"
 
 
+@pytest.mark.slow
 def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
     trained = tmp_path / "kvalign-data/mine/table"
@@ -218,6 +194,7 @@ def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     assert "method streaming-llm: rotary positions need no aligner" in other.err
 
 
+@pytest.mark.slow
 def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_path):
     for number, name in enumerate(("old", "newest", "unfinished")):
         folder = tmp_path / "kvalign-data/gpt2-mini" / name
@@ -241,6 +218,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_one_line(kvalign, tmp_path):
     kvalign("gen-data --num-tokens 2560 --out data")
     kvalign("train --target key --data data --max-steps 2")
@@ -252,6 +230,7 @@ def test_what_is_refused_is_one_line(kvalign, tmp_path):
         assert printed.out == ""
 
 
+@pytest.mark.slow
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
     printed = kvalign("train --num-tokens 6000 --chunk-len 48")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out

@@ -26,10 +26,12 @@ from kvalign import load_model
 from kvalign.aligners import Aligner
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
+from kvalign.data_gen.store import open_store
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import RunError, UserError
@@ -42,16 +44,17 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 CASES = {
-    "flags": 3000,
-    "sampling": 1500,
-    "suites": 1000,
-    "results": 600,
-    "aligners": 600,
-    "templates": 16,  # a process each
-    "calls": 600,
-    "prompts": 400,
-    "streams": 300,
-    "models": 300,
+    "flags": 1000,
+    "sampling": 500,
+    "suites": 400,
+    "results": 300,
+    "aligners": 200,
+    "templates": 6,  # a process each
+    "calls": 250,
+    "prompts": 150,
+    "streams": 120,
+    "models": 100,
+    "recordings": 75,
 }
 found: Counter = Counter()
 
@@ -198,6 +201,19 @@ def test_aligners(data, name, aligners):
     finally:
         config.write_text(kept[0])
         weights.write_bytes(kept[1])
+
+
+@seed(SEED)
+@few("recordings")
+@given(data=st.data(), name=st.sampled_from(["config.json", "manifest.json"]))
+def test_recordings(data, name, recording):
+    path = recording / name
+    kept = path.read_text()
+    try:
+        path.write_text(json.dumps(data.draw(changed(json.loads(kept)))))
+        survives(lambda: open_store(recording, verify=True), recording)
+    finally:
+        path.write_text(kept)
 
 
 def almost(whole, draw):
@@ -352,6 +368,13 @@ def models_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("recall-gpt2", "recall-llama"):
         altered_model(folder / name, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recording") / "r"
+    assert main(["gen-data", "--num-tokens", "600", "--chunk-len", "64", "--out", str(folder)]) == 0
     return folder
 
 

@@ -40,7 +40,6 @@ FLAGS = [
     ("--memory=", "--memory"),
     ("--memory=1e5", "--memory: invalid"),
     ("--memory=500 --num-recalled=0", "--num-recalled must be at least 1"),
-    ("--memory=500 --num-recalled=-4", "--num-recalled must be at least 1"),
     (f"--memory=500 --num-recalled={10**18}", "--num-recalled must be at most"),
     ("--memory=500 --recall-places=near", "--recall-places must be one of age, rank"),
     ("--memory=500 --recall-places=", "--recall-places is empty"),
@@ -51,18 +50,14 @@ SIZES = [
     ("--memory=500 --num-sinks=127", "memory needs a window of at least 2 entries"),
     ("--memory=3", "memory must be at least --num-recalled ("),
     ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers need a memory"),
-    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers need a memory"),
     ("--memory=500 --recall-layers=9", "--recall-layers must be among the 6 layers"),
     ("--memory=500 --recall-layers=all", "--recall-layers must be numbers and ranges as 7,15-29"),
     ("--memory=500 --recall-layers=3-1", "--recall-layers must have ranges that go up"),
-    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers need a memory"),
     ("--memory=500 --policy=h2o", "memory needs policy oldest"),
-    ("--memory=500 --num-evicted=2", "memory needs policy oldest"),
-    ("--memory=500 --positions=keep", "memory needs policy oldest"),
     ("--memory=0 --num-recalled=4", "need a memory: give "),
 ]
 ONE_OF_EACH = ("generate", "perplexity")
-ROWS = [(ALL[name], *row) for name in ALL for row in FLAGS]
+ROWS = [(ALL["generate"], *row) for row in FLAGS]
 ROWS += [(ALL[name], *row) for name in ONE_OF_EACH for row in SIZES]
 ROWS += [(ALL[name], *SIZES[0]) for name in ALL if name not in ONE_OF_EACH]
 ROWS += [
@@ -97,30 +92,13 @@ def more_seen(tensors, about):
 
 DAMAGED = {
     "no keys": (lambda t, a: t.pop("method.0.memory.0"), "a stream's 0.memory.0 must be"),
-    "no values": (lambda t, a: t.pop("method.3.memory.1"), "a stream's 3.memory.1 must be"),
-    "none at all": (
-        lambda t, a: [t.pop(name) for name in list(t) if ".memory." in name],
-        "a stream's 0.memory.0 must be",
-    ),
-    "a token less": (of_memory(lambda x: x[:, :, 1:]), "a stream's 0.memory.0 must be"),
-    "no token": (of_memory(lambda x: x[:, :, :0]), "a stream's 0.memory.0 must be"),
-    "a head less": (of_memory(lambda x: x[:, 1:]), "a stream's 0.memory.0 must be"),
-    "other heads": (of_memory(lambda x: x[..., 1:]), "a stream's 0.memory.0 must be"),
-    "two rows": (of_memory(lambda x: torch.cat([x, x])), "a stream's 0.memory.0 must be"),
-    "flat": (of_memory(torch.Tensor.flatten), "a stream's 0.memory.0 must be"),
-    "half precision": (of_memory(torch.Tensor.half), "a stream's 0.memory.0 must be"),
-    "whole numbers": (of_memory(torch.Tensor.int), "a stream's 0.memory.0 must be"),
     "no numbers": (of_memory(lambda x: x * float("nan")), "its entries"),
     "more seen": (more_seen, "must be"),
     "a smaller memory": (lambda t, a: a.update(memory=3), "memory must be at least"),
     "no memory": (lambda t, a: a.update(memory=0), "need a memory: give"),
-    "less than none": (lambda t, a: a.update(memory=-1), "memory: Input should be"),
     "endless": (lambda t, a: a.update(memory=10**30), "memory must be"),
-    "text": (lambda t, a: a.update(memory="many"), "memory: Input should be"),
     "all recalled": (lambda t, a: a.update(num_recalled=10**6), "must be between 1 and"),
     "other places": (lambda t, a: a.update(recall_places="near"), "must be age or rank"),
-    "other layers": (lambda t, a: a.update(recall_layers="0-99"), "must be among the"),
-    "no layers": (lambda t, a: a.update(recall_layers="-"), "must be numbers and ranges"),
     "another policy": (lambda t, a: a.update(policy="h2o"), "policy oldest"),
     "another method": (lambda t, a: a.update(method="recompute"), "cannot continue"),
 }
@@ -173,12 +151,7 @@ WRONG_PLACES = {
     "another part": (of_file(first=30), NOT_SAVED),
     "no place": (lambda t, a: a.update(memory_file=None), "a stream's 0.memory.0 must be"),
     "no checksums": (lambda t, a: t.pop("memory.crc32"), NOT_SAVED),
-    "few checksums": (
-        lambda t, a: t.update({"memory.crc32": t["memory.crc32"][1:].clone()}),
-        "a stream's 0.memory.0 must be",
-    ),
     "other checksums": (lambda t, a: t["memory.crc32"].add_(1), "its checksum differs"),
-    "wide": (of_empty((1, 10**9, 0, 10**9)), "is damaged: it is shorter than"),
     "empty": (of_empty((1, 0, 0, 0)), "is damaged: its checksum differs"),
     "flat": (of_empty((0,)), NOT_SAVED),
     "two rows": (of_empty((2, 2, 0, 8)), NOT_SAVED),
@@ -245,7 +218,8 @@ def served_model():
     return load_model("llama-mini")
 
 
-@pytest.mark.parametrize("what", [*DAMAGED, "cut short", "no memory file", "served otherwise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["no keys", "cut short", "no memory file", "served otherwise"])
 def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     """One that is damaged is left alone, in one line; one of other sizes ends the start."""
     shutil.copytree(session, tmp_path / "talks")

@@ -17,15 +17,8 @@ HOSTILE = "</script><script>alert(1)</script>"
     ("wrong", "message"),
     [
         (dict(method=HOSTILE), "unknown method"),
-        (dict(method="streamingllm"), "did you mean streaming-llm"),
         (dict(evicts="before", cache_size=4), "got 3, less the new token's place"),
-        (dict(evicts="before", cache_size=25), "at most 23 .* got 24, less the new token's place"),
         (dict(cache_size=10**9), f"cache_size must be at most {MAX_CACHE_SIZE}"),
-        (dict(cache_size=0), "cache_size must be above num_sinks"),
-        (dict(cache_size=0, num_sinks=0), "cache_size must be above num_sinks"),
-        (dict(cache_size=-1, method="window"), "cache_size must be above num_sinks"),
-        (dict(num_sinks=-1), "num_sinks must be at least 0"),
-        (dict(num_evicted=0), "num_evicted must be between 1 and the window"),
         (dict(num_evicted=5), "num_evicted must be between 1 and the window"),
         (
             dict(memory=9, method="streaming-llm"),
@@ -44,7 +37,6 @@ HOSTILE = "</script><script>alert(1)</script>"
             "memory does not work with recompute",
         ),
         (dict(memory=9, method="kvalign", num_evicted=2), "leave out policy, positions and num_e"),
-        (dict(memory=9, method="kvalign", num_recalled=4), "num_recalled must be .* got 4"),
         (dict(num_recalled=1), "need a memory: give memory, too"),
     ],
 )

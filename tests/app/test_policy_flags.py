@@ -41,6 +41,7 @@ def test_wrong_use_is_one_line(command, message, capfd, tmp_path, monkeypatch):
     assert re.search(message, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_policy_streams_and_says_what_it_took(policy, capfd):
     assert main([*GENERATE.split(), "--policy", policy, "--json"]) == 0
@@ -50,6 +51,7 @@ def test_each_policy_streams_and_says_what_it_took(policy, capfd):
     assert settings["num_recent"] == (0 if policy == "oldest" else 8)
 
 
+@pytest.mark.slow
 def test_the_default_is_the_oldest(capfd):
     texts = []
     for flags in ([], ["--policy", "oldest"], ["--policy", "h2o"]):
@@ -58,6 +60,7 @@ def test_the_default_is_the_oldest(capfd):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_the_end_of_kept_positions_is_said(capfd):
     keep = (
         "--method streaming-llm --policy key-norm --positions keep --max-new-tokens 600 --top-k 1"

@@ -22,7 +22,7 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.models.loading import load_model
-from kvalign.streaming.turns import messages_text, opening_len, turn_ids
+from kvalign.streaming.turns import opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
 
@@ -104,6 +104,7 @@ def test_several_prompts_and_answers(client):
     assert other[0].text != alone[0].text
 
 
+@pytest.mark.slow
 def test_what_an_answer_repeats_may_be_looked_up(client, loaded):
     """Answers are the same, alone and beside others, in sessions that go on."""
     asked = dict(max_tokens=90, temperature=0)
@@ -166,15 +167,6 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
-    given = []
-    monkeypatch.setattr("kvalign.app.serve.engine.give_back", lambda: given.append(1))
-    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", seconds)
-    say(client, "Who?")
-    until(lambda: given)
-
-
 def test_the_system_prompt_stays(client, server, loaded):
     system, turns = "You know all islands.", ("Who?", "Why?", "When?")
     for turn in turns:
@@ -191,31 +183,6 @@ def test_the_system_prompt_stays(client, server, loaded):
     too_long = [{"role": "system", "content": "word " * 50}, {"role": "user", "content": "a"}]
     with pytest.raises(openai.BadRequestError, match="takes"):
         say(client, too_long)
-
-
-def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server):
-    for i in range(12):
-        told = {"role": "system", "content": "x " * i + "Know."}
-        say(client, [told, {"role": "user", "content": "Who?"}], max_tokens=1)
-    assert server.service._blank.cache_info().currsize <= 8
-
-
-def test_rows_together_are_rows_alone(server, loaded):
-    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(5)}
-
-    def hold(name, prefix, answers):
-        with server.client() as client:
-            answers[name] = [content(say(client, turn, prefix + name)) for turn in talks[name]]
-
-    together, alone = {}, {}
-    threads = [threading.Thread(target=hold, args=(name, "m-", together)) for name in talks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in talks:
-        hold(name, "s-", alone)
-    assert together == alone
 
 
 def test_a_client_that_leaves_frees_its_row(client, server):
@@ -238,6 +205,7 @@ def test_a_client_that_leaves_frees_its_row(client, server):
     assert not sessions._busy
 
 
+@pytest.mark.slow
 def test_a_sick_row_ends_alone(loaded):
     sick = 4242
     weights = loaded.model.get_input_embeddings().weight
@@ -264,15 +232,6 @@ def test_a_sick_row_ends_alone(loaded):
             loaded.model.tie_weights()
 
 
-def test_least_recently_used_sessions_go(loaded):
-    with serving(loaded, cache_size=48, max_sessions=2) as server, server.client() as client:
-        for name in ("a", "b", "a", "c"):
-            say(client, "Who?", name, max_tokens=2)
-        assert list(server.service.sessions._by_id) == ["a", "c"]
-        with pytest.raises(openai.APIStatusError, match="was dropped"):
-            say(client, "Why?", "b")
-
-
 def test_a_full_queue_is_429_and_others_go_on(loaded):
     with (
         serving(loaded, cache_size=48, max_streams=1, max_queue=1) as server,
@@ -291,6 +250,7 @@ def test_a_full_queue_is_429_and_others_go_on(loaded):
         assert answers == [content(say(client, "Why?"))]
 
 
+@pytest.mark.slow
 def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     turns, told = ("Who?", "Why?", "When?"), {"role": "system", "content": "You know islands."}
     at_once, one_by_one = [], []
@@ -314,41 +274,6 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
     with pytest.raises(UserError, match="--max-sessions must be at least 2"):
         Service(few, loaded)
-
-
-def test_whole_turns_go(loaded, monkeypatch):
-    """What is fed is the conversation from a later turn on, the system prompt before it."""
-    told, turns = (
-        {"role": "system", "content": "You know islands."},
-        ("Who?", "Why?", "Where? " * 4),
-    )
-    fed = []
-
-    def texts_from(said):
-        """The conversation with none of its turns gone, with the first, with the first two, ..."""
-        later = [[told, *said[i:]] for i in range(1, len(said), 2)]
-        return [messages_text(loaded.tokenizer, one, goes_on=False) for one in later]
-
-    with serving(loaded, cache_size=120, evict="turns") as server, server.client() as client:
-        engine = server.service.engine
-        submit = engine.submit
-
-        def recorded(turns):
-            fed.append((turns[0].left.tolist(), turns[0].state is None))
-            submit(turns)
-
-        monkeypatch.setattr(engine, "submit", recorded)
-        said, gone = [told], []
-        for turn in (*turns, *turns):
-            said.append({"role": "user", "content": turn})
-            said.append(
-                {"role": "assistant", "content": content(say(client, said, "t", max_tokens=14))}
-            )
-            ids, is_anew = fed[-1]
-            if is_anew:
-                gone.append(texts_from(said[:-1]).index(loaded.tokenizer.decode(ids)))
-                assert len(ids) + 14 <= 120
-    assert gone[0] == 0 and 2 < len(gone) < 6 and gone == sorted(gone)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_a_key_belongs_to_one_request(server):
     assert ask(server, says("Who?"), "key", key="two", seed=2)[1] > 0, "a new turn"
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_knows_what_was_asked(loaded, tmp_path):
     how = dict(cache_size=48, sessions=tmp_path)
     with serving(loaded, **how) as server:
@@ -122,6 +123,7 @@ MADE_OF = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [None, "s"])
 def test_messages_are_compared_as_people_read_them(loaded, session):
     """The session goes on: nothing that it holds is fed again."""
@@ -165,6 +167,7 @@ def test_texts_that_are_continued_are_compared_letter_by_letter(server):
     assert then.usage.prompt_tokens > first.usage.prompt_tokens + DRAWN["max_tokens"]
 
 
+@pytest.mark.slow
 def test_a_session_of_0_2_goes_on(loaded, tmp_path, monkeypatch):
     """Its file says nothing of fields, and its messages were compared letter by letter."""
     how = dict(cache_size=48, sessions=tmp_path, keep_unnamed=True)

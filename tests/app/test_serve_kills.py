@@ -7,8 +7,8 @@ from helpers.server_kills import attack_sessions
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--memory", "500")])
-def test_sessions_survive_kills(more, tmp_path):
+def test_sessions_survive_kills(tmp_path):
+    more = ("--memory", "500")
     found = attack_sessions(tmp_path / "talks", 2, random.Random(0), num_sessions=8, more=more)
     nothing: dict = {"corrupt": [], "lost": [], "left_over": []}
     assert found == {"command": "serve", "kills": 2, "same_result": True, **nothing}

@@ -77,11 +77,18 @@ def removed(hook):
         hook.remove()
 
 
-@pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(*x, marks=pytest.mark.slow if x[0] > 1 else ())
+        for x in one_of_each(range(len(METHODS)), MODELS)
+    ],
+)
 def test_sessions_are_their_streams(number, name, models):
     sessions_are_streams(METHODS[number], name, models)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     """One session and several, which come and go; each conversation has sinks of its own."""
@@ -90,7 +97,8 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     assert set(found) >= {1, 2, 3}
 
 
-@pytest.mark.parametrize("method", [STORED, {"method": "kvalign", "compile": True}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [STORED], ids=str)
 def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
     """Nothing is compiled at a request."""
     monkeypatch.setattr(stored_step, "load_or_make", lambda *args: None)
@@ -128,7 +136,8 @@ def sessions_are_streams(method, name, models):
             assert text == "".join(stream)
 
 
-@pytest.mark.parametrize("number", [0, 3, 4, 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 4])
 def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplog):
     """Asked again, sessions go on from where they were, and so do those that come later."""
     method, loaded = METHODS[number], models["gpt2-mini"]
@@ -161,6 +170,7 @@ def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplo
     assert "planted" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
     """Another row is stepped between two parts; what is said is that of a stream."""
     loaded = models["gpt2-mini"]

@@ -13,15 +13,14 @@ from kvalign.models.loading import load_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [dict(memory=60), dict(lookup=8)], ids=str)
-def test_a_mix_of_requests(more, tmp_path):
+def test_a_mix_of_requests(tmp_path):
     async def ask_all(address):
         async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             mix = Mix(client, "llama-mini", seed=0)
             await mix.run(5)
         return mix
 
-    limits = dict(cache_size=48, max_sessions=3, max_unnamed=3, sessions=tmp_path, **more)
+    limits = dict(cache_size=48, max_sessions=3, max_unnamed=3, sessions=tmp_path, memory=60)
     with serving(load_model("llama-mini"), **limits) as server:
         mix = asyncio.run(ask_all(server.address))
         assert not mix.wrong, mix.wrong
@@ -30,6 +29,7 @@ def test_a_mix_of_requests(more, tmp_path):
         assert not server.service.sessions._busy
 
 
+@pytest.mark.slow
 def test_what_is_answered_leaves_nothing(tmp_path):
     """Without the garbage collector, which may come hundreds of answers later."""
 

@@ -25,8 +25,6 @@ from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
 
-TOLD = {"role": "system", "content": "You know islands."}
-
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -78,6 +76,7 @@ def files(folder):
     return sorted(folder.glob("[!.]*"))
 
 
+@pytest.mark.slow
 def test_sessions_of_other_weights_are_refused(loaded, tmp_path):
     """The embedding is the same, one number of another weight is not. A session of version 0.2,
     which wrote down only the embedding, has the new identity after its next turn.
@@ -113,13 +112,7 @@ def test_requests_without_a_session_push_no_named_one_out(loaded):
         assert all(num_cached(ask(server, "Why?", name)) > 0 for name in ("a", "b")), first
 
 
-def test_what_is_kept_in_memory_is_no_larger_than_it_has_to_be(server):
-    """A buffer has room for more, and a long row of a batch lengthens those of all others."""
-    text(ask(server, "Who?"))
-    (session,) = server.service.sessions._by_id.values()
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in session.state.values())
-
-
+@pytest.mark.slow
 def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
     talk = [{"role": "user", "content": "Who?"}]
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
@@ -152,18 +145,6 @@ def test_a_session_that_had_to_go_says_so(loaded):
         assert num_cached(ask(server, "Why?", "b")) == 0
 
 
-@pytest.mark.parametrize("said", ["Who?", [TOLD, {"role": "user", "content": "Who?"}]])
-def test_the_first_turn_sent_again_is_answered_again(server, said):
-    replies = [ask(server, said, "s") for _ in range(3)]
-    assert len({text(reply) for reply in replies}) == 1
-    assert len({num_prompt(reply) for reply in replies}) == 1
-    alone = ask(server, said, "t")
-    expected = ask(server, "Why?", "t")
-    assert text(alone) == text(replies[0])
-    then = ask(server, "Why?", "s")
-    assert (text(then), num_prompt(then)) == (text(expected), num_prompt(expected))
-
-
 def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
     text(ask(server, "Who?", "s"))
     once = ask(server, "Why?", "s")
@@ -173,26 +154,7 @@ def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
     assert num_prompt(twice) > num_prompt(once), "a turn that is said twice"
 
 
-def test_a_key_says_what_is_the_same_turn(server):
-    once = ask(server, "Who?", "s", idempotency_key="one")
-    again = ask(server, "Who?", "s", idempotency_key="one")
-    assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
-    other = ask(server, "Who?", "s", idempotency_key="two")
-    assert num_prompt(other) > num_prompt(once)
-    is_refused(ask(server, "When?", "s", idempotency_key="two"), 422, "idempotency_key_reused")
-    is_refused(ask(server, "When?", "s", idempotency_key="a" * 300), 400, None)
-
-
-def test_a_text_sent_again_is_answered_again(server):
-    asked = dict(model="gpt2-mini", prompt="The king", max_tokens=6, temperature=0, session="t")
-    address = f"{server.address}/v1/completions"
-    replies = [httpx.post(address, json=asked, timeout=PATIENCE_S).json() for _ in range(2)]
-    assert replies[0]["usage"] | {"prompt_tokens_details": 0} == replies[1]["usage"] | {
-        "prompt_tokens_details": 0
-    }
-    assert replies[0]["choices"] == replies[1]["choices"]
-
-
+@pytest.mark.slow
 def test_openai_s_client_that_tries_again_by_itself(server):
     """The answer to a first turn is lost on its way; the client asks again, and then goes on."""
     lost = []
@@ -230,6 +192,7 @@ def removed(path, older):
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [replaced_by_an_older_one, with_one_byte_changed, cut_short, removed]
 )
@@ -255,6 +218,7 @@ def test_a_file_that_is_changed_while_it_is_served_is_noticed(change, loaded, tm
         assert num_cached(ask(server, "Why?", "s")) > 0
 
 
+@pytest.mark.slow
 def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_path, capfd):
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
         for name in ("a", "b", "c"):
@@ -280,6 +244,7 @@ def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_
         assert (tmp_path / "notes.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp_path):
     """A turn appends to it, and writes it not again."""
     how = dict(cache_size=48, memory=300, sessions=tmp_path)
@@ -310,6 +275,7 @@ def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp
         is_refused(ask(server, "Why?", "other"), 500, "session_damaged", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -331,6 +297,7 @@ def test_a_file_that_says_what_no_server_does_keeps_nobody_from_starting(change,
         is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_makes_no_session_older(loaded, tmp_path, monkeypatch):
     """Each look at it, and each file, is a day before the last; the order of use stays."""
     days = itertools.count(20_000, -1)
@@ -349,6 +316,7 @@ def test_a_clock_that_is_set_makes_no_session_older(loaded, tmp_path, monkeypatc
             assert num_cached(ask(server, "When?", "a")) > 0
 
 
+@pytest.mark.slow
 def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
         text(ask(server, "Who?", "s"))
@@ -360,17 +328,6 @@ def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):
         assert path.read_bytes() == before
         # Without the lock (another machine, say) it is noticed when the session goes on.
         assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
-
-
-def test_a_talk_that_chat_went_on_with_is_no_session_any_more(loaded, tmp_path):
-    """What the server knows of what was said is of before."""
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        text(ask(server, "Who?", "s"))
-    (path,) = files(tmp_path)
-    assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.said_of_folder()
         is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
 
 

@@ -13,13 +13,10 @@ from kvalign.streaming.turns import turn_ids
 HEADER = "X-KVAlign-Warning"
 MODELS = ("gpt2-mini", "llama-mini")
 METHODS = [
-    *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),
+    *({"method": x} for x in ("kvalign", "recompute")),
     {"method": "streaming-llm", "num_evicted": "3"},
-    {"method": "streaming-llm", "policy": "h2o"},
     {"method": "kvalign", "memory": 20},
-    {"method": "kvalign", "aligner": "kvalign-gpt2-mini-network"},
 ]
-PAIRS = [*one_of_each(range(len(METHODS) - 1), MODELS), (len(METHODS) - 1, "gpt2-mini")]
 TURNS = ("Who lived there?", "Why was that?", "And what became of the king in the end?", "So?")
 
 
@@ -49,7 +46,7 @@ def usage_in(chunks):
     return last.usage.model_dump()
 
 
-@pytest.mark.parametrize(("number", "name"), PAIRS)
+@pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
 def test_evicted_tokens_are_those_of_the_stream(number, name, models):
     loaded, method = models[name], METHODS[number]
     stream = kvalign.stream(
@@ -112,6 +109,7 @@ def test_all_forms_say_the_same(models):
         assert {*usage_of(short)["kvalign"].values()} == {0}
 
 
+@pytest.mark.slow
 def test_whole_turns_that_go_are_counted(models):
     """Of the conversation, which is always whole in `prompt_tokens`; what stays is encoded anew."""
     said, before, reencoded = [{"role": "system", "content": "You know islands."}], 0, []

@@ -17,6 +17,7 @@ from kvalign.methods import METHODS, make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
+pytestmark = pytest.mark.slow
 PROMPT = "The history of the island"
 NAMES = ["window", "streaming-llm", "kvalign", "discard-half", "recompute"]
 NETWORK = "kvalign-gpt2-mini-network"
@@ -48,19 +49,6 @@ def test_turns_change_nothing(gpt2, run):
         )
         assert view.text == "".join(alone)
         assert (view.num_tokens, view.is_done, view.title) == (50, True, alone.method.title)
-
-
-def test_all_grow_from_nothing_a_token_at_a_time(run):
-    first, *later = run[1]
-    assert all(
-        (view.text, view.num_tokens, view.fill, view.chunks) == ("", 0, 0, []) for view in first
-    )
-    for before, after in zip([first, *later], later, strict=False):
-        for a, b in zip(before, after, strict=True):
-            assert b.text.startswith(a.text) and 0 <= b.num_tokens - a.num_tokens <= 4
-    for views in run[1][:-1]:
-        counts = [view.num_tokens for view in views if not view.is_done]
-        assert max(counts, default=0) - min(counts, default=0) <= 4
 
 
 def test_figures_are_those_of_the_method(run):
@@ -134,6 +122,7 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
     assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
 
 
+@pytest.mark.slow
 def test_policies_are_those_of_methods_that_take_them(gpt2, words):
     streams = begin(gpt2, PROMPT, NAMES, policy="key-norm", seed=3, **SETTINGS)
     *_, last = side_by_side(streams, words)
@@ -144,6 +133,7 @@ def test_policies_are_those_of_methods_that_take_them(gpt2, words):
     assert {name for name in NAMES if METHODS[name].takes_policy} == {*NAMES[:3]}
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_methods_that_can_place(gpt2, words):
     settings = SETTINGS | dict(memory=500, num_recalled=4, num_evicted=1)
     *_, last = side_by_side(begin(gpt2, PROMPT, NAMES, seed=3, **settings), words)
@@ -161,6 +151,7 @@ def test_memory_is_that_of_methods_that_can_place(gpt2, words):
     )
 
 
+@pytest.mark.slow
 def test_kept_positions_end_with_the_context(gpt2, words):
     """A stream ends there, and says so; a prompt that goes beyond becomes a refusal."""
     settings = SETTINGS | dict(policy="key-norm", positions="keep", max_new_tokens=600)
@@ -177,14 +168,7 @@ def test_kept_positions_end_with_the_context(gpt2, words):
     assert refusal.line.startswith("positions=keep ends with the 512 positions of this model")
 
 
-def test_no_seed_is_one_random_seed_for_all(gpt2):
-    seeds = [
-        {one.sampling.seed for one in begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)}
-        for _ in range(2)
-    ]
-    assert [len(both) for both in seeds] == [1, 1] and seeds[0] != seeds[1]
-
-
+@pytest.mark.slow
 def test_read_again_as_recompute_reads(gpt2, run):
     """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""
     ids = run[0][0].ids

@@ -95,6 +95,7 @@ def test_each_recorded_chunk_begins_with_it(pair, corpus, tmp_path, monkeypatch)
     begins_with_the_sink(torch.cat(seen[None]), torch.cat(seen[SINK]))
 
 
+@pytest.mark.slow
 def test_aligners_are_trained_and_judged_with_it(pair, corpus, tmp_path, monkeypatch):
     texts = [text_run.read([corpus], one.tokenizer, 2000, 16) for one in pair]
     for split in ("train", "val"):

@@ -50,6 +50,7 @@ def test_table_of_a_method(capsys):
     assert lines[-1] == "3 passed"
 
 
+@pytest.mark.slow
 def test_policies(capsys):
     """Positions that are kept run on: the row says so. Layers that keep other tokens: one too."""
     words = ["verify", *FEW, "masks,positions,kept", "--cache-size", "12", "--policy", "keydiff"]
@@ -62,6 +63,7 @@ def test_policies(capsys):
     assert [one["state"] for one in kept] == ["passed", "failed", "not applicable"]
 
 
+@pytest.mark.slow
 def test_cache_of_the_users_own(folder, capsys):
     """What failed stands with what to look at, in the table and as JSON."""
     words = ["verify", *FEW, "dense,reorder", "--cache", "forgetful_cache:make"]

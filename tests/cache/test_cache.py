@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.methods import tables
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import ROTARY_KINDS
 
 from kvalign.cache.realign import realigner_of
@@ -81,29 +81,6 @@ def test_mask_length_is_key_length(models, ids):
         assert {len(layer.keys[0, 0]) for layer in cache.layers} == {min(i + 1, 16)}
 
 
-def test_batch_rows_are_independent(model, ids):
-    """Rows of a batch do not mix (llama.cpp issue 6002)."""
-    both, one = (StreamingCache(spec_of(model.config), CacheSizes(12)) for _ in range(2))
-    for i in range(30):
-        wide = model(input_ids=ids[:, i : i + 1], past_key_values=both).logits[1]
-        narrow = model(input_ids=ids[1:, i : i + 1], past_key_values=one).logits[0]
-    assert torch.allclose(wide, narrow, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_rows_can_be_selected(models, ids, kind):
-    model = models[kind]
-    realigner = realigner_of(model, tables(model, scale=0.5) if kind == "gpt2" else None)
-    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner)
-    _stream(model, cache, ids, 20)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
-    straight = _stream(
-        model, StreamingCache(spec_of(model.config), CacheSizes(12), realigner), ids, 21
-    )
-    assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
-
-
 def test_cropping_is_refused(models):
     with pytest.raises(ValueError, match="cannot be cropped"):
         StreamingCache(spec_of(models["gpt2"].config), CacheSizes(12)).crop(-1)
@@ -129,8 +106,7 @@ def test_reset_begins_a_new_stream(models, ids):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kind", ROTARY_KINDS)
-@pytest.mark.parametrize("num_evicted", [1, 3])
+@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(ROTARY_KINDS, [1, 3]))
 @pytest.mark.parametrize("long_run", [256, 1])
 def test_rotated_keys_are_the_keys_of_their_new_position(
     models, ids, kind, num_evicted, long_run, monkeypatch

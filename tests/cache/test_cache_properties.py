@@ -396,7 +396,7 @@ def assert_last(got, row, expected):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=25,
     derandomize=True,
     deadline=None,

@@ -184,6 +184,7 @@ def on_trial(method, ids):
         method.feed(ids[:, i + 3 : i + 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [at_once, in_parts, on_trial])
 @pytest.mark.parametrize("kind", WAYS)
 def test_an_entry_is_rounded_the_same_way_in_whichever_pass_it_comes(kind, read, models, ids):
@@ -216,6 +217,7 @@ def as_qwen2(model, bias):
     return made.eval()
 
 
+@pytest.mark.slow
 def test_a_large_key_bias_costs_no_more_than_8_bits_do():
     loaded = kvalign.load_model("llama-mini")
     text = Path(__file__, "../../../README.md").resolve().read_text()

@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 from helpers.methods import anchored, network, tables
-from helpers.pairwise import covering
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
@@ -21,21 +19,10 @@ from kvalign.cache.sketch import BLOCK
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
-from kvalign.models.architectures import FAMILIES
-from kvalign.models.rope import rerotate
 
 NUM, VOCAB = 150, 400
 FLOATS = Form(torch.float32, is_int8=False)
 SIZES = dict(cache_size=16, num_sinks=2, memory=60, num_recalled=6)
-WAYS = {
-    "rotary": ["rotation", "table"],
-    "learned": ["table", "table by age", "anchored"],
-}
-CASES = covering(
-    [(kind, way) for kind in REGISTERED_KINDS for way in WAYS[FAMILIES[kind]]],
-    lambda kind, way: (FAMILIES[kind], way),
-    lambda kind, *_: kind,
-)
 
 
 @pytest.fixture(scope="module")
@@ -134,84 +121,6 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
     found = memory.find(queries, Asking(sizes, seen, seen[0], RECENCY_BY_AGE))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
-
-
-@pytest.mark.parametrize(("kind", "way"), CASES)
-def test_however_an_input_is_cut(kind, way, large, ids):
-    """Token by token, or in parts: what follows has the same logits."""
-    expected = stepped(new(large[kind], way), ids)
-    for cuts in ([1, 80, 150], [40, 41, 100, 150]):
-        method, start = new(large[kind], way), 0
-        for end in cuts:
-            found = method.feed(ids[:, start:end])
-            assert torch.allclose(found, expected[:, end - 1], atol=1e-4)
-            start = end
-    plain = new(large[kind], way, memory=None, num_recalled=None, recall_places=None)
-    others = stepped(plain, ids)
-    same = [torch.allclose(expected[:, i], others[:, i], atol=1e-4) for i in range(NUM)]
-    if way != "table by age":  # which computes tokens at later positions
-        assert all(same[:17]) and not any(same[17:])
-
-
-def test_it_is_attention_over_what_scores_best(ids):
-    """A model of one layer, by hand: its keys and values depend on their own token alone."""
-    model = tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=1)
-    logits = stepped(new(model), ids[:1])[0]
-    layer, config = model.model.layers[0], model.config
-    hidden = model.model.embed_tokens(ids[0])
-    x = layer.input_layernorm(hidden)
-    of_head = (NUM, -1, config.head_dim)
-    q, k, v = (
-        net(x).view(of_head).transpose(0, 1)
-        for net in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-    )
-    inv_freq, scale = model.model.rotary_emb.inv_freq, config.head_dim**-0.5
-    window, knee = 16 - 2 - 6, config.max_position_embeddings / 32
-    for t in (17, 40, 99, 149):
-        out = []
-        for head in range(config.num_attention_heads):
-            kv = head // (config.num_attention_heads // config.num_key_value_heads)
-            group = range(kv * 2, kv * 2 + 2)
-            lost = range(max(2, t - window - 60), t - window)
-            turned = [rerotate(q[g, t : t + 1], -(window + 1), inv_freq) for g in group]
-            worth = {
-                j: max(float(scale * x[0] @ k[kv, j]) for x in turned)
-                - RECENCY_BY_AGE * math.log(t - j)
-                for j in lost
-            }
-            best = best_of(worth, k[kv], 6)[::-1]
-            near, gap = window + 1, min(8, (config.max_position_embeddings - 1 - window - 1) // 12)
-            far = [knee * math.log1p((t - j - near) / knee) for j in best]
-            pairs = zip(pairwise(far), pairwise(best), strict=True)
-            apart = [max(x[1] - x[0], min(gap, j[0] - j[1])) for x, j in pairs]
-            at = [near + round(far[0] + sum(apart[:i])) for i in range(len(best))]
-            away = dict(zip(best, at, strict=True))
-            away |= {0: 16, 1: 15} | {j: t - j for j in range(t - window, t + 1)}
-            seen = sorted(away)
-            keys = torch.cat([rerotate(k[kv, j : j + 1], away[j], inv_freq) for j in seen])
-            weights = (scale * q[head, t] @ keys.T).softmax(-1)
-            out.append(weights @ v[kv, seen])
-        one = hidden[t] + layer.self_attn.o_proj(torch.cat(out))
-        one = one + layer.mlp(layer.post_attention_layernorm(one))
-        assert torch.allclose(logits[t], model.lm_head(model.model.norm(one)), atol=1e-4)
-
-
-@pytest.mark.parametrize("way", ["rotation", "table"])
-def test_rows_are_what_they_are_alone(way, large, ids):
-    model = large["llama" if way == "rotation" else "gpt2"]
-    lens = (5, 30, 90)
-    alone = [stepped(new(model, way), ids[:1, : n + 40])[0, n:] for n in lens]
-    together, *others = (new(model, way) for _ in lens)
-    for method, n in zip((together, *others), lens, strict=True):
-        method.feed(ids[:1, :n])
-    together.join(others)
-    for i in range(40):
-        if i == 20:  # the rows in another order
-            together.select([2, 0, 1])
-            lens, alone = [[x[j] for j in (2, 0, 1)] for x in (lens, alone)]
-        token = torch.cat([ids[:1, n + i : n + i + 1] for n in lens])
-        found = together.feed(token)
-        assert torch.allclose(found, torch.stack([x[i] for x in alone]), atol=1e-4)
 
 
 def test_a_saved_stream_goes_on(ids):

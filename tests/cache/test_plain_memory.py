@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.methods import anchored, tables
+from helpers.pairwise import covering
 from helpers.plain_memory import TOLERANCE, PlainMemory
 from helpers.tiny_models import REGISTERED_KINDS, VOCAB, tiny_model
 from safetensors.torch import load, save
@@ -20,8 +21,12 @@ WAYS = {
     "learned": ["table", "table age", "anchored"],
 }
 FAST = [("llama", "rotation"), ("gpt2", "table age")]
-SLOW = [(kind, way) for kind in REGISTERED_KINDS for way in WAYS[FAMILIES[kind]]]
-NUM_STEPS = 300
+SLOW = covering(
+    [(kind, way) for kind in REGISTERED_KINDS for way in WAYS[FAMILIES[kind]]],
+    lambda kind, way: (FAMILIES[kind], way),
+    lambda kind, _: kind,
+)
+NUM_STEPS = 150
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import corpora, marked
+from kvalign.data_gen import marked
 from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
 from kvalign.foundation.errors import UserError
@@ -124,38 +124,6 @@ def test_json_lines_without_a_test_split(offline, tmp_path):
         _text(f"hub:{tmp_path}", "test")
 
 
-def test_named_hub_corpora_are_read_from_a_copy(offline, tmp_path, monkeypatch):
-    """In the hub's layout: WikiText's configs in the card, conversations as lists of turns."""
-    wikitext = tmp_path / "Salesforce" / "wikitext"
-    _write_parquet(
-        wikitext / "wikitext-103-raw-v1" / "train-00000.parquet", [{"text": " = A = \n"}]
-    )
-    _write_parquet(wikitext / "wikitext-103-raw-v1" / "test-00000.parquet", [{"text": " = B = \n"}])
-    (wikitext / "README.md").write_text(
-        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
-        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
-    )
-    turns = [{"content": "Hi", "role": "user"}, {"content": "Hello!", "role": "assistant"}]
-    everyday = tmp_path / "HuggingFaceTB" / "everyday-conversations-llama3.1-2k" / "data"
-    for split in ("train_sft", "test_sft"):
-        _write_parquet(everyday / f"{split}-00000-of-00001.parquet", [{"messages": turns}])
-    rows = [{"messages": turns}] * 2
-    smoltalk = tmp_path / "HuggingFaceTB" / "smoltalk"
-    _write_parquet(smoltalk / "data" / "everyday-conversations" / "train-0.parquet", rows)
-    (smoltalk / "README.md").write_text(
-        "---\nconfigs:\n- config_name: everyday-conversations\n  data_files:\n"
-        "  - split: train\n    path: data/everyday-conversations/train-*\n---\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert _text("paper-wikitext") == " = A = \n"
-    assert _text("paper-wikitext", "test") == " = B = \n"
-    assert _text("paper-everyday") == _text("paper-everyday", "test") == "Hi Hello! Hi Hello! "
-    assert _text("wikitext") == " = A = \n\n"
-    assert _text("wikitext", "test") == " = B = \n\n"
-    assert _text("everyday", "test") == "Hi\nHello!\n\n"
-
-
 @pytest.mark.parametrize("spec", ["wikitext", "everyday", "hub:some/set", "marked:wikitext"])
 def test_no_network_is_said_at_once_with_what_works(offline, spec):
     with pytest.raises(
@@ -208,19 +176,6 @@ def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     both = hashlib.sha256(b"one\r\n" + "zwei é".encode()).hexdigest()
     found = text_sha256(["marked:text:two", "python-docs", "hub:a/b", "text:two/a.txt"])
     assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
-
-
-class Letters:
-    about = "a letter, repeated"
-
-    def texts(self, rest, split):
-        return iter([rest * 3])
-
-
-def test_a_corpus_is_a_class_and_a_line(monkeypatch):
-    monkeypatch.setitem(corpora.CORPORA, "letters:LETTER", Letters())
-    assert _text("letters:a") == _text("letters:a", "test") == "aaa"
-    assert _text("marked:letters:a") == " aaa "
 
 
 def test_names_and_abouts_need_no_torch():

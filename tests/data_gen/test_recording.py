@@ -11,7 +11,6 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign import data_gen
 from kvalign.app.commands import gen_data
 from kvalign.data_gen import workers
 from kvalign.data_gen.config import SPLITS
@@ -224,20 +223,6 @@ def test_a_loaded_model_is_for_one_worker(gpt2, settings):
         record(settings(workers=2), loaded=gpt2)
 
 
-def test_keywords_are_settings(gpt2, text_file, tmp_path):
-    store = data_gen.record(
-        corpus=[f"text:{text_file}"],
-        out=str(tmp_path / "out"),
-        num_tokens=480,
-        chunk_len=24,
-        loaded=gpt2,
-    )
-    assert store.config.settings.num_evicted == (1,)
-    assert store.config.model == gpt2.spec
-    with pytest.raises(UserError, match="--chunk-len must be at least 2"):
-        data_gen.record(out=tmp_path, chunk_len=1)
-
-
 def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, settings, tmp_path):
     with pytest.raises(UserError, match=f"--chunk-len must be at most {CONTEXT_LEN} for tiny gpt2"):
         record(settings(chunk_len=CONTEXT_LEN + 1), loaded=gpt2)
@@ -252,13 +237,6 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
     with pytest.raises(UserError, match="has 3 tokens, 48 are needed"):
         record(settings(corpus=(f"text:{short}",)), loaded=gpt2)
     assert not (tmp_path / "pairs").exists()
-
-
-def test_numbers_that_do_not_fit_are_refused(wrap, settings):
-    model = tiny_model("gpt2")
-    model.transformer.h[0].attn.c_attn.bias += 1e5
-    with pytest.raises(UserError, match="do not fit --dtype float16: use bfloat16 or float32"):
-        record(settings(), loaded=wrap(model))
 
 
 def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
@@ -278,3 +256,10 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
     manifest = store.manifest.model_dump(mode="json")
     for name in ("num_chunks", "num_rows", "input_label_mse"):
         assert document[name] == manifest[name]
+
+
+def test_numbers_that_do_not_fit_are_refused(wrap, settings):
+    model = tiny_model("gpt2")
+    model.transformer.h[0].attn.c_attn.bias += 1e5
+    with pytest.raises(UserError, match="do not fit --dtype float16: use bfloat16 or float32"):
+        record(settings(), loaded=wrap(model))

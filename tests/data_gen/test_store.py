@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import ShardChunks
@@ -155,30 +155,6 @@ def test_verification_reads_every_byte(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"file": "../train-k1-00000.safetensors"}, "0.file: String should match"),
-        ({"file": "/etc/passwd"}, "0.file: String should match"),
-        ({"file": "train-k1-00000.safetensors\n"}, "0.file: String should match"),
-        ({"file": 3}, "0.file: Input should be a valid string, got 3"),
-        ({"file": None}, "0.file: Input should be a valid string, got None"),
-        ({"num_chunks": "2"}, "0.num_chunks: Input should be a valid integer, got '2'"),
-        ({"num_chunks": True}, "0.num_chunks: Input should be a valid integer"),
-        ({"num_chunks": -2}, "0.num_chunks: Input should be greater than"),
-        ({"num_chunks": 2**31}, "0.num_chunks: Input should be less than"),
-        ({"split": "val"}, "0: .*file must be named after split and num_evicted"),
-        ({"num_evicted": 2}, "0: .*file must be named after split and num_evicted"),
-        ({"more": 1}, "0.more: Extra inputs"),
-    ],
-)
-def test_hostile_manifests_are_refused(folder, change, message):
-    _change_first_entry(folder, change)
-    with pytest.raises(UserError, match=rf"manifest\.json: shards\.{message}") as caught:
-        open_store(folder)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"num_rows": 61}, "num_rows must be 60, the manifest has 61"),
         ({"num_chunks": 3, "num_rows": 90}, "key_stale must be"),
         (
@@ -197,14 +173,6 @@ def _change_first_entry(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0] |= change
     write_json(folder / "manifest.json", manifest)
-
-
-@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
-@pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 100_000, '{"shards": 1}', "\xff"])
-def test_damaged_json_is_refused_naming_the_file(folder, name, content):
-    (folder / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match=name):
-        open_store(folder)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +200,24 @@ def test_damaged_configs_are_refused(folder, change, field):
 
 
 @pytest.mark.parametrize(
-    "metadata", [None, {"kvalign": ""}, {"kvalign": "[" * 10_000}, {"kvalign": '{"note": 1}'}]
+    ("change", "message"),
+    [
+        ({"file": "../train-k1-00000.safetensors"}, "0.file: String should match"),
+        ({"file": "/etc/passwd"}, "0.file: String should match"),
+        ({"file": "train-k1-00000.safetensors\n"}, "0.file: String should match"),
+        ({"file": 3}, "0.file: Input should be a valid string, got 3"),
+        ({"file": None}, "0.file: Input should be a valid string, got None"),
+        ({"num_chunks": "2"}, "0.num_chunks: Input should be a valid integer, got '2'"),
+        ({"num_chunks": True}, "0.num_chunks: Input should be a valid integer"),
+        ({"num_chunks": -2}, "0.num_chunks: Input should be greater than"),
+        ({"num_chunks": 2**31}, "0.num_chunks: Input should be less than"),
+        ({"split": "val"}, "0: .*file must be named after split and num_evicted"),
+        ({"num_evicted": 2}, "0: .*file must be named after split and num_evicted"),
+        ({"more": 1}, "0.more: Extra inputs"),
+    ],
 )
-def test_notes_of_others_are_refused(folder, metadata):
-    shard = open_store(folder).shards("val")[0]
-    save_file({"chunk": torch.arange(1)}, shard.path, metadata=metadata)
-    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of kvalign"):
-        shard.notes()
+def test_hostile_manifests_are_refused(folder, change, message):
+    _change_first_entry(folder, change)
+    with pytest.raises(UserError, match=rf"manifest\.json: shards\.{message}") as caught:
+        open_store(folder)
+    assert "\n" not in str(caught.value)

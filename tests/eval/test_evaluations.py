@@ -13,81 +13,11 @@ from helpers.results_example import documents
 import kvalign.eval
 from kvalign import load_model
 from kvalign.app.cli.catalogue import COMMANDS
-from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.eval.protocol import document
 from kvalign.eval.report.contents import paper_tables, sections, summary
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.eval.report.suite_file import parse_suite_text
-
-NEW = '''
-from dataclasses import dataclass
-
-from kvalign.eval.protocol.evaluation import Column, Evaluation
-from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.foundation.settings import option
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthSettings(ComparisonSettings):
-    """How long the names of methods are.
-
-    Example:
-        kvalign eval length --twice
-    """
-
-    twice: bool = option(False, help="count every letter twice")
-
-
-def length(settings):
-    from kvalign.eval.protocol.document import document
-
-    sizes = {"aligner": None, "cache_size": 64, "num_sinks": 4, "num_evicted": 1}
-    rows = [
-        {"method": name, **sizes, "letters": len(name) * (1 + settings.twice)}
-        for name in settings.methods
-    ]
-    return document("eval length", settings, rows, started=0.0)
-
-
-class Length(Evaluation):
-    settings = LengthSettings
-    run = staticmethod(length)
-    heading = "Names"
-    about = "Letters of a name."
-    columns = {"letters": Column("letters", 0, "lower")}
-    in_summary = ("letters",)
-
-
-EVALUATION = Length()
-'''
-
-
-def test_a_new_evaluation_is_a_file_and_a_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "new_evaluation.py").write_text(NEW)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(EVALUATIONS.data, "length", "new_evaluation:EVALUATION")  # the line
-    monkeypatch.setitem(COMMANDS, "eval length", "how long names are")  # made of it at import
-    argv = ["eval", "length", "--twice", "--methods", "window,recompute"]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "letters ↓" in printed and "12" in printed and "★" not in printed  # no intervals
-    assert main(["eval", "length", "--help"]) == 0
-    assert "kvalign eval length --twice" in capsys.readouterr().out
-    assert main([*argv, "--json"]) == 0
-    results = tmp_path / "results"
-    results.mkdir()
-    (results / "length.json").write_text(capsys.readouterr().out)
-    assert main(["report", str(results)]) == 0
-    page = (results / "report.html").read_text()
-    assert page.count(">letters") == 2 and "Letters of a name." in page  # summary and section
-    paper = "{title: T, cell: length, metric: letters, rows: {window: {64: 11}}}"
-    (results / "suite.yaml").write_text(f"cells: []\npaper: {{tables: [{paper}]}}")
-    assert [entry.text for entry in paper_tables(read(results))[0].rows[0]] == [
-        "window",
-        "11",
-        "12",
-    ]
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)

@@ -24,7 +24,7 @@ from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel
-from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
@@ -191,23 +191,6 @@ def test_whole_periods_are_timed(run_tiny, clock):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("cache_size", "trial_len"),
-    [(9, 7), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((20, 1), (20, 11)))],
-)
-def test_refills_have_their_share_at_any_length(run_tiny, clock, cache_size, trial_len):
-    flags = ["--cache-sizes", f"{cache_size}", "--num-trials", "3", "--trial-len", f"{trial_len}"]
-    flags += ["--num-evicted", "1,3", "--reference", "discard-half"]
-    rows = run_tiny(*flags, "--methods", "discard-half,streaming-llm,recompute")["rows"]
-    period = (cache_size - 4) // 2
-    half = next(row for row in rows if row["method"] == "discard-half")
-    assert half["mean_ms"] == pytest.approx(1e3 * (cache_size + 1) / period)
-    for row in rows:
-        least, period = 3 * trial_len, row["num_evicted"]
-        assert row["num_steps"] % period == 0
-        assert least <= row["num_steps"] < least + period
-
-
 def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
     """Each trial: the prompt up to the first token, then so many more while the cache fills up."""
     monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
@@ -231,6 +214,7 @@ def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_drawn_by_the_loop(run, calls):
     """The tokens of each trial are those of `stream_tokens` with the trial's seed, among the 20
     most likely, in turns between which the other methods have theirs.
@@ -265,6 +249,7 @@ def test_a_method_that_ends_is_refused_before_it_generates(capsys):
     assert "dense ends after 512 tokens: leave it out of --methods" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
     texts = ["The island was", "It is a long story, and", "Bread"]
     rows = [{"turns": [text, "More?"]} for text in texts[:2]] + [{"prompt": texts[2]}]
@@ -282,27 +267,6 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
         assert list(stored) == [0] * 6 + [12] * 15 + [0] + [12] * 3
 
 
-@pytest.mark.slow
-def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_path):
-    """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
-    token over cache sizes.
-    """
-    flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
-    document = run_tiny(*flags, "--batch-sizes", "1,2")
-    assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
-    figure, *_ = EVALUATION.batches_figure(document)
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["shape:tiny, C = 12", "shape:tiny, C = 20"]
-    for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
-        assert axes.get_xscale() == axes.get_yscale() == "log"
-        assert [line.get_linestyle() for line in axes.lines] == ["--", "-"]
-        for line, own in zip(axes.lines, (rows[::2], rows[1::2]), strict=True):
-            assert list(line.get_xdata()) == [1, 2]
-            assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
-    assert EVALUATION.batches_figure(run_tiny(*flags)) is None
-    assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
-
-
 def test_the_floor_is_marked_as_one_and_no_time_is_the_best_without_an_interval(run_tiny):
     document = run_tiny("--cache-sizes", "12", "--methods", "streaming-llm,recompute")
     _, fast, slow = document["rows"]
@@ -316,6 +280,7 @@ def test_the_floor_is_marked_as_one_and_no_time_is_the_best_without_an_interval(
     ]
 
 
+@pytest.mark.slow
 def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
     """On a clock that a step moves by a second, and by one for a thousand entries it finds."""
     clock = SimpleNamespace(now=0.0)
@@ -382,35 +347,7 @@ def test_models_without_a_tokenizer_take_random_prompts(run, calls, monkeypatch)
     assert len(calls[0][1].unique()) > 1
 
 
-def test_prompts_without_a_token_are_random_and_said(run, calls, monkeypatch, caplog):
-    def load(*args):
-        loaded = load_model(*args)
-        return LoadedModel(loaded.model, lambda text, **_: {"input_ids": []}, loaded.spec)
-
-    monkeypatch.setattr("kvalign.eval.protocol.grid.load_model", load)
-    run("--cache-sizes", "12", "--methods", "streaming-llm", "--prompt-len", "5")
-    assert calls[0][1].shape == (1, 5)
-    assert "no token in prompt 'The island was first" in caplog.text
-
-
-def test_trained_aligners_take_the_place_of_untrained(run):
-    names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
-    _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
-    assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
-    assert [row["num_sinks"] for row in rows] == [4, 4, 4]
-
-
-def test_aligners_of_both_sorts_are_refused(capsys):
-    both = ["--aligner", "kvalign-gpt2-mini-table", "--aligner-kinds", "table"]
-    assert main([*SHORT, *both]) == 2
-    assert "give --aligner (trained) or --aligner-kinds (untrained), not" in capsys.readouterr().err
-
-
-def test_missing_prompts_are_said_before_the_model_is_loaded(capsys):
-    assert main([*SHORT, "--prompts", "missing.jsonl", "--model", "none"]) == 2
-    assert "no prompts at 'missing.jsonl'" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["table", "tables"])
 def test_threads_are_as_before_afterwards(kinds, capsys):
     flags = ["--num-threads", "1", "--cache-sizes", "12", "--aligner-kinds", kinds]
@@ -428,15 +365,6 @@ def test_threads_are_as_before_afterwards(kinds, capsys):
 
 
 @pytest.mark.slow
-def test_peaks_hold_the_cache_and_are_the_same_again(run):
-    flags = ["--cache-sizes", "200", "--methods", "streaming-llm,recompute"]
-    rows = run(*flags)["rows"]
-    spec = load_model("gpt2-mini").spec
-    entries = 2 * spec.num_layers * spec.num_kv_heads * 201  # float32 vectors
-    assert rows[0]["peak_mb"] > entries * spec.head_dim * 4 / 1e6
-    assert [row["peak_mb"] for row in run(*flags)["rows"]] == [row["peak_mb"] for row in rows]
-
-
 def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
     monkeypatch.setattr(
         "kvalign.eval.evaluations.latency.rows.peak_bytes", lambda device, work: None

@@ -33,7 +33,7 @@ SHORT = {
     "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
     "chat": dict(num_turns=2, max_new_tokens=12),
 }
-MARKED = [pytest.param(n, marks=pytest.mark.slow if n == "latency" else ()) for n in SHORT]
+MARKED = [pytest.param(n, marks=pytest.mark.slow if n != "perplexity" else ()) for n in SHORT]
 NAMES = ["a-table", "b-table"]
 
 
@@ -108,7 +108,8 @@ def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch)
     check_apart(name, document, labels, monkeypatch)
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["perplexity", "readability"])
 def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatch):
     settings = dict(aligner="a-table", num_evicted=("1", "8"), realign_every=(1, 8))
     document = run(name, loaded, **settings)
@@ -120,6 +121,7 @@ def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatc
     check_apart(name, document, labels, monkeypatch)
 
 
+@pytest.mark.slow
 def test_figures_of_two_aligners_are_their_own(loaded, folders):
     both = run("perplexity", loaded, aligner=folders)["rows"]
     for folder in folders:
@@ -175,6 +177,7 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert names({"method": "window", "aligner": None}) == [None]
 
 
+@pytest.mark.slow
 def test_summary_joins_rows_of_the_same_aligner_alone(loaded, folders, tmp_path):
     """Two documents have an aligner each, a third has both; their figures stay apart."""
     documents = {

@@ -106,6 +106,7 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     flags = "eval needle --model llama-mini --methods streaming-llm,discard-half --cache-sizes 32"
     more = f"--memory 0,500 --distances 1,3 --num-streams 2 --plot {tmp_path / 'a.png'} --json"

@@ -225,6 +225,7 @@ class Server:
 """
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "xllamacpp.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -248,6 +249,7 @@ def test_a_text_without_a_peer_is_refused(capsys):
     assert "give --peer, too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_real_one_has_the_same_perplexity(run):
     """The same weights in float32, entries of its cache in float16."""
     pytest.importorskip("xllamacpp", reason="needs xllamacpp, of the extra peer")

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
-from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -73,7 +72,7 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+@pytest.mark.parametrize("name", ["gpt2-mini", pytest.param("llama-mini", marks=pytest.mark.slow)])
 def test_command_equals_an_independent_loop(name, capsys):
     cache_size, num_tokens = 32, 60
     methods = "window,streaming-llm,recompute"
@@ -103,6 +102,7 @@ def test_command_equals_an_independent_loop(name, capsys):
 TWO = ["eval", "perplexity", "--methods", "window,recompute", "--num-tokens", "30", "--cache-sizes"]
 
 
+@pytest.mark.slow
 def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
     both = run_json(capsys, *TWO, "8,20")["rows"]
     assert [row["first_label"] for row in both] == [21] * 4
@@ -126,17 +126,6 @@ def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
     assert own[1]["nll_nats"] != both[1]["nll_nats"] and own[3]["nll_nats"] == both[3]["nll_nats"]
 
 
-def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
-    keep = ["--keep", str(tmp_path / "losses")]
-    both = run_json(capsys, *TWO, "8,20", *keep)["rows"]
-    monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
-    alone = run_json(capsys, *TWO, "8", *keep)["rows"]  # from its own first label on
-    assert [row["first_label"] for row in alone] == [9, 9]
-    assert run_json(capsys, *TWO, "8", *keep, "--first-label", "21")["rows"] == both[:2]
-    files = sorted((tmp_path / "losses").glob("*-C8-*"))
-    assert [len(pq.read_table(path)) for path in files] == [21 - 9 + 30] * 2
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -149,15 +138,7 @@ def test_a_first_label_follows_every_first_input(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_score_starts_after_the_first_input_of_its_cache(ids):
-    model = tiny_model("gpt2")
-    for cache_size in (10, 20):
-        nll = score(make_method("recompute", model, cache_size=cache_size), ids[:1, :50])
-        logits = model(input_ids=ids[:1, : cache_size + 1]).logits[0, -1]
-        assert len(nll) == 50 - cache_size - 1
-        assert torch.isclose(nll[0], -logits.log_softmax(-1)[ids[0, cache_size + 1]], atol=1e-5)
-
-
+@pytest.mark.slow
 def test_plots_are_written(capsys, tmp_path):
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         path = tmp_path / f"plot{ending}"
@@ -180,6 +161,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
 def test_stepping_on_request_gives_the_same_figures(capsys, name):
     methods = ["--model", name, "--methods", "window,streaming-llm,kvalign,recompute"]
@@ -188,6 +170,7 @@ def test_stepping_on_request_gives_the_same_figures(capsys, name):
         assert math.isclose(one["perplexity"], other["perplexity"], rel_tol=1e-4)
 
 
+@pytest.mark.slow
 def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv = [*SHORT, "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
     argv += ["--protocol", "paper"]
@@ -211,6 +194,7 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     assert math.isclose(first[1]["ratio"], expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_sinks_are_compared_with_the_first(capsys):
     argv = [*SHORT, "--model", "llama-mini", "--methods", "streaming-llm,discard-half"]
     rows = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "streaming-llm")["rows"]
@@ -227,6 +211,7 @@ def test_several_sinks_are_compared_with_the_first(capsys):
     assert half[1]["ratio"] == 1 and math.isclose(half[3]["ratio"], expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "losses")]
     first = run_json(capsys, *SHORT, *keep)
@@ -246,6 +231,7 @@ def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     assert f"{files[0]} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_kept_losses_are_those_of_the_same_weights_and_config(capsys, tmp_path):
     """Other weights with the same embedding were given the losses of the first ones."""
     folder = copy_of("llama-mini", tmp_path / "model")
@@ -290,37 +276,12 @@ def test_intervals_are_as_wide_as_correlated_losses_need():
     assert interval(nll[0, :150]) == (0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_labels", [5000, 20_000])
 def test_intervals_have_the_true_perplexity_nineteen_times_of_twenty(num_labels):
     intervals = [interval(nll) for nll in correlated(400, num_labels, seed=1)]
     share = sum(low < math.exp(2) < high for low, high in intervals) / 400
     assert 0.91 < share < 0.98  # an interval for independent losses would have 0.35
-
-
-def test_intervals_are_of_moving_blocks_drawn_one_by_one():
-    """Künsch's recipe put down literally; no draw is left out and no label."""
-    nll, num_labels = correlated(1, 1003)[0], 1003
-    block_len = round(8 * num_labels ** (1 / 3))
-    num_blocks = -(-num_labels // block_len)
-    starts = torch.randint(
-        num_labels - block_len + 1,
-        (2000, num_blocks),
-        generator=torch.Generator().manual_seed(0),
-    )
-    draws = [torch.cat([nll[i : i + block_len] for i in row])[:num_labels] for row in starts]
-    means = torch.stack([draw.double().mean() for draw in draws])
-    weights = torch.zeros(num_labels, dtype=torch.float64)  # how often a label is drawn, expected
-    for n in [block_len] * (num_blocks - 1) + [num_labels - block_len * (num_blocks - 1)]:
-        for i in range(num_labels - block_len + 1):
-            weights[i : i + n] += 1 / (num_labels - block_len + 1)
-    assert weights.sum() == pytest.approx(num_labels) and (weights > 0).all()
-    centred = means - (weights * nll).sum() / num_labels
-    wider = centred / math.sqrt(1 - block_len / num_labels)
-    ends = nll.double().mean() + wider.quantile(torch.tensor([0.025, 0.975]).double())
-    assert interval(nll) == pytest.approx(ends.exp().tolist(), rel=1e-6)
-    moved = nll.clone()
-    moved[-1] += 100
-    assert interval(moved)[1] > interval(nll)[1]
 
 
 def test_comparisons_are_paired_by_label():
@@ -384,6 +345,7 @@ def test_parts_are_perplexities_in_order():
     assert by_part(nll[:3], 4) == pytest.approx([math.exp(i) for i in (0, 1, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "aligner", "expected"),
     [

@@ -11,6 +11,8 @@ from kvalign.eval import perplexity
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def loaded():

@@ -22,15 +22,7 @@ from kvalign.eval.judging.words import SHA256, load_words
 from kvalign.eval.protocol.evaluation import Panel, Passage, Piece
 from kvalign.eval.report.terminal import print_passages
 
-SHORT = [
-    "eval",
-    "readability",
-    "--cache-sizes",
-    "24",
-    "--max-new-tokens",
-    "40",
-    "--json",
-]
+SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]
 
 GOOD = "The island was settled by people who came from the sea, and they lived there. " * 3
 
@@ -40,6 +32,7 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_passages_are_what_generate_writes(capsys):
     argv = [*SHORT, "--methods", "streaming-llm,recompute", "--num-prompts", "2"]
     found = run_json(capsys, *argv)
@@ -67,6 +60,7 @@ def test_passages_are_what_generate_writes(capsys):
     assert run_json(capsys, *argv)["text"] == row["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"), [("readability", "num_prompts"), ("chat", "num_turns")]
 )
@@ -81,6 +75,7 @@ def test_too_few_prompts_are_told(name, settings, tmp_path, caplog):
     assert said == [f"--{settings.replace('_', '-')} 9: {own['prompts']} has {has}, all are taken"]
 
 
+@pytest.mark.slow
 def test_table_has_the_means_of_the_passages(capsys):
     argv = [*SHORT, "--methods", "window", "--num-prompts", "2"]
     found = run_json(capsys, *argv, "--no-repeat-ngram-sizes", "0")
@@ -90,6 +85,7 @@ def test_table_has_the_means_of_the_passages(capsys):
         assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
 
 
+@pytest.mark.slow
 def test_runs_with_other_seeds_give_an_interval(capsys):
     """Each is what its seed alone writes; the page shows those of the first."""
     argv = [*SHORT, "--methods", "window", "--no-repeat-ngram-sizes", "0", "--num-prompts", "2"]
@@ -113,6 +109,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_page_is_written_beside_what_is_there(folder, capsys):
     argv = ["eval", "readability", "--methods", "window,recompute", "--cache-sizes", "24"]
     argv += ["--max-new-tokens", "12"]
@@ -159,6 +156,7 @@ def test_texts_of_any_program(folder, capsys):
     assert "good.txt" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_texts_need_no_torch(folder):
     code = (
         "import sys; from kvalign.app.cli.main import main;"

@@ -104,6 +104,7 @@ def test_questions_leave_the_stream_as_it_is(name, more, loaded, talks):
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_nothing_lost_is_dense(loaded, talks):
     """A cache and a memory that hold all give the answers of dense attention."""
     dense = make_method("dense", loaded.model, cache_size=40)
@@ -120,6 +121,7 @@ def test_nothing_lost_is_dense(loaded, talks):
             assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_command(loaded, tmp_path, capsys, caplog):
     flags = [
         "--model",

@@ -36,7 +36,7 @@ def other_default(request):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_streams_and_losses(kind, way, models, ids, other_default):
     model = models[kind]
 
@@ -51,6 +51,7 @@ def test_streams_and_losses(kind, way, models, ids, other_default):
     assert all(map(torch.equal, found(), expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [network, anchored])
 def test_networks(make, models, ids, other_default):
     model = models["gpt2"]
@@ -67,6 +68,7 @@ def test_networks(make, models, ids, other_default):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_training(models, ids, other_default):
     """A table: its moments, two steps through the model, and what is measured of it."""
     model = models["gpt2"]

@@ -2,7 +2,8 @@
 
 import torch
 
-from helpers.tiny_models import CONTEXT_LEN
+from helpers.pairwise import one_of_each
+from helpers.tiny_models import CONTEXT_LEN, KINDS
 from kvalign.aligners import (
     Aligner,
     AnchoredAligner,
@@ -36,6 +37,13 @@ def make(name, model, **changes) -> Method:
     return make_method(name, model, **({"cache_size": CACHE_SIZE} | extra | changes))
 
 
+def made(name, model, **sizes) -> Method:
+    """A method by name; `tables` and `anchored` are kvalign with these."""
+    if name not in ALIGNERS:
+        return make(name, model, **sizes)
+    return make("kvalign", model, **{"aligner": ALIGNERS[name](model, 0.5)} | sizes)
+
+
 def step(method, ids, first):
     """Logits [num_steps, B, V] of feeding `first` tokens at once and the others one by one."""
     method.reset()
@@ -64,3 +72,8 @@ def anchored(model, scale=0.0, chunk_len=CONTEXT_LEN) -> AnchoredAligner:
     aligner = AnchoredAligner(new_config("anchored", model, spec, **fields))
     aligner.table.load_state_dict(tables(model, scale, chunk_len=chunk_len).state_dict())
     return aligner.requires_grad_(False)
+
+
+ALIGNERS = {"tables": tables, "anchored": anchored}
+WAYS = [(name, kind, {}) for name, kind in one_of_each((*METHODS, *ALIGNERS), KINDS)]
+"""Each method and aligner, and each architecture, once: names for `made`, kinds, sizes."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
-from helpers.pairwise import of_each_family, one_of_each
+from helpers.pairwise import one_of_each
+from helpers.tiny_models import KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
@@ -23,7 +24,6 @@ from kvalign.invariants import INVARIANTS
 from kvalign.invariants.stream import NotApplicableError, matches
 from kvalign.methods import make_method
 from kvalign.models.attention import REGISTERED
-from kvalign.policies import OLDEST, POLICIES
 
 NUM_STEPS = 60
 MEMORY = {"stored", "recalled", "all-recalled"}
@@ -51,7 +51,8 @@ ALIGNERS = {
 }
 # What streams: methods by name, aligners by what makes them.
 STREAMS = [name for name in STREAMING if name != "kvalign"] + list(ALIGNERS)
-FAST = [(tables, "gpt2"), ("streaming-llm", "llama"), ("streaming-llm", "bloom")]
+WHOLE = [("streaming-llm", "llama"), (tables, "gpt2"), ("streaming-llm", "bloom")]
+"""To which all that needs no memory applies, but positions to ALiBi."""
 
 
 def of(stream, model):
@@ -64,17 +65,20 @@ def of(stream, model):
 @pytest.mark.parametrize(
     ("stream", "kind"),
     [
-        *FAST,
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in of_each_family(STREAMS, but=FAST)),
+        WHOLE[0],
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in [*WHOLE[1:], *one_of_each(STREAMS, KINDS)]
+        ),
     ],
 )
 def test_it_keeps_to_all(stream, kind, models):
-    """Each method and aligner with each family of positions, and every architecture."""
+    """Each method and aligner, and each architecture."""
     outcomes = outcomes_of(models[kind], lambda model: of(stream, model))
     assert list(outcomes) == list(INVARIANTS)
     assert not failed(outcomes)
     not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
-    if (stream, kind) in FAST:
+    if (stream, kind) in WHOLE:
         assert not_tried - MEMORY == ({"positions"} if kind == "bloom" else set())
     assert not_tried >= MEMORY
     if stream in ALIGNERS:
@@ -85,9 +89,9 @@ def test_it_keeps_to_all(stream, kind, models):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kind"),
-    one_of_each([name for name in POLICIES if name != OLDEST], ["gpt2", "llama"]),
+    [("h2o", "gpt2"), ("keydiff", "llama"), ("second-chance", "llama")],
 )
-def test_every_policy_keeps_to_all(policy, kind, models):
+def test_policies_keep_to_all(policy, kind, models):
     def make_one(model):
         name = "kvalign" if kind == "gpt2" else "streaming-llm"
         aligner = {"aligner": tables(model, scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
@@ -115,14 +119,17 @@ def with_memory(model, aligner, **changes):
     return make(name, model, **dict(memory=40) | extra | changes)
 
 
-@pytest.mark.parametrize(("kind", "aligner", "changes"), MEMORIES)
+@pytest.mark.parametrize(
+    ("kind", "aligner", "changes"),
+    [pytest.param(*x, marks=pytest.mark.slow if x[2] else ()) for x in MEMORIES],
+)
 def test_a_memory_holds_what_it_should(kind, aligner, changes, models):
     outcomes = outcomes_of(models[kind], lambda m: with_memory(m, aligner, **changes), [*MEMORY])
     assert set(states(outcomes).values()) == {"passed"}, failed(outcomes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "aligner"), [x[:2] for x in MEMORIES if not x[2]])
+@pytest.mark.parametrize(("kind", "aligner"), [("llama", None), ("gpt2", tables)])
 def test_a_memory_keeps_to_all(kind, aligner, models):
     outcomes = outcomes_of(models[kind], lambda model: with_memory(model, aligner))
     assert not failed(outcomes)
@@ -131,6 +138,7 @@ def test_a_memory_keeps_to_all(kind, aligner, models):
     assert ("moves" in not_tried) == (aligner is None)
 
 
+@pytest.mark.slow
 def test_a_cache_that_keeps_all(models):
     """What needs an eviction does not apply, all else holds; the model is left as it is."""
     model = models["llama"]
@@ -144,6 +152,7 @@ def test_a_cache_that_keeps_all(models):
     assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_known():
     """Of one that KV-Align does not stream, here for its RoPE, all but positions can be tried."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -327,7 +336,11 @@ PLANTED = {
     the_oldest_taken_back_twice: ["all-recalled"],
 }
 LONG = ("half-entries", "half-logits", "kl")
-BUGS = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+FEW = [shift_by_two, sinks_lost, mask_short, reorder_ignored, save_drops_sinks]
+
+
+def each(bugs):
+    return pytest.mark.parametrize("bug", bugs, ids=lambda bug: bug.__name__)
 
 
 def outcomes_with(bug, models, monkeypatch, invariants=None):
@@ -341,7 +354,7 @@ def outcomes_with(bug, models, monkeypatch, invariants=None):
     return outcomes_of(model, lambda model: make(name, model, **changes), invariants)
 
 
-@BUGS
+@each(FEW)
 def test_a_planted_bug_is_found(bug, models, monkeypatch):
     """In the row that it belongs to, which says what to look at."""
     row = PLANTED[bug][0]
@@ -351,7 +364,7 @@ def test_a_planted_bug_is_found(bug, models, monkeypatch):
 
 
 @pytest.mark.slow
-@BUGS
+@each(PLANTED)
 def test_a_planted_bug_is_found_where_it_is(bug, models, monkeypatch):
     """Rows that it has nothing to do with pass; of those of a long stream, its own are tried."""
     rows = [name for name in INVARIANTS if name not in LONG or name in PLANTED[bug]]

@@ -8,29 +8,20 @@ import pickle
 import pytest
 import torch
 from helpers.live_tensors import live_bytes, no_collections
-from helpers.methods import anchored, make, tables
-from helpers.pairwise import of_each_family
+from helpers.methods import WAYS, made
 from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
 
-WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
-WAYS += [
+CASES = [
+    *WAYS,
     ("streaming-llm", "llama", dict(memory=30)),
     ("tables", "gpt2", dict(memory=30)),
     ("streaming-llm", "llama", dict(policy="h2o")),
 ]
-
-
-def made(name, model, **sizes):
-    aligners = {"tables": tables, "anchored": anchored}
-    if name not in aligners:
-        return make(name, model, **sizes)
-    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
 
 
 def refused(call):
@@ -41,7 +32,7 @@ def refused(call):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+@pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
 def test_a_copy_goes_on_alone(name, kind, sizes, models, ids):
     """On the same model; what is fed to one is not seen by the other."""
     method = made(name, models[kind], **sizes)
@@ -66,7 +57,7 @@ def test_a_copy_goes_on_alone(name, kind, sizes, models, ids):
         assert "restore() restores them" in refused(lambda: pickle.dumps(method.cache))
 
 
-@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+@pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
 def test_what_is_let_go_is_gone_at_once(name, kind, sizes, models, ids):
     """Without the garbage collector, which may come hundreds of streams later."""
 
@@ -101,7 +92,7 @@ def test_a_text_is_saved():
     assert next(iter(stream))
 
 
-@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+@pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
 def test_a_model_is_turned_to_another_precision(name, kind, sizes, ids):
     """What is re-encoded goes on; the others say what to do, and go on once it is done."""
     model = tiny_model(kind)

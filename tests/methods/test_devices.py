@@ -8,19 +8,16 @@ from itertools import islice
 
 import pytest
 import torch
-from helpers.methods import anchored, make, tables
+from helpers.methods import WAYS, made
 from helpers.other_device import NAME, moved
-from helpers.pairwise import of_each_family
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model, load_stream, stream, verify
-from kvalign.methods import METHODS
-from kvalign.policies import POLICIES
 from kvalign.streaming.sampling import Sampling
 
-WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
-WAYS += [("streaming-llm", "llama", dict(policy=name)) for name in POLICIES]
-WAYS += [
+CASES = [
+    *WAYS,
+    *(("streaming-llm", "llama", dict(policy=name)) for name in ("h2o", "keydiff")),
     ("streaming-llm", "llama", dict(cache_dtype="int8")),
     ("streaming-llm", "llama", dict(memory=30)),
     ("streaming-llm", "llama", dict(memory=30, cache_dtype="int8")),
@@ -30,14 +27,10 @@ WAYS += [
 ]
 
 
-def made(name, model, **sizes):
-    aligners = {"tables": tables, "anchored": anchored}
-    if name not in aligners:
-        return make(name, model, **sizes)
-    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
+MARKED = [pytest.param(*x, marks=pytest.mark.slow if i % 4 else ()) for i, x in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+@pytest.mark.parametrize(("name", "kind", "sizes"), MARKED)
 def test_it_gives_the_same(name, kind, sizes, models, ids):
     one = made(name, models[kind], **sizes)
     model = moved(copy.deepcopy(models[kind]))
@@ -57,7 +50,7 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
     """
     here = tiny_model("llama", head_dim=16).to(dtype)
     there = moved(copy.deepcopy(here))
-    one, other = (make("streaming-llm", model, memory=100) for model in (here, there))
+    one, other = (made("streaming-llm", model, memory=100) for model in (here, there))
     expected = [one.feed(ids[:, start:end]) for start, end in ((0, 40), (40, 41), (41, 42))]
     found = [other.feed(ids[:, :40].to(NAME))]
     assert all(x.device.type == "cpu" for layer in other.cache.layers for x in layer.memory.held)
@@ -66,16 +59,17 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
     for start in (40, 41):
         found.append(other.feed(ids[:, start : start + 1].to(NAME)))
     for model, device in ((here, "cpu"), (there, NAME)):
-        again = make("streaming-llm", model, memory=100)
+        again = made("streaming-llm", model, memory=100)
         again.restore(state)
         found += [again.feed(ids[:, start : start + 1].to(device)) for start in (40, 41)]
     for x, y in zip(found, [*expected, *expected[1:], *expected[1:]], strict=True):
         assert torch.allclose(x.cpu(), y, atol=atol)
 
 
+@pytest.mark.slow
 def test_verify_knows_a_memory_on_the_host():
     make_it, names = (
-        partial(make, "streaming-llm", memory=40),
+        partial(made, "streaming-llm", memory=40),
         ("stored", "recalled", "all-recalled"),
     )
     found = verify(moved(tiny_model("llama")), make_it, num_steps=40, invariants=names)
@@ -91,6 +85,7 @@ def test_tensors_of_two_devices_do_not_mix():
     assert (other + torch.tensor(1.0)).device.type == NAME and (other.cpu() + one).sum() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "how"),
     [

@@ -2,23 +2,22 @@
 `torch.no_grad`.
 """
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.methods import anchored, make, tables
-from helpers.pairwise import of_each_family, pairwise
+from helpers.methods import WAYS, made
+from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign import checkpoints
-from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
 from kvalign.streaming.loop import stream_tokens
 
 WITHIN, OUTSIDE = torch.inference_mode, nullcontext
 BORDERS = {"within": (WITHIN,), "in and out": (WITHIN, OUTSIDE), "out and in": (OUTSIDE, WITHIN)}
-WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
 FAST = [
     ("tables", "llama", dict(memory=30)),
     ("streaming-llm", "llama", dict(policy="h2o")),
@@ -26,20 +25,11 @@ FAST = [
     ("tables", "opt", {}),
     ("discard-half", "gpt2", {}),
 ]
-CASES = [(*way, border) for way in FAST for border in BORDERS]
-CASES += [(*way, "in and out") for way in WAYS]
+CASES = [(*way, "in and out") for way in FAST]
 CASES += [
     pytest.param(*way, border, marks=pytest.mark.slow)
-    for way in WAYS
-    for border in ("within", "out and in")
+    for way, border in zip([*FAST, *WAYS], itertools.cycle(BORDERS), strict=False)
 ]
-
-
-def made(name, model, **sizes):
-    aligners = {"tables": tables, "anchored": anchored}
-    if name not in aligners:
-        return make(name, model, **sizes)
-    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
 
 
 def fed(new, ids, modes):
@@ -70,6 +60,7 @@ def test_inference_mode_and_its_border(name, kind, sizes, border, models, ids):
     assert torch.equal(found, fed(new, ids, (torch.no_grad,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "border"), pairwise(checkpoints.WRITERS, ("within", "in and out"))
 )
@@ -125,6 +116,7 @@ LOOPS = [*FAST[:4], ("streaming-llm", "gpt_neox", {}), ("anchored", "gpt2", {})]
 LOOPS += [("kvalign", "llama", {}), ("streaming-llm", "bloom", {}), ("kvalign", "gpt2", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), LOOPS)
 def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
     """A step of one's own loop comes from as many operations at the end as it did when the cache
@@ -145,6 +137,7 @@ def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
 READ = [FAST[0], FAST[1], ("tables", "gpt2", {}), ("tables", "opt", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), READ)
 def test_attention_weights_are_refused_where_there_are_none(name, kind, sizes, ids):
     """Where a cache reads its entries itself. Elsewhere they are those of eager attention."""
@@ -165,7 +158,7 @@ SLOPES = [
     ("tables", "llama", {}),
     ("tables", "gpt2", dict(memory=8, num_recalled=8)),
 ]
-SLOPES += [("streaming-llm", "llama", sizes) for sizes in ({}, dict(memory=30), dict(policy="h2o"))]
+SLOPES += [("streaming-llm", "llama", sizes) for sizes in (dict(memory=30), dict(policy="h2o"))]
 
 
 @pytest.mark.parametrize(("name", "kind", "sizes"), SLOPES)

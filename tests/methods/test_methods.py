@@ -5,7 +5,7 @@ stepping.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step
-from helpers.pairwise import of_each_family, one_of_each
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
@@ -15,19 +15,11 @@ from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import hits, score, score_stepwise
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_nothing_evicted_is_dense(name, model, ids):
-    ids = ids[:, : CACHE_SIZE + 1]
+@pytest.mark.parametrize(("name", "kind"), one_of_each(METHODS, KINDS))
+def test_nothing_evicted_is_dense(name, kind, models, ids):
+    model, ids = models[kind], ids[:, : CACHE_SIZE + 1]
     dense = model(input_ids=ids).logits[:, 4:].transpose(0, 1)
     assert torch.allclose(step(make(name, model), ids, 5), dense, atol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
-def test_endless_and_in_range(name, kind, models, ids):
-    """Far beyond the context length, every logit is finite."""
-    logits = step(make(name, models[kind]), ids, CACHE_SIZE + 1)
-    assert ids.shape[1] > 2 * CONTEXT_LEN
-    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("num_evicted", [1, 5])
@@ -54,21 +46,6 @@ def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monke
     assert CACHE_SIZE - method.sizes.num_evicted < method.fill <= limit
 
 
-def test_recompute_reencodes_the_last_tokens(model, ids):
-    logits = step(make("recompute", model), ids[:, :60], CACHE_SIZE + 1)
-    for i in range(0, len(logits), 7):
-        clean = model(input_ids=ids[:, i : i + CACHE_SIZE + 1]).logits[:, -1]
-        assert torch.allclose(logits[i], clean, atol=1e-4)
-
-
-def test_discard_half_is_recompute_that_drops_half(model, ids):
-    half = make("discard-half", model)
-    assert half.sizes.num_evicted == (CACHE_SIZE - 4) // 2
-    oracle = make("recompute", model, num_sinks=4, num_evicted=half.sizes.num_evicted)
-    first = CACHE_SIZE + 1
-    assert torch.allclose(step(half, ids, first), step(oracle, ids, first), atol=1e-4)
-
-
 def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
     """What llama.cpp shifts is what LLM Runtime re-encodes, but for what evicted tokens left in
     deeper layers; learned positions it leaves stale.
@@ -89,20 +66,6 @@ def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
         assert alike is is_same
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "llama"])
-@pytest.mark.parametrize("num_evicted", [1, 4])
-def test_one_layer_of_relative_positions_streams_exactly(kind, num_evicted, ids):
-    """With one layer, keys know nothing of evicted tokens: streaming-llm must equal re-encoding
-    what it kept.
-    """
-    depth = {"bloom": "n_layer", "mpt": "n_layers", "llama": "num_hidden_layers"}[kind]
-    model = tiny_model(kind, **{depth: 1})
-    sizes = dict(num_sinks=4, num_evicted=num_evicted)
-    first = CACHE_SIZE + 1
-    streamed = step(make("streaming-llm", model, **sizes), ids, first)
-    assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
-
-
 def test_sliding_attention_inside_a_layer_still_goes_by_slot(ids):
     model = tiny_model("mistral", sliding_window=8, num_hidden_layers=1)
     first, sizes = CACHE_SIZE + 1, dict(num_sinks=4, num_evicted=1)
@@ -110,15 +73,7 @@ def test_sliding_attention_inside_a_layer_still_goes_by_slot(ids):
     assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(KINDS, [1, 5]))
-def test_window_is_streaming_llm_without_sinks(kind, num_evicted, models, ids):
-    model, ids = models[kind], ids[:, :100]
-    window = step(make("window", model, num_evicted=num_evicted), ids, 9)
-    without = step(make("streaming-llm", model, num_sinks=0, num_evicted=num_evicted), ids, 9)
-    assert torch.equal(window, without)
-
-
-@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(KINDS, [1, 3]))
+@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(("gpt2", "llama", "bloom"), [1, 3]))
 def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, ids):
     model, ids, sizes = models[kind], ids[:, :100], dict(num_evicted=num_evicted)
     stale = step(make("streaming-llm", model, **sizes), ids, CACHE_SIZE + 1)
@@ -127,13 +82,6 @@ def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, id
         assert torch.allclose(stale, aligned, atol=2e-3)
     else:
         assert torch.equal(stale, aligned)
-
-
-def test_aligner_changes_what_is_predicted(model, ids):
-    stale = step(make("streaming-llm", model), ids[:, :40], CACHE_SIZE + 1)
-    aligned = step(make("kvalign", model), ids[:, :40], CACHE_SIZE + 1)
-    assert torch.allclose(stale[0], aligned[0], atol=1e-5)  # the first input is not realigned yet
-    assert (stale[1:] - aligned[1:]).abs().amax((1, 2)).min() > 1e-3
 
 
 def test_two_moves_of_one_are_one_move_of_two(models):
@@ -161,11 +109,11 @@ def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_e
 
 
 @pytest.mark.parametrize("name", STREAMING)
-@pytest.mark.parametrize("num_evicted", [1, 3, 7])
+@pytest.mark.parametrize("num_evicted", [1, 3])
 def test_scoring_is_stepping(name, models, ids, num_evicted):
     for kind in ("gpt2", "llama"):
         method = make(name, models[kind], num_evicted=num_evicted)
-        for num_tokens in (CACHE_SIZE + 2, CACHE_SIZE + 3, 75):
+        for num_tokens in (CACHE_SIZE + 2, 60):
             expected = score_stepwise(method, ids[:1, :num_tokens])
             counted = []
             assert torch.allclose(
@@ -186,20 +134,6 @@ def test_wanted_labels_have_the_measure_of_stepping(name, models, ids, num_evict
     assert torch.equal(found[wanted], expected[wanted]) and sum(counted) == len(expected)
     if name == "recompute" and num_evicted == 1:
         assert found[~wanted].isnan().all()
-
-
-@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
-def test_prompt_longer_than_the_cache(name, kind, models, ids):
-    """A long prompt leaves the same entries as single steps, at positions the model has."""
-    ids, whole, single = ids[:, :90], make(name, models[kind]), make(name, models[kind])
-    assert torch.isfinite(whole.feed(ids)).all()
-    step(single, ids, 1)
-    if hasattr(whole, "cache") and name != "discard-half":
-        assert torch.equal(whole.cache.index(), single.cache.index())
-        assert whole.cache.seen == single.cache.seen == [ids.shape[1]] * 2
-        assert whole.fill == single.fill == CACHE_SIZE
-    else:
-        assert torch.equal(torch.stack(whole.rows), torch.stack(single.rows))
 
 
 @pytest.mark.parametrize("name", STREAMING)

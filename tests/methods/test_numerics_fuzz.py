@@ -25,10 +25,9 @@ from helpers.tiny_models import KINDS, tiny_model
 
 from kvalign.models.attention import REGISTERED
 
-pytestmark = pytest.mark.slow
-
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
-CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 60)  # of each architecture, others each time
+FEW = 5  # of each architecture, others each time
+CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 30)  # likewise, of the long set
 found: Counter = Counter()
 worst: dict[str, float] = {}  # in half precision as a share of what the plain loop is
 
@@ -63,9 +62,13 @@ def models():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_plain_loop(kind, models):
+@pytest.mark.parametrize("num", [FEW, pytest.param(CASES, marks=pytest.mark.slow)])
+def test_it_is_the_plain_loop(num, kind, models, monkeypatch):
     wrong = []
-    for number in range(CASES):
+    for number in range(num):
+        # A half of segments, and of frames, is short.
+        monkeypatch.setattr("kvalign.cache.segments.SEGMENT_LEN", (7, 512)[number % 2])
+        monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", (1, 256)[number // 2 % 2])
         case = RandomStream(kind, models, f"{SEED} {kind} {number}")
         try:
             case.run()
@@ -75,5 +78,5 @@ def test_it_is_the_plain_loop(kind, models):
         found.update(case.found)
         of_loop, name = case.honest or 1.0, str(case.dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, 0.0), case.worst / of_loop)
-    found["cases"] += CASES
-    assert not wrong, "\n".join([f"seed {SEED}, {len(wrong)} of {CASES} cases:", *wrong])
+    found["cases"] += num
+    assert not wrong, "\n".join([f"seed {SEED}, {len(wrong)} of {num} cases:", *wrong])

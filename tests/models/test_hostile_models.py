@@ -22,87 +22,60 @@ WTE = "transformer.wte.weight"
 FP8 = {"quant_method": "fp8"}
 CONFIGS = {
     "layers a text": {"n_layer": "six"},
-    "layers a list": {"n_layer": [2]},
     "layers a float": {"n_layer": 2.5},
-    "layers null": {"n_layer": [None]},
     "layers none": {"n_layer": 0},
-    "layers negative": {"n_layer": -2},
     "layers more": {"n_layer": 3},
     "layers huge": {"n_layer": HUGE},
     "heads none": {"n_head": 0},
-    "heads negative": {"n_head": -2},
-    "heads a text": {"n_head": "two"},
     "heads do not divide": {"n_head": 3},
-    "heads huge": {"n_head": HUGE},
     "hidden 0": {"n_embd": 0},
     "hidden other": {"n_embd": 64},
-    "hidden huge": {"n_embd": HUGE},
-    "hidden a bool": {"n_embd": True},
     "positions 0": {"n_positions": 0},
-    "positions 1": {"n_positions": 1},
-    "positions negative": {"n_positions": -256},
     "positions a text": {"n_positions": "256"},
     "positions other": {"n_positions": 300},
     "positions huge": {"n_positions": HUGE},
     "vocabulary 0": {"vocab_size": 0},
     "vocabulary other": {"vocab_size": 600},
-    "vocabulary huge": {"vocab_size": HUGE},
-    "vocabulary a text": {"vocab_size": "all"},
     "inner a text": {"n_inner": "wide"},
-    "inner huge": {"n_inner": HUGE},
     "activation unknown": {"activation_function": "geluu"},
-    "activation a list": {"activation_function": ["gelu"]},
     "epsilon a text": {"layer_norm_epsilon": "small"},
     "type unknown": {"model_type": "gpt5"},
     "type left out": {"model_type": None},
-    "type a list": {"model_type": ["gpt2"]},
     "type another's": {"model_type": "llama"},
     "type no language model": {"model_type": "vit"},
     "type code of theirs": AUTO_MAP | {"model_type": "theirs"},
     "end token a text": {"eos_token_id": "</s>"},
     "dtype unknown": {"dtype": "float99"},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "quantized a list": {"quantization_config": [1]},
     "quantized, and its weights are not": {"quantization_config": {"quant_method": "fp8"}},
     "quantized and huge": {"n_layer": 1000, "n_embd": 2**16, "quantization_config": FP8},
     "dropout nan": {"resid_pdrop": float("nan")},
-    "dropout a text": {"attn_pdrop": "x"},
     "tuples": {"return_dict": False},
 }
 LLAMAS = {
     "kv heads none": {"num_key_value_heads": 0},
     "kv heads do not divide": {"num_key_value_heads": 3},
     "kv heads a text": {"num_key_value_heads": "one"},
-    "kv heads huge": {"num_key_value_heads": HUGE},
-    "head dim 0": {"head_dim": 0},
     "head dim odd": {"head_dim": 63},
     "head dim huge": {"head_dim": HUGE},
     "context 0": {"max_position_embeddings": 0},
     "context a text": {"max_position_embeddings": "long"},
-    "context negative": {"max_position_embeddings": -1},
     "rope a text": {"rope_parameters": "none"},
     "rope unknown": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-    "rope a list": {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
     "theta 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-    "theta a text": {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
     "factor left out": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-    "factor 0": {"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}},
     "inner 0": {"intermediate_size": 0},
 }
 FILES = {
     "config empty": {"config.json": ""},
     "config a list": {"config.json": "[1]"},
     "config nested": {"config.json": "[" * 10**5},
-    "config cut": {"config.json": '{"model_type": "gpt2"'},
     "config bytes": {"config.json": "\ud800"},
     "config left out": {"config.json": None},
     "tokenizer left out": {"tokenizer.json": None, "tokenizer_config.json": None},
     "tokenizer empty": {"tokenizer.json": ""},
-    "tokenizer a list": {"tokenizer.json": "[]"},
     "tokenizer an object": {"tokenizer.json": "{}"},
-    "tokenizer cut": {"tokenizer.json": '{"version": "1.0", "model": {'},
     "tokenizer a list of settings": {"tokenizer_config.json": "[]"},
-    "tokenizer settings cut": {"tokenizer_config.json": "{"},
     "generation a list": {"generation_config.json": "[]"},
 }
 WEIGHTS = {
@@ -129,11 +102,13 @@ def loads_not(folder, capfd, message="cannot load a model from folder"):
     assert captured.out == "" and lines == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configs(config, tmp_path, capfd):
     loads_not(altered_model(tmp_path / "m", config=config), capfd, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LLAMAS.values(), ids=LLAMAS)
 def test_configs_of_rotary_models(config, tmp_path, capfd):
     loads_not(altered_model(tmp_path / "m", LLAMA, config=config), capfd, "")
@@ -152,6 +127,7 @@ def test_weights(weights, tmp_path, capfd):
 PANIC = {"type": "Precompiled", "precompiled_charsmap": "!!"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "value"),
     [("model", {}), ("model", []), ("decoder", 3), ("added_tokens", 3)],
@@ -232,6 +208,7 @@ def not_tried(monkeypatch):
     monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES)
 def test_broken_templates(template, tokenizer, not_tried, capfd):
     tokenizer.chat_template = template
@@ -240,6 +217,7 @@ def test_broken_templates(template, tokenizer, not_tried, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -254,6 +232,7 @@ def test_templates(template, tokenizer, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "tool_use"])
 def test_templates_by_name(name, tokenizer):
     tokenizer.chat_template = {"default": "{{ messages[0].content }}"} | {name: "{{ 9**(9**9) }}"}
@@ -280,6 +259,7 @@ def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for", ["{{ x }}"], 3, {"a": "{{ b }}"}])
 def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -289,6 +269,7 @@ def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
     refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["generation_config.json", "chat_template.jinja", TOKENIZER, "tokenizer.json"]
 )

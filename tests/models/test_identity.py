@@ -2,23 +2,21 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
-from helpers.tiny_models import KINDS, MORE_KINDS, tiny_model
+from helpers.tiny_models import MORE_KINDS, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvalign import load_model, stream
+from kvalign import load_model
 from kvalign.foundation.errors import UserError
 from kvalign.models import identity as module
 from kvalign.models import kernel, loading, packed, packed_linear
 from kvalign.models.identity import identity, identity_of
 from kvalign.models.model_folder import quiet
 from kvalign.models.packed_linear import RoundingLinear, TorchLinear
-from kvalign.streaming import text_stream
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 
@@ -60,39 +58,6 @@ def test_a_model_of_inference_mode_has_one():
     assert identity(model) == identity(tiny_model("llama"))
 
 
-def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):
-    read = []
-    monkeypatch.setattr(module, "_about", lambda x, about=module._about: read.append(x) or about(x))
-    before, num = identity(model), len({id(x) for x in model.parameters()})
-    assert identity(model) == before and len(read) == num
-    weight = model.model.layers[1].mlp.down_proj.weight
-    numbers = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(2)  # another version
-    assert identity(model) != before and len(read) == 2 * num
-    weight.data = numbers  # another address
-    assert identity(model) == before and len(read) == 3 * num
-    model.to(torch.bfloat16)
-    assert identity(model) != before
-
-
-def test_a_stream_that_is_not_saved_takes_no_identity(monkeypatch):
-    monkeypatch.setattr(module, "identity", None)
-    monkeypatch.setattr(text_stream, "identity", None)
-    loaded = load_model("gpt2-mini")
-    assert "".join(stream(loaded.model, loaded.tokenizer, "The", max_new_tokens=3, seed=0))
-
-
-def test_an_address_that_is_used_again_is_another_place():
-    model, memory = nn.Linear(8, 8, bias=False), np.zeros((8, 8), np.float32)
-    model.weight.data = torch.from_numpy(memory)
-    before, place = identity(model), (model.weight.data_ptr(), model.weight._version)
-    memory += 1
-    model.weight.data = torch.from_numpy(memory)
-    assert (model.weight.data_ptr(), model.weight._version) == place
-    assert identity(model) != before
-
-
 def test_a_shared_weight_counts_under_each_name(model):
     model = tiny_model("gpt2")
     before = identity(model)
@@ -125,7 +90,7 @@ def test_packed_weights_are_identified_by_levels_and_scales(weights, kind, monke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", *MORE_KINDS[::9]])
 def test_files_have_the_identity_of_the_model_in_float32(kind, dtype, tmp_path):
     """In one file or several. transformers changes the names of some models at loading: these are
     loaded.

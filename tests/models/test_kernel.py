@@ -29,6 +29,7 @@ def anew(tmp_path, monkeypatch):
     kernel.is_here()
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypatch):
     assert kernel.is_here()
@@ -45,6 +46,7 @@ def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypa
     assert not [*tmp_path.glob("kernels/*.partial*")]
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("missing", ["compiler", "header"])
 def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(

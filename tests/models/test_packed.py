@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.pairwise import one_of_each
 from helpers.tiny_gguf import TOKENS, readers, write_gguf
 from helpers.tiny_models import KINDS, tiny_model
 from torch import nn
@@ -105,8 +106,8 @@ def test_what_is_packed_is_unpacked_to_the_bit():
 
 @pytest.mark.parametrize("kind", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [1, 7, packed_linear.FEW, packed_linear.FEW + 1, 300])
-@pytest.mark.parametrize("num_out", [10, 64, 200])
+@pytest.mark.parametrize("num_rows", [1, packed_linear.FEW + 1, 300])
+@pytest.mark.parametrize("num_out", [10, 200])
 def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_out):
     weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
     product, x = kind(weight, bits, bias), torch.randn(2, num_rows, 96)
@@ -153,7 +154,7 @@ def test_gradients_go_through_the_unpacked_weights():
 
 @needs_kernel
 @pytest.mark.parametrize("dim", kernel.DIMS)
-@pytest.mark.parametrize("length", [1, 63, 64, 200])
+@pytest.mark.parametrize("length", [1, 64, 200])
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
     """Also where scores differ by hundreds, and rows see different numbers of entries."""
@@ -169,16 +170,7 @@ def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
         torch.testing.assert_close(found[row, None], expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", HERE)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_are_those_of_all_weights(kind, bits):
-    product, outputs = kind(torch.randn(200, 96), bits), torch.tensor([0, 199, 17, 17, 63, 64])
-    found = product.rows(outputs, torch.float32)
-    torch.testing.assert_close(found, product.unpacked(torch.float32).T[outputs])
-
-
-@pytest.mark.parametrize("weights", packed.PACKED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("weights", "kind"), one_of_each(packed.PACKED, KINDS))
 def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights, ids):
     model = copy.deepcopy(tiny_model(kind))
     tied = model.config.tie_word_embeddings
@@ -222,23 +214,6 @@ def test_packed_weights_are_lost_nowhere(ids, tmp_path):
         with pytest.raises(UserError, match="load it with weights=float32 and save that"):
             save(str(tmp_path))
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("is_training", [False, True])
-def test_what_is_packed_is_in_the_mode_of_the_model(is_training):
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=64)).train(is_training)
-    packed.pack(model, "int4")
-    assert {module.training for module in model.modules()} == {is_training}
-
-
-def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refused():
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=40))
-    packed.pack(model, "int4")
-    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
-    with pytest.raises(UserError, match="need products of inputs in groups of 32"):
-        packed.pack(model, "int8")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +283,7 @@ def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(
         load_stream(tmp_path / "talk.safetensors", plain.model, plain.tokenizer)
 
 
+@pytest.mark.slow
 def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     names = ["dense", "rows", "chunks", "evicting-chunks", "repeat", "save"]
     outcomes = verify(
@@ -325,13 +301,3 @@ def test_a_packed_model_has_the_fingerprint_of_its_weights_and_another_one_has_n
     expected = embedding_fingerprint(load_model("gpt2-mini").model)
     assert has_fingerprint(load_model("gpt2-mini", weights=weights).model, expected)
     assert not has_fingerprint(load_model("context-gpt2", weights=weights).model, expected)
-
-
-def test_in_half_precision_the_embedding_is_so_too(mini):
-    outcomes = verify(
-        mini.model,
-        lambda model: make_method("streaming-llm", model, cache_size=16),
-        num_steps=16,
-        invariants=["half-entries", "half-logits"],
-    )
-    assert [outcome.state for outcome in outcomes] == ["passed"] * 2

@@ -5,6 +5,7 @@ what no rotation moves is refused with what differed.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make, step
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import MORE_KINDS, ROTARY_KINDS, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -43,10 +44,10 @@ def renamed():
     return model
 
 
-@pytest.mark.parametrize(
-    "kind", [*ROTARY_KINDS, *(kind for kind in MORE_KINDS if FAMILIES[kind] == "rotary")]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ROTARY = [*ROTARY_KINDS, *(kind for kind in MORE_KINDS if FAMILIES[kind] == "rotary")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(ROTARY, [torch.float32, torch.bfloat16]))
 def test_a_key_that_was_moved_is_the_one_computed_there(kind, dtype):
     """By every layer, whatever precision it was measured in."""
     model = tiny_model(kind).to(dtype)

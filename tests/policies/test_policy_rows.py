@@ -1,5 +1,5 @@
-"""Rows of a batch, inputs cut anywhere, streams in files, transformers' own loops and half
-precision: with each policy as with a slice of the stream.
+"""What a policy keeps; rows of a batch, streams in files, transformers' own loops and half
+precision: with a policy as with a slice of the stream.
 """
 
 import functools
@@ -7,9 +7,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.comings import come_and_go
 from helpers.methods import make, tables
-from helpers.pairwise import covering, one_of_each
 from helpers.tiny_models import CONTEXT_LEN
 
 import kvalign
@@ -18,15 +16,7 @@ from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.loop import stream_rows
 from kvalign.streaming.sampling import Sampling
 
-OTHERS = [policy for policy in POLICIES if policy != OLDEST]
-LENS = (1, 3, 13, 21, 22, 50)  # C is 20: a first input of C + 1, one more, and a long one
-NUM_STEPS, LEAVE, JOIN = 26, 8, 18
-PLACES = ("gpt2", "gpt2 table", "llama", "llama table", "gpt_neox", "llama keep")
-MATRIX = covering(  # each policy both with keys that move and with keys that stay as they are
-    itertools.product(OTHERS, PLACES),
-    lambda policy, place: (policy, place in ("gpt2", "llama keep")),
-    lambda _, place: place,
-)
+OTHERS = ("h2o", "keydiff")  # by attention and by keys
 
 
 @pytest.fixture(scope="module")
@@ -43,33 +33,6 @@ def new(models, place, policy, **changes):
     if way == "keep":
         changes["positions"] = "keep"
     return make("kvalign" if way == "table" else "streaming-llm", models[kind], **changes)
-
-
-@pytest.mark.parametrize(("policy", "place"), MATRIX)
-def test_rows_are_what_they_are_alone(policy, place, models):
-    batch, rows, kept = come_and_go(
-        new(models, place, policy, num_evicted=3),
-        LENS,
-        [5, 2, 0, 4],
-        num_steps=NUM_STEPS,
-        leave=LEAVE,
-        join=JOIN,
-        look=lambda method: method.cache.index().tolist(),
-    )
-    assert [batch.cache.index(i).tolist() for i in range(len(rows))] == [kept[i] for i in rows]
-
-
-@pytest.mark.parametrize(("policy", "place"), MATRIX)
-def test_it_does_not_matter_how_an_input_is_cut(policy, place, models, ids):
-    ids = ids[:, :70]
-    method, found = new(models, place, policy), []
-    for parts in ([70], [1] * 70, [15, 10, 1, 44]):
-        method.reset()
-        logits = [method.feed(part) for part in ids.split(parts, 1)][-1]
-        found.append((logits, method.cache.index(1).tolist()))
-    whole, *cut = found
-    for logits, index in cut:
-        assert torch.allclose(logits, whole[0], atol=1e-4) and index == whole[1]
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -97,7 +60,7 @@ def test_a_row_ends_where_its_positions_do(models):
         assert len(prompt) + len(tokens) == CONTEXT_LEN + 1
 
 
-@pytest.mark.parametrize(("policy", "name"), one_of_each(OTHERS, ["gpt2-mini", "llama-mini"]))
+@pytest.mark.parametrize(("policy", "name"), zip(OTHERS, ["gpt2-mini", "llama-mini"], strict=True))
 def test_a_saved_stream_goes_on_to_the_bit(policy, name, tmp_path, shipped):
     loaded = shipped(name)
     sizes = dict(cache_size=16, num_recent=5, policy=policy, max_new_tokens=28, seed=0)
@@ -125,8 +88,7 @@ def test_generate_of_transformers_and_a_loop_of_ones_own(policy, models, ids):
         own.append(token)
     assert torch.equal(out[:, 15:], torch.cat(own, 1))
     oldest = model.generate(ids[:1, :15], max_new_tokens=30, **told, **sizes | {"policy": OLDEST})
-    if policy != "second-chance":  # which finds nobody to be light in a model of random weights
-        assert not torch.equal(out, oldest)
+    assert not torch.equal(out, oldest)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -155,11 +117,13 @@ def test_half_precision_does_not_drift(place, dtype, models):
             assert (error <= 1.5 * once * (part.norm(dim=-1) + expected.norm(dim=-1))).all()
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-def test_half_precision_is_finite(policy, ids, shipped):
-    loaded = shipped("llama-mini", dtype="bfloat16")
-    method = kvalign.make_method("kvalign", loaded.model, cache_size=24, policy=policy)
-    method.feed(ids[:, :50])
-    for i in range(50, 60):
-        assert method.feed(ids[:, i : i + 1]).isfinite().all()
-    assert {x.dtype for x in method.cache.layers[0].held} == {torch.bfloat16}
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in (OLDEST, "second-chance")])
+def test_heads_and_layers_differ(policy, models, ids):
+    """Of `tova` the layers alone: a layer's heads keep the same. Attention of random weights is so
+    even that `second-chance` finds no light entry.
+    """
+    method = make("streaming-llm", models["llama"], cache_size=16, policy=policy)
+    method.feed(ids[:, :100])
+    (a, b), (c, d), _ = method.cache.index()
+    assert a.tolist() != c.tolist()
+    assert (a.tolist() == b.tolist()) == (c.tolist() == d.tolist()) == (policy == "tova")

@@ -33,6 +33,7 @@ def to_make():
     return {f"{part}/{name}" for part, names in parts for name in re.findall(r"[\w-]+", names)}
 
 
+@pytest.mark.slow
 def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
     """All but those that are to be made again."""
     commands = {
@@ -52,6 +53,7 @@ def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
     assert found - set(documents().values()) == set()
 
 
+@pytest.mark.slow
 def test_tables_are_those_of_the_documents():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -67,6 +69,7 @@ def test_the_index_has_every_page_and_part():
     assert marked(text) == ["parts"]
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.eval.protocol.document._commit", lambda: "abcdef1")
     argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
@@ -104,6 +107,7 @@ def in_process(monkeypatch):
     return ran
 
 
+@pytest.mark.slow
 def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     override = "--num-tokens 30 --cache-sizes 32,64"
     argv = ["--parts", "llama-mini/python-docs", "--override", override]
@@ -158,6 +162,7 @@ def test_another_text_is_refused(tmp_path):
         check_texts("train --corpus marked:text:books", {"books": tmp_path})
 
 
+@pytest.mark.slow
 def test_a_changed_command_is_run_again(in_process, tmp_path):
     argv = [
         "--parts",

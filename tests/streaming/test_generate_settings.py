@@ -149,6 +149,7 @@ def test_what_is_refused_is_named(name, models):
             generated(model, **keywords)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_the_value_that_asks_for_nothing_is_taken(name, models):
     _, nothing = REFUSED[name]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.methods import STREAMING, make, network
-from helpers.pairwise import of_each_family, one_of_each
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS
 from transformers import (
     LogitsProcessorList,
@@ -22,7 +22,9 @@ def take(tokens, count):
     return torch.stack(list(itertools.islice(tokens, count)), 1)
 
 
-def test_greedy_without_eviction_is_transformers_own(model, ids):
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_greedy_without_eviction_is_transformers_own(kind, models, ids):
+    model = models[kind]
     expected = model.generate(
         ids[:, :10], max_new_tokens=10, min_new_tokens=10, do_sample=False, use_cache=True
     )
@@ -36,7 +38,7 @@ def test_greedy_without_eviction_is_transformers_own(model, ids):
         assert torch.equal(ours[:, :until], expected[:, :until])
 
 
-@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
+@pytest.mark.parametrize(("name", "kind"), one_of_each(STREAMING, KINDS))
 def test_a_hundred_tokens_past_the_context(name, kind, models, ids):
     method, count = make(name, models[kind]), CONTEXT_LEN + 100
     tokens = take(kvalign.stream_tokens(method, ids[:, :9], do_sample=True), count)
@@ -125,7 +127,9 @@ class _Streamer:
         self.ended = True
 
 
-@pytest.mark.parametrize(("kind", "name"), one_of_each(KINDS, ["streamer", "stream_to"]))
+@pytest.mark.parametrize(
+    ("kind", "name"), one_of_each(("gpt2", "llama", "bloom"), ["streamer", "stream_to"])
+)
 def test_generate_of_transformers_streams(kind, name, models, ids):
     """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
     limit.
@@ -148,8 +152,10 @@ def test_generate_of_transformers_streams(kind, name, models, ids):
     assert torch.equal(streamer.got[0], ids[:, :30])
 
 
-def test_generate_takes_prompts_of_unequal_lengths(model, ids):
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_generate_takes_prompts_of_unequal_lengths(kind, models, ids):
     """Padded on the left: each row is as if it were alone, and padding is no token."""
+    model = models[kind]
     mask = torch.ones_like(ids[:, :30])
     mask[0, :18] = 0
     out = model.generate(

@@ -73,17 +73,20 @@ def feed(lookup, method, ids):
     return torch.stack(logits), num_ahead
 
 
-@pytest.mark.parametrize("first", [1, 70])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_state_are_those_of_stepping(case, first, models):
-    """From the first token and from a long prompt, over evictions, frames and their ends."""
-    method, plain = method_of(case, models), method_of(case, models)
-    ids = repeating(190)
+QUICK = ("sinks", "rotary sinks", "tables")
+MARKED = [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_logits_and_state_are_those_of_stepping(case, models):
+    """From a long prompt, over evictions, frames and their ends."""
+    method, plain, first = method_of(case, models), method_of(case, models), 40
+    ids = repeating(150)
     lookup = Lookup(6, ids[0, :first].tolist())
     for one in (method, plain):
         one.feed(ids[:, :first])
     logits, num_ahead = feed(lookup, method, ids[0, first:])
-    expected = torch.cat([plain.feed(ids[:, i : i + 1]) for i in range(first, 190)])
+    expected = torch.cat([plain.feed(ids[:, i : i + 1]) for i in range(first, 150)])
     assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
     assert num_ahead > 40 or method.sizes.cache_size == 1
     assert method.cache.seen == plain.cache.seen and method.fill == plain.fill
@@ -93,6 +96,7 @@ def test_logits_and_state_are_those_of_stepping(case, first, models):
         assert torch.allclose(x.float(), other[name].float(), atol=2e-3, rtol=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_not_meant_is_taken_back(case, models):
     """Entries of before are the same to the bit, whatever was read ahead, and nothing of that is
@@ -156,6 +160,7 @@ METHODS = [
 
 
 # Each method with two ways to choose, each way with two methods.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "how"),
     [(METHODS[i], HOW[j % 4]) for i in range(4) for j in (i, i + 1)],
@@ -178,6 +183,7 @@ def test_few_passes_write_a_text_that_repeats(loaded, monkeypatch):
     assert len(passes) < 0.5 * len(stream.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(seed=3, temperature=0.15)], ids=str)
 def test_a_stream_is_left_fed_and_saved_in_the_middle(how, loaded, tmp_path):
     """Also where more has been read than was written."""
@@ -200,6 +206,7 @@ def test_a_stream_is_left_fed_and_saved_in_the_middle(how, loaded, tmp_path):
     assert "".join(plain) == "".join(looked_up) != ""
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_where_it_ends_without(loaded):
     gpt2 = loaded["gpt2-mini"]
     whole = "".join(begin(gpt2))
@@ -211,6 +218,7 @@ def test_a_stop_string_ends_where_it_ends_without(loaded):
         assert "".join(plain) == "".join(looked_up) and plain.ids == looked_up.ids
 
 
+@pytest.mark.slow
 def test_an_end_token_ends_where_it_ends_without(loaded, monkeypatch):
     gpt2 = loaded["gpt2-mini"]
     free = begin(gpt2)
@@ -226,6 +234,7 @@ def test_an_end_token_ends_where_it_ends_without(loaded, monkeypatch):
         assert texts[0].method.fill == texts[1].method.fill
 
 
+@pytest.mark.slow
 def test_a_compiled_stream_may_look_up(models):
     ids = repeating(60)
     plain = make("streaming-llm", models["llama"])
@@ -265,6 +274,7 @@ def second_tokens(lookup_class, num_draws, model, prompt):
     return counts
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_model_s_distribution(models):
     """Of the second token after a prompt that foretells two others, over all first ones: chi
     square, of as many degrees of freedom as tokens are likely; careless taking fails it.

@@ -91,6 +91,7 @@ def test_a_save_writes_what_is_new(loaded, path):
     assert is_same(path, loaded, stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["float32", "int8", "bfloat16"])
 def test_a_memory_that_turns_many_times(form, loaded, path):
     """Its file is never more than twice as long as the memory, and there is one."""
@@ -175,6 +176,7 @@ def at_the_last(call, num):
     return lambda *args: killed() if next(left, None) is None else call(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tidies", [True, False])
 @pytest.mark.parametrize("where", ["before the memory", "in it", "before the stream", "after it"])
 @pytest.mark.parametrize("is_new", [False, True])

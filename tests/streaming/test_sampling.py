@@ -71,6 +71,7 @@ def test_a_repetition_penalty_reads_each_token_once():
         assert torch.equal(ours(ids[:, :end], logits), theirs(ids[:, :end], logits.clone()))
 
 
+@pytest.mark.slow
 def test_three_ways_to_be_greedy(loaded):
     greedy = ids_of(loaded, top_k=1)
     for how in (dict(temperature=0), dict(temperature=0.0, top_p=0.5), dict(do_sample=False)):
@@ -87,6 +88,7 @@ def test_all_tokens_may_be_drawn():
     assert scores.isfinite().sum() == 20
 
 
+@pytest.mark.slow
 def test_a_seed_is_drawn_and_repeats_the_stream(loaded):
     seeds = {Sampling().seed for _ in range(20)}
     assert len(seeds) == 20 and Sampling(seed=0).seed == 0

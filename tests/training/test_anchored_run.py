@@ -79,6 +79,7 @@ def test_kl_is_that_to_re_encoding(models):
     assert loss_of("kl", model, ids[:, 1:15], second) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kl", "nll"])
 def test_training_lowers_the_validation_loss_and_leaves_the_model(models, objective):
     model, aligner, ids = models["gpt2"], anchored(models["gpt2"]), random_ids(1, 4000)[0]

@@ -186,6 +186,7 @@ def test_of_facts_and_questions_the_answers_count_alone(tmp_path):
     assert 100 < judged["num_labels"] < 500  # of 1536 tokens
 
 
+@pytest.mark.slow
 def test_what_only_makes_a_sink_is_not_used():
     """Against a stream without sinks a table helps, since it gives the oldest entry the mean of
     position 0; against sinks it does not.

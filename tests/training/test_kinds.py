@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.smaller import INSIDE
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from helpers.tiny_models import tiny_model
 
@@ -22,103 +21,6 @@ from kvalign.app.commands import train
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import kinds, train_anchored, train_network, train_table
-
-SMALL = "--num-tokens 6000 --chunk-len 48"
-NEW_KIND = '''
-"""A vector a layer and head, added to each entry that has moved."""
-
-from dataclasses import dataclass
-
-import torch
-
-from kvalign.aligners import Aligner
-from kvalign.data_gen.pairs import positionless
-from kvalign.foundation.settings import keywords_of, option
-from kvalign.training.settings import TextSettings
-from kvalign.training.text_run import train_on_text
-
-
-class OffsetAligner(Aligner):
-    kind = "offset"
-    recursive = False
-    default_sizes = {"num_chunks": 8}
-
-    def __init__(self, config):
-        super().__init__(config)
-        shape = (config.num_layers, config.num_kv_heads, 1, config.head_dim)
-        self.key, self.value = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
-
-    def realign(self, layer, keys, values, move):
-        return keys + self.key[layer], values + self.value[layer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffsetSettings(TextSettings):
-    """Train offsets on text.
-
-    Example:
-        kvalign train --aligner-kind offset --num-chunks 4 --out my-offsets
-    """
-
-    num_chunks: int = option(8, help="chunks to take the mean of", at_least=1)
-
-
-def fit(aligner, settings, loaded, text):
-    chunks, half = text.chunks("train", settings.chunk_len), settings.chunk_len // 2
-    chunks = chunks[: settings.num_chunks]
-    stale, clean = (positionless(loaded.model, ids) for ids in (chunks, chunks[:, half:]))
-    for offset, old, new in zip((aligner.key, aligner.value), stale, clean, strict=True):
-        offset.copy_((new - old[..., half:, :]).mean((0, 3), keepdim=True)[0])
-    return {}
-
-
-@keywords_of(OffsetSettings)
-def train(settings, *, loaded=None):
-    """Train offsets."""
-    return train_on_text(OffsetAligner, fit, settings, loaded)
-
-
-SETTINGS = OffsetSettings
-'''
-
-
-@pytest.fixture
-def little_work(monkeypatch):
-    """Little text in place of Python's documentation, and small steps."""
-    for name, value in INSIDE.items():
-        monkeypatch.setattr(name, value)
-
-
-@pytest.fixture
-def new_kind(tmp_path, monkeypatch):
-    """One file and one line more."""
-    (tmp_path / "kinds").mkdir()
-    (tmp_path / "kinds" / "offset.py").write_text(NEW_KIND)
-    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path / "kinds")])
-    monkeypatch.setitem(KINDS.data, "offset", "kvalign.training.kinds.offset:OffsetAligner")
-    yield "offset"
-    sys.modules.pop("kvalign.training.kinds.offset", None)
-
-
-@pytest.mark.slow
-def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work):
-    out = str(tmp_path / "aligner")
-    assert main(["train", "--aligner-kind", new_kind, "--help"]) == 0
-    assert "--num-chunks" in capfd.readouterr().out
-    assert main(shlex.split(f"train --aligner-kind offset {SMALL} --out {out} --json")) == 0
-    printed = json.loads(capfd.readouterr().out)
-    aligner = Aligner.from_pretrained(out)
-    assert aligner.config.kind == "offset" and aligner.config.training == printed
-    assert aligner.config.sizes == {"num_chunks": 8}
-    assert printed["value"]["ratio"] < 1
-    assert (
-        f"train --aligner-kind offset --out {out}" in (tmp_path / "aligner/README.md").read_text()
-    )
-    words = f"generate --prompt The --cache-size 40 --max-new-tokens 50 --aligner {out}"
-    assert main(shlex.split(words)) == 0
-    assert "offset" in train.all_settings()
-    assert main(["train", "--out", out, "--data", "d", "--num-chunks", "3"]) == 2
-    assert "--num-chunks is for --aligner-kind offset, not network" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,6 +80,7 @@ def test_public_functions_say_what_they_take():
         train_network(out="a", data="nowhere")
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_trained_on(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

@@ -20,7 +20,7 @@ from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import hat_functions, stream_loss, tune, validate
+from kvalign.training.table_objectives import stream_loss, tune, validate
 from kvalign.training.table_run import standardise
 from kvalign.training.text import Text, read
 from kvalign.training.text_run import measure
@@ -94,15 +94,6 @@ def test_the_shortest_text_and_chunk_are_tuned_on(
     assert not Path("b").exists()
 
 
-def test_hat_functions_interpolate():
-    hats = hat_functions(100)
-    assert torch.allclose(hats.sum(1), torch.ones(100))
-    knots = (hats == 1).any(1).nonzero().flatten()
-    assert len(knots) == hats.shape[1] and knots[0] == 0 and knots[-1] == 99
-    line = hats @ knots.float()
-    assert torch.allclose(line, torch.arange(100.0), atol=1e-4)
-
-
 def test_kl_is_zero_where_streaming_is_exact():
     """With one layer, a rotary stream equals re-encoding what it keeps."""
     ids = random_text().train[0][:400].view(4, 100)
@@ -119,6 +110,7 @@ def test_kl_is_zero_where_streaming_is_exact():
     assert divergence(tiny_model("gpt2"), CacheSizes(20, 0)) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "target"), [("nll", "both"), ("kl", "both"), ("kl", "key")])
 def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective, target):
     model, text = models["gpt2"], random_text()
@@ -136,14 +128,6 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective
     assert not any(parameter.requires_grad for parameter in aligner.parameters())
     assert bool(aligner.key.any()) and bool(aligner.value.any()) == (target == "both")
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-
-
-def test_rows_come_from_the_training_part():
-    text = Text([torch.arange(50), torch.arange(100, 150)], [torch.arange(50, 60)])
-    rows = text.rows(torch.Generator().manual_seed(0), 64, 10)
-    assert (rows.diff(dim=1) == 1).all()
-    assert set(rows.flatten().tolist()) <= {*range(50), *range(100, 150)}
-    assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
 
 
 def test_short_corpora_are_refused(little_work):
@@ -178,6 +162,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
 
 
+@pytest.mark.slow
 def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, little_work):
     """The embedding is the same. What 0.2 trained says nothing of the other weights."""
     folder, out = copy_of("llama-mini", tmp_path / "m"), tmp_path / "aligner"
@@ -199,6 +184,7 @@ def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, li
     assert "says of its model only 16 embedding weights" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [pytest.param("kl", marks=pytest.mark.slow), "projected"])
 def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work):
     out = str(tmp_path / "aligner")
@@ -220,6 +206,7 @@ def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work
     assert json.loads(capfd.readouterr().out)["rows"][0]["aligner_label"] == f"table-{objective}"
 
 
+@pytest.mark.slow
 def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
     """Rotary keys need none: what is saved then changes nothing, and is said to."""
     out = str(tmp_path / "aligner")
@@ -259,6 +246,7 @@ def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     assert "a table of chunk_len 48 is needed, got network of 256" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
     """BLOOM's attention is its own: tables from moments, judged step by step; no nll."""
     folder = tmp_path / "bloom"
