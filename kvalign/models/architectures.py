@@ -147,8 +147,14 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
         head_dim=head_dim,
         context_len=context_len,
         states=_states(config, name),
-        window=window_of(config),
+        window=_local_window(config) or window_of(config),
     )
+
+
+def _local_window(config: PretrainedConfig) -> int | None:
+    """Entries that GPT-Neo's local layers see; None: it has none."""
+    is_local = config.model_type == "gpt_neo" and "local" in config.attention_layers
+    return config.window_size if is_local else None
 
 
 def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:

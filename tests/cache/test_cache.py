@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers.pairwise import one_of_each
-from helpers.tiny_models import ROTARY_KINDS
+from helpers.tiny_models import ROTARY_KINDS, VOCAB, tiny_model
+from transformers import DynamicCache
 
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.methods import make_method
 from kvalign.models.architectures import ModelSpec, spec_of
 
 ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
@@ -131,3 +133,23 @@ def _stream(model, cache, ids, num_tokens):
     for i in range(num_tokens):
         logits = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
     return logits
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "mistral", "bloom"])
+@torch.no_grad()
+def test_attention_that_goes_by_order_gets_entries_in_order(kind):
+    """Local layers and ALiBi count keys; their window is smaller than the cache here."""
+    changes = {"gpt_neo": dict(window_size=8), "mistral": dict(sliding_window=8), "bloom": {}}
+    model = tiny_model(kind, **changes[kind])
+    method = make_method("streaming-llm", model, cache_size=12, num_sinks=2, warn=False)
+    ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
+    method.feed(ids[:, :5])
+    for i in range(5, 60):
+        cache, plain = method.cache, DynamicCache(config=model.config)
+        at = torch.tensor([[cache.get_seq_length()]])
+        for layer in cache.attention:
+            plain.update(layer.keys.clone(), layer.values.clone(), layer.layer_idx)
+        told = {} if kind == "bloom" else {"position_ids": at}
+        token = ids[:, i : i + 1]
+        expected = model(input_ids=token, past_key_values=plain, use_cache=True, **told).logits
+        assert torch.allclose(method.feed(token), expected[:, -1], atol=1e-4), i
