@@ -29,7 +29,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.lasting import lasting
-from kvalign.models.architectures import ModelSpec
+from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
 from kvalign.models.key_bases import KeyBases
 
@@ -79,9 +79,11 @@ class StreamingCache(FixedSizeCache):
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
-        # ALiBi's bias, and the mask of a layer that sees only a window, go by the order.
+        # ALiBi's bias, and the mask of a layer that sees only a window, go by the order. So may
+        # architectures that we do not know.
         sees_window = spec.window is not None and spec.window <= self.sizes.cache_size
-        self._goes_by_order = spec.family == "alibi" or sees_window
+        is_known = spec.model_type in FAMILIES
+        self._goes_by_order = spec.family == "alibi" or sees_window or not is_known
         return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
 
     def _hold(self, seen: list[int]) -> None:

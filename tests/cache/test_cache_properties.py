@@ -30,7 +30,7 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 3
 # float32 holds exactly (below 2^24).
 _HEAD, _LAYER, _STREAM, _TOKEN, _TARGET = 2**6, 2**7, 2**8, 2**11, 2**22
 MAX_POSITION, MAX_STREAMS = _HEAD - 1, _TOKEN // _STREAM
-SPEC = ModelSpec("fake", "fake", "learned", NUM_LAYERS, NUM_HEADS, HEAD_DIM, MAX_POSITION + 1)
+SPEC = ModelSpec("fake", "gpt2", "learned", NUM_LAYERS, NUM_HEADS, HEAD_DIM, MAX_POSITION + 1)
 
 
 class Turn(Rotation):
