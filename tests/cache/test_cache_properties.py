@@ -79,6 +79,9 @@ class FakeRecursive(Recursive):
 
 
 class FakeOnRead(OnRead):
+    def describe(self, step, decode):
+        return decode
+
     def __init__(self, rotation, run):
         Realigner.__init__(self, rotation)
         self.config, self.run = SimpleNamespace(_attn_implementation="kvalign_fake"), run
