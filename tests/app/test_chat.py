@@ -498,3 +498,59 @@ def test_kill_at_an_idle_prompt_is_asked_about_nothing(monkeypatch, capsys):
         return capsys.readouterr().err.count("Ctrl-C again leaves")
 
     assert (stopped(Killed), stopped(KeyboardInterrupt)) == (0, 1)
+
+
+@pytest.mark.slow
+def test_answers_are_printed_as_text(capsys):
+    assert chat("--say", "Who?") == 0
+    text = capsys.readouterr().out
+    assert chat("--say", "Who?", "--json") == 0
+    assert text == answers(capsys)[0] + "\n"
+
+
+@pytest.mark.slow
+def test_the_system_prompt_stays(tmp_path):
+    loaded, system = load_model("gpt2-mini"), "You know all islands."
+    opening = turn_ids(loaded.tokenizer, "Who?", True, system)[
+        : opening_len(loaded.tokenizer, system)
+    ]
+    assert loaded.tokenizer.decode(opening) == f"{system}\n\nUSER:"
+    from kvalign import load_stream
+
+    path = tmp_path / "talk.safetensors"
+    for turn in ("Who?", "Why?", "When?"):
+        flags = ["--state", str(path), "--say", turn]
+        assert chat(*flags, *(["--system", system] if not path.exists() else [])) == 0
+    stream = load_stream(path, loaded.model, loaded.tokenizer)
+    method = stream.method
+    assert method.sizes.num_sinks == len(opening) and len(stream.ids) > method.sizes.cache_size + 10
+    assert method.cache.index()[: len(opening)].tolist() == list(range(len(opening)))
+    assert stream.ids[: len(opening)] == opening
+
+
+@pytest.mark.slow
+def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_path, capsys):
+    path = str(tmp_path / "talk.safetensors")
+    first = ["--system", "You know.", "--method", "discard-half", "--state", path, "--say", "Who?"]
+    assert chat(*first, "--json") == 0
+    begun = json.loads(capsys.readouterr().out)
+    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert begun["settings"] | {"say": ["Why?"]} == resumed["settings"]
+    used = resumed["settings"]
+    assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
+    opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
+    assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
+    assert resumed["answers"][0]["is_cut"]
+
+
+@pytest.mark.slow
+def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("cannot write talk: no space left")
+
+    monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
+    assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\n") and len(printed.out) > 10
+    assert "error: this answer was not saved: cannot write talk: no space left\n" in printed.err

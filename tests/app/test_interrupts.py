@@ -97,3 +97,39 @@ def test_perplexity_keeps_the_losses_of_finished_methods(folder):
     assert line == says(command, kept) and 1 <= num_kept < 4
     on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "80"))
     assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
+
+
+TABLE = "train --aligner-kind table --num-tokens 60000 --out {}"
+
+
+SUITE = """
+title: Two
+about: Two cells.
+cells:
+  - {name: short, command: eval perplexity --methods window --cache-sizes 16 --num-tokens 30}
+  - {name: long, command: eval perplexity --methods recompute --cache-sizes 200 --num-tokens 100}
+"""
+
+
+@pytest.mark.slow
+def test_a_table_keeps_nothing(folder):
+    with start(TABLE.format("table"), folder) as process:
+        while " tokens computed, " not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        *_, line = process.stderr
+    assert process.returncode == 130 and not (folder / "table").exists()
+    assert (
+        line
+        == "kvalign train: interrupted; nothing was kept; give the same command to start again\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_suite_keeps_finished_cells(folder):
+    (folder / "two.yaml").write_text(SUITE)
+    command = "eval run two.yaml --out results"
+    line = stopped(command, folder, "results/short.json")
+    assert line == says(command, "1 of 2 cells are finished in results")
+    assert finished(command, folder) == "report: results/report.html\n"
+    assert (folder / "results" / "long.json").exists()

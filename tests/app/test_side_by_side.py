@@ -237,3 +237,26 @@ def test_text_is_escaped_and_coloured():
     assert 'style="width: 25.0%"' in html
     line = render("message.html", line=HOSTILE)
     assert ESCAPED in line and "<script" not in line
+
+
+@pytest.mark.slow
+def test_all_grow_from_nothing_a_token_at_a_time(run):
+    first, *later = run[1]
+    assert all(
+        (view.text, view.num_tokens, view.fill, view.chunks) == ("", 0, 0, []) for view in first
+    )
+    for before, after in zip([first, *later], later, strict=False):
+        for a, b in zip(before, after, strict=True):
+            assert b.text.startswith(a.text) and 0 <= b.num_tokens - a.num_tokens <= 4
+    for views in run[1][:-1]:
+        counts = [view.num_tokens for view in views if not view.is_done]
+        assert max(counts, default=0) - min(counts, default=0) <= 4
+
+
+@pytest.mark.slow
+def test_no_seed_is_one_random_seed_for_all(gpt2):
+    seeds = [
+        {one.sampling.seed for one in begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)}
+        for _ in range(2)
+    ]
+    assert [len(both) for both in seeds] == [1, 1] and seeds[0] != seeds[1]

@@ -11,6 +11,7 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign import data_gen
 from kvalign.app.commands import gen_data
 from kvalign.data_gen import workers
 from kvalign.data_gen.config import SPLITS
@@ -263,3 +264,18 @@ def test_numbers_that_do_not_fit_are_refused(wrap, settings):
     model.transformer.h[0].attn.c_attn.bias += 1e5
     with pytest.raises(UserError, match="do not fit --dtype float16: use bfloat16 or float32"):
         record(settings(), loaded=wrap(model))
+
+
+@pytest.mark.slow
+def test_keywords_are_settings(gpt2, text_file, tmp_path):
+    store = data_gen.record(
+        corpus=[f"text:{text_file}"],
+        out=str(tmp_path / "out"),
+        num_tokens=480,
+        chunk_len=24,
+        loaded=gpt2,
+    )
+    assert store.config.settings.num_evicted == (1,)
+    assert store.config.model == gpt2.spec
+    with pytest.raises(UserError, match="--chunk-len must be at least 2"):
+        data_gen.record(out=tmp_path, chunk_len=1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import ShardChunks
@@ -221,3 +221,21 @@ def test_hostile_manifests_are_refused(folder, change, message):
     with pytest.raises(UserError, match=rf"manifest\.json: shards\.{message}") as caught:
         open_store(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+@pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 100_000, '{"shards": 1}', "\xff"])
+def test_damaged_json_is_refused_naming_the_file(folder, name, content):
+    (folder / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=name):
+        open_store(folder)
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"kvalign": ""}, {"kvalign": "[" * 10_000}, {"kvalign": '{"note": 1}'}]
+)
+def test_notes_of_others_are_refused(folder, metadata):
+    shard = open_store(folder).shards("val")[0]
+    save_file({"chunk": torch.arange(1)}, shard.path, metadata=metadata)
+    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of kvalign"):
+        shard.notes()

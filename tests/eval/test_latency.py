@@ -24,7 +24,7 @@ from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel
-from kvalign.models.loading import load_model
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
@@ -385,3 +385,67 @@ def test_shapes_are_those_of_the_models():
     for name in latency_models.SHAPES:
         model = latency_models.random_model(name, dtype="bfloat16")
         assert sum(x.numel() for x in model.parameters()) == counts[name]
+
+
+@pytest.mark.slow
+def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_path):
+    """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
+    token over cache sizes.
+    """
+    flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
+    document = run_tiny(*flags, "--batch-sizes", "1,2")
+    assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
+    figure, *_ = EVALUATION.batches_figure(document)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["shape:tiny, C = 12", "shape:tiny, C = 20"]
+    for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+        assert [line.get_linestyle() for line in axes.lines] == ["--", "-"]
+        for line, own in zip(axes.lines, (rows[::2], rows[1::2]), strict=True):
+            assert list(line.get_xdata()) == [1, 2]
+            assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
+    assert EVALUATION.batches_figure(run_tiny(*flags)) is None
+    assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.mark.slow
+def test_prompts_without_a_token_are_random_and_said(run, calls, monkeypatch, caplog):
+    def load(*args):
+        loaded = load_model(*args)
+        return LoadedModel(loaded.model, lambda text, **_: {"input_ids": []}, loaded.spec)
+
+    monkeypatch.setattr("kvalign.eval.protocol.grid.load_model", load)
+    run("--cache-sizes", "12", "--methods", "streaming-llm", "--prompt-len", "5")
+    assert calls[0][1].shape == (1, 5)
+    assert "no token in prompt 'The island was first" in caplog.text
+
+
+@pytest.mark.slow
+def test_trained_aligners_take_the_place_of_untrained(run):
+    names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
+    _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
+    assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
+    assert [row["num_sinks"] for row in rows] == [4, 4, 4]
+
+
+@pytest.mark.slow
+def test_aligners_of_both_sorts_are_refused(capsys):
+    both = ["--aligner", "kvalign-gpt2-mini-table", "--aligner-kinds", "table"]
+    assert main([*SHORT, *both]) == 2
+    assert "give --aligner (trained) or --aligner-kinds (untrained), not" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_missing_prompts_are_said_before_the_model_is_loaded(capsys):
+    assert main([*SHORT, "--prompts", "missing.jsonl", "--model", "none"]) == 2
+    assert "no prompts at 'missing.jsonl'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_peaks_hold_the_cache_and_are_the_same_again(run):
+    flags = ["--cache-sizes", "200", "--methods", "streaming-llm,recompute"]
+    rows = run(*flags)["rows"]
+    spec = load_model("gpt2-mini").spec
+    entries = 2 * spec.num_layers * spec.num_kv_heads * 201  # float32 vectors
+    assert rows[0]["peak_mb"] > entries * spec.head_dim * 4 / 1e6
+    assert [row["peak_mb"] for row in run(*flags)["rows"]] == [row["peak_mb"] for row in rows]

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
+from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -366,3 +367,52 @@ def test_shipped_tables_are_as_good_in_half_precision(model, aligner, expected):
         method = make_method("kvalign", loaded.model, cache_size=cache_size, aligner=aligner)
         nll = score(method, ids[:, : cache_size + 1001]).mean()
         assert math.exp(nll) == pytest.approx(before, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
+    keep = ["--keep", str(tmp_path / "losses")]
+    both = run_json(capsys, *TWO, "8,20", *keep)["rows"]
+    monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
+    alone = run_json(capsys, *TWO, "8", *keep)["rows"]  # from its own first label on
+    assert [row["first_label"] for row in alone] == [9, 9]
+    assert run_json(capsys, *TWO, "8", *keep, "--first-label", "21")["rows"] == both[:2]
+    files = sorted((tmp_path / "losses").glob("*-C8-*"))
+    assert [len(pq.read_table(path)) for path in files] == [21 - 9 + 30] * 2
+
+
+@pytest.mark.slow
+def test_a_score_starts_after_the_first_input_of_its_cache(ids):
+    model = tiny_model("gpt2")
+    for cache_size in (10, 20):
+        nll = score(make_method("recompute", model, cache_size=cache_size), ids[:1, :50])
+        logits = model(input_ids=ids[:1, : cache_size + 1]).logits[0, -1]
+        assert len(nll) == 50 - cache_size - 1
+        assert torch.isclose(nll[0], -logits.log_softmax(-1)[ids[0, cache_size + 1]], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_intervals_are_of_moving_blocks_drawn_one_by_one():
+    """Künsch's recipe put down literally; no draw is left out and no label."""
+    nll, num_labels = correlated(1, 1003)[0], 1003
+    block_len = round(8 * num_labels ** (1 / 3))
+    num_blocks = -(-num_labels // block_len)
+    starts = torch.randint(
+        num_labels - block_len + 1,
+        (2000, num_blocks),
+        generator=torch.Generator().manual_seed(0),
+    )
+    draws = [torch.cat([nll[i : i + block_len] for i in row])[:num_labels] for row in starts]
+    means = torch.stack([draw.double().mean() for draw in draws])
+    weights = torch.zeros(num_labels, dtype=torch.float64)  # how often a label is drawn, expected
+    for n in [block_len] * (num_blocks - 1) + [num_labels - block_len * (num_blocks - 1)]:
+        for i in range(num_labels - block_len + 1):
+            weights[i : i + n] += 1 / (num_labels - block_len + 1)
+    assert weights.sum() == pytest.approx(num_labels) and (weights > 0).all()
+    centred = means - (weights * nll).sum() / num_labels
+    wider = centred / math.sqrt(1 - block_len / num_labels)
+    ends = nll.double().mean() + wider.quantile(torch.tensor([0.025, 0.975]).double())
+    assert interval(nll) == pytest.approx(ends.exp().tolist(), rel=1e-6)
+    moved = nll.clone()
+    moved[-1] += 100
+    assert interval(moved)[1] > interval(nll)[1]

@@ -205,3 +205,53 @@ def test_results_are_in_the_suites_order(tmp_path):
     cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
     (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
     assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:9]]
+
+
+@pytest.mark.slow
+def test_what_is_no_result_is_refused(tmp_path, capsys):
+    folder = write_folder(tmp_path / "results")
+    whole = documents()["chat"]
+    cut = {"method": "window", "aligner": None, "cache_size": 0}
+    wrong = [
+        ("{", "not JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "unknown evaluation"),
+        (json.dumps(whole | {"kind": "eval speed"}), "unknown evaluation 'speed'"),
+        (json.dumps(whole | {"kind": 3}), "unknown evaluation '3'"),
+        (json.dumps(whole | {"rows": []}), "rows: List should have at least 1 item"),
+        (
+            json.dumps(whole | {"rows": [1]}),
+            "rows.0: Input should be a valid dictionary or instance of Row, got 1",
+        ),
+        (json.dumps(whole | {"rows": [cut]}), "rows.0.cache_size: Input should be greater"),
+        (json.dumps(whole | {"settings": {}}), "settings.model: Field required"),
+        (json.dumps({k: v for k, v in whole.items() if k != "word_list"}), "word_list: Field req"),
+        (
+            json.dumps(documents()["readability"] | {"prompts": []}),
+            "rows.prompt: must be the index",
+        ),
+        (
+            json.dumps(documents()["perplexity"]).replace('"ratio": 1.0}', '"r": 1}'),
+            "rows.segments: each needs end and ratio",
+        ),
+    ]
+    for text, field in wrong:
+        (folder / "other.json").write_text(text)
+        assert main(["report", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder / 'other.json'} is not a document" in error and error.count("\n") == 1
+        assert field in error
+    assert not (folder / "report.html").exists()
+    (folder / "other.json").unlink()
+    paper = "cells: []\npaper: {tables: [{title: x, cell: a, metric: speed, rows: {}}]}"
+    for text, field in (
+        ("cells: [", "is not YAML"),
+        ("- 1", "it: Input should be a valid dictionary"),
+        ("title: x", "cells: Field required"),
+        ("cells: []\npaper: {tables: [{title: x}]}", "paper.tables.0.cell: Field required"),
+        (paper, "names the metric 'speed', which a does not measure"),
+    ):
+        (folder / "suite.yaml").write_text(text)
+        assert main(["report", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert field in error and error.count("\n") == 1

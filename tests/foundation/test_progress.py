@@ -1,6 +1,7 @@
 """The one bar: in a terminal, in a file, and not at all."""
 
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -10,8 +11,10 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from threading import Thread
 
 import pytest
+from helpers.patience import PATIENCE_S
 
 from kvalign.foundation import progress
 
@@ -135,3 +138,50 @@ def test_it_can_be_turned_off():
         environment = {**os.environ, "TQDM_DISABLE": switch}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
         assert done.returncode == 0 and bool(done.stderr) == (switch == "")
+
+
+def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
+    with progress.shown_as("job") as bar:
+        progress.expect(100, "rows")
+        progress.advance(30)
+        until_drawn(bar, 3)
+    lines = capfd.readouterr().err.splitlines()
+    assert "rows/s" in lines[0] and lines[0].endswith(" left")
+    assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
+    assert lines[-2].endswith(" so far")
+
+
+def test_no_clock_that_is_set_is_read(hurried, monkeypatch, capfd):
+    """The machine's time goes back by a day at each look."""
+    days = itertools.count(20_000, -1)
+    monkeypatch.setattr("tqdm.std.time", lambda: 86_400.0 * next(days))
+    monkeypatch.setattr("time.time", lambda: 86_400.0 * next(days))
+    job(10)
+    for line in capfd.readouterr().err.splitlines():
+        assert re.search(r"\b00:\d\d\b", line) and not re.search(r"-\d|\d:\d\d:\d", line), line
+
+
+def test_what_is_short_says_nothing(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "DELAY_S", 60)  # short on a busy machine, too
+    assert drawn_in_terminal(monkeypatch, lambda: job(100, is_drawn=False)) == []
+    job(100, is_drawn=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_counts_nothing_leaves_nothing(hurried, monkeypatch):
+    def work():
+        with progress.shown_as("page") as bar:
+            until_drawn(bar)
+
+    drawn = drawn_in_terminal(monkeypatch, work)
+    assert "page: starting [00:" in "".join(drawn) and drawn[-2].strip() == drawn[-1] == ""
+
+
+def test_a_bar_that_was_not_closed_waits_for_no_lock():
+    bar = progress.Bar("job")
+    with bar.get_lock():
+        dropping = Thread(target=bar.__del__, daemon=True)
+        dropping.start()
+        dropping.join(PATIENCE_S)
+        assert not dropping.is_alive()
+    bar.close()

@@ -413,3 +413,15 @@ def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
     assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
     assert len(made) == 1 and not made[0].exists()
+
+
+@pytest.mark.slow
+def test_a_file_is_for_any_number_of_threads(llama, monkeypatch):
+    differ(llama)
+    monkeypatch.setattr(step_file, "_made", never)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert differ(llama) < 1e-5
+    finally:
+        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS, compiled
-from kvalign.models import eval_mode
+from kvalign.models import eval_mode, rotation_of
 from kvalign.streaming.scoring import score
 
 
@@ -181,3 +181,39 @@ def test_what_holds_a_model_as_module_streams(models, ids):
     assert torch.equal(greedy(method, ids[:, :9], 40), expected)
     with pytest.raises(TypeError, match="the model must be a causal LM of transformers, got Linea"):
         make("streaming-llm", Wrapper(nn.Linear(1, 1)).module)
+
+
+@pytest.mark.slow
+def test_lora_on_a_model_that_ships(tmp_path):
+    """By the default method, which takes the aligner that ships; a batch, a file and `generate`."""
+    loaded = kvalign.load_model("gpt2-mini")
+    model, tokenizer = with_lora(loaded.model), loaded.tokenizer
+    options = dict(cache_size=12, top_k=1, max_new_tokens=30, seed=0)
+    stream = kvalign.stream(model, tokenizer, "The history", **options)
+    text = "".join(stream)
+    assert stream.method.name == "kvalign"
+    rows = kvalign.stream_batch(model, tokenizer, ["The history"], **options)
+    assert "".join(piece for _, piece in rows) == text
+    stream.save(tmp_path / "stream")
+    assert kvalign.load_stream(tmp_path / "stream", model, tokenizer).text == text
+    inputs = tokenizer("The history", return_tensors="pt")
+    generate = dict(custom_generate=kvalign.stream_generate, cache_size=12, max_new_tokens=30)
+    assert model.generate(**inputs, **generate)[0].tolist() == stream.ids
+
+
+@pytest.mark.slow
+def test_what_turns_the_keys_of_a_model_with_lora():
+    """For a cache that is made by hand."""
+    model = with_lora(tiny_model("llama"))
+    own = rotation_of(model.get_base_model())
+    assert own is not None and torch.equal(rotation_of(model).inv_freq, own.inv_freq)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_lora(ids):
+    torch.compiler.reset()
+    model = with_lora(tiny_model("llama")).eval()
+    expected = greedy(make("streaming-llm", model), ids[:, :9], 40)
+    method = make("streaming-llm", torch.compile(model, backend="eager"))
+    assert torch.equal(greedy(method, ids[:, :9], 40), expected)
+    torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
@@ -10,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvalign import load_model
+from kvalign import load_model, stream
 from kvalign.foundation.errors import UserError
 from kvalign.models import identity as module
 from kvalign.models import kernel, loading, packed, packed_linear
 from kvalign.models.identity import identity, identity_of
 from kvalign.models.model_folder import quiet
 from kvalign.models.packed_linear import RoundingLinear, TorchLinear
+from kvalign.streaming import text_stream
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 
@@ -150,3 +152,36 @@ def test_packed_weights_are_the_same_on_another_cpu(monkeypatch):
         layouts.add(model.model.layers[0].mlp.up_proj.packed.numpy().tobytes())
         found.add(identity(model))
     assert (len(found), len(layouts)) == (1, 3)
+
+
+def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):
+    read = []
+    monkeypatch.setattr(module, "_about", lambda x, about=module._about: read.append(x) or about(x))
+    before, num = identity(model), len({id(x) for x in model.parameters()})
+    assert identity(model) == before and len(read) == num
+    weight = model.model.layers[1].mlp.down_proj.weight
+    numbers = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(2)  # another version
+    assert identity(model) != before and len(read) == 2 * num
+    weight.data = numbers  # another address
+    assert identity(model) == before and len(read) == 3 * num
+    model.to(torch.bfloat16)
+    assert identity(model) != before
+
+
+def test_a_stream_that_is_not_saved_takes_no_identity(monkeypatch):
+    monkeypatch.setattr(module, "identity", None)
+    monkeypatch.setattr(text_stream, "identity", None)
+    loaded = load_model("gpt2-mini")
+    assert "".join(stream(loaded.model, loaded.tokenizer, "The", max_new_tokens=3, seed=0))
+
+
+def test_an_address_that_is_used_again_is_another_place():
+    model, memory = nn.Linear(8, 8, bias=False), np.zeros((8, 8), np.float32)
+    model.weight.data = torch.from_numpy(memory)
+    before, place = identity(model), (model.weight.data_ptr(), model.weight._version)
+    memory += 1
+    model.weight.data = torch.from_numpy(memory)
+    assert (model.weight.data_ptr(), model.weight._version) == place
+    assert identity(model) != before

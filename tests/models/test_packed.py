@@ -301,3 +301,42 @@ def test_a_packed_model_has_the_fingerprint_of_its_weights_and_another_one_has_n
     expected = embedding_fingerprint(load_model("gpt2-mini").model)
     assert has_fingerprint(load_model("gpt2-mini", weights=weights).model, expected)
     assert not has_fingerprint(load_model("context-gpt2", weights=weights).model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_are_those_of_all_weights(kind, bits):
+    product, outputs = kind(torch.randn(200, 96), bits), torch.tensor([0, 199, 17, 17, 63, 64])
+    found = product.rows(outputs, torch.float32)
+    torch.testing.assert_close(found, product.unpacked(torch.float32).T[outputs])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_training", [False, True])
+def test_what_is_packed_is_in_the_mode_of_the_model(is_training):
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=64)).train(is_training)
+    packed.pack(model, "int4")
+    assert {module.training for module in model.modules()} == {is_training}
+
+
+@pytest.mark.slow
+def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refused():
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=40))
+    packed.pack(model, "int4")
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
+    with pytest.raises(UserError, match="need products of inputs in groups of 32"):
+        packed.pack(model, "int8")
+
+
+@pytest.mark.slow
+def test_in_half_precision_the_embedding_is_so_too(mini):
+    outcomes = verify(
+        mini.model,
+        lambda model: make_method("streaming-llm", model, cache_size=16),
+        num_steps=16,
+        invariants=["half-entries", "half-logits"],
+    )
+    assert [outcome.state for outcome in outcomes] == ["passed"] * 2

@@ -431,3 +431,35 @@ def test_a_stream_that_is_reset_is_a_new_one(name, gpt2, tmp_path):
         one.feed(PROMPT)
         assert list(one) == list(begin(gpt2, method=name, top_k=1, max_new_tokens=20))
         assert one.ids == [*gpt2.tokenizer(PROMPT)["input_ids"], *one.token_ids]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64])
+def test_what_is_no_stream_is_refused(content, gpt2, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    with pytest.raises(FileNotFoundError, match="no saved stream"):
+        kvalign.load_stream(tmp_path / "other", gpt2.model, gpt2.tokenizer)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+
+
+@pytest.mark.slow
+def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
+    stream = begin(gpt2)
+    pieces = iter(stream)
+    next(pieces)
+
+    def torn(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream.method, "feed", torn)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    monkeypatch.undo()
+    for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
+        with pytest.raises(UserError, match="interrupted within a step"):
+            use()

@@ -18,7 +18,7 @@ from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import losses
-from kvalign.training.network_rows import InOrder
+from kvalign.training.network_rows import InOrder, gather
 from kvalign.training.network_run import config_for
 
 
@@ -248,3 +248,138 @@ def test_a_recording_of_0_2_is_taken_with_a_line(recorded, make_settings, tmp_pa
 def test_early_stopping_counts_reports(make_settings):
     settings = make_settings(target="key", lr=10.0, patience=2, max_epochs=50)
     assert train_network(settings)["key"]["num_steps"] < 500
+
+
+def rows_of(net: RealignNet, stale: torch.Tensor):
+    """All rows of stale [num_chunks, L, H, S, D], in order."""
+    return gather(stale, stale, torch.arange(stale.shape[:4].numel()))
+
+
+@pytest.mark.slow
+def test_forward_is_the_plain_concatenation(net):
+    batch = rows_of(net, torch.randn(2, 3, 2, 11, 8))
+    places = net.position(batch.position), net.layer(batch.layer), net.head(batch.head)
+    hidden = torch.relu(net.fc1(torch.cat([batch.stale, *places], 1)))
+    expected = batch.stale + net.fc3(torch.relu(net.fc2(hidden)))
+    found = net(batch.stale, batch.position, batch.layer, batch.head)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.square().sum(), list(net.parameters())),
+        torch.autograd.grad(expected.square().sum(), list(net.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_correction_of_a_layer_is_that_row_by_row(net):
+    stale = torch.randn(2, 3, 2, 9, 8)
+    batch = rows_of(net, stale)
+    by_row = net(batch.stale, batch.position, batch.layer, batch.head).view(stale.shape)
+    for layer in range(3):
+        x = stale[:, layer]
+        torch.testing.assert_close(x + net.correction(x, layer), by_row[:, layer])
+        torch.testing.assert_close(
+            net.correction(x[:, :, 3:], layer, 3), net.correction(x, layer)[:, :, 3:]
+        )
+
+
+@pytest.mark.slow
+def test_save_and_load_are_exact(make_settings, tmp_path):
+    settings = make_settings(max_steps=3)
+    train_network(settings)
+    aligner = Aligner.from_pretrained(settings.out)
+    aligner.save_pretrained(tmp_path / "again")
+    again = Aligner.from_pretrained(tmp_path / "again")
+    assert_equal(weights(again), weights(aligner))
+    assert again.config == aligner.config
+
+
+@pytest.mark.slow
+def test_same_seed_same_weights(make_settings, tmp_path):
+    runs = [
+        make_settings(out=tmp_path / name, max_steps=4, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    for settings in runs:
+        train_network(settings)
+    same, again, other = (weights(Aligner.from_pretrained(settings.out)) for settings in runs)
+    assert_equal(again, same)
+    assert not torch.equal(other["key.fc2.weight"], same["key.fc2.weight"])
+
+
+@pytest.mark.slow
+def test_a_target_alone_equals_both(make_settings, tmp_path):
+    train_network(make_settings(max_steps=3, out=tmp_path / "both"))
+    train_network(make_settings(max_steps=3, target="value"))
+    alone, both = (
+        Aligner.from_pretrained(folder) for folder in (make_settings().out, tmp_path / "both")
+    )
+    assert_equal(weights(alone.value), weights(both.value))
+    assert alone.key.fc3.weight.abs().sum() == 0
+
+
+@pytest.mark.slow
+def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            network_fit.Realignment,
+            "training_step",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train_network(make_settings(max_steps=3))
+    with pytest.raises(FileExistsError, match=r"lr is 0\.0007 there, 0\.001 now"):
+        train_network(make_settings(max_steps=3, lr=1e-3))
+    train_network(make_settings(max_steps=3, lr=1e-3, resume=False))
+
+
+@pytest.mark.slow
+def test_both_after_one_trains_the_other(make_settings):
+    key = train_network(make_settings(max_steps=3, target="key"))["key"]
+    both = train_network(make_settings(max_steps=3))
+    assert list(both) == ["key", "value"] and both["key"] == key
+    assert Aligner.from_pretrained(make_settings().out).config.training == both
+
+
+@pytest.mark.slow
+def test_another_target_needs_the_same_data(make_settings, tmp_path):
+    train_network(make_settings(target="key", max_steps=2))
+    other = record_tiny(tmp_path / "wide", n_head=4).folder
+    with pytest.raises(ValueError, match="made for tiny: num_kv_heads is 2, here 4"):
+        train_network(make_settings(target="value", data=other))
+    with pytest.raises(ValueError, match="position_dim is 4, here 5"):
+        train_network(make_settings(target="value", position_dim=5))
+
+
+@pytest.mark.slow
+def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
+    words = ["train", "--data", str(recorded.folder), "--accelerator", "cpu", "--max-steps", "2"]
+    assert main([*words, "--out", str(tmp_path / "a"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert list(results) == ["key", "value"]
+    assert results["key"]["num_steps"] == 2
+    assert main([*words, "--out", str(tmp_path / "b"), "--target", "value"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("value: val loss ")
+    assert printed.out.endswith(f"\naligner: {tmp_path / 'b'}\n")
+    assert (
+        "judged only by the error of one move: measure streams with kvalign eval perplexity"
+        in printed.out
+    )
+    assert printed.out.count("\n") == 3
+    assert [line[:13] for line in printed.err.splitlines()] == [
+        "not judged by",
+        "next (takes m",
+        "next: kvalign",
+    ]
+
+
+@pytest.mark.slow
+def test_a_folder_of_something_else_is_left_alone(make_settings):
+    out = make_settings().out
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=r"aligner/config.json: kind: Field required"):
+        train_network(make_settings())
+    assert [path.name for path in out.iterdir()] == ["config.json"]

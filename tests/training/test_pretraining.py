@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvalign.data_gen.facts import ANSWER, WORDS
-from kvalign.foundation.errors import Interrupted
+from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
@@ -21,7 +22,7 @@ from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import NO_LABEL, TokenMix
+from kvalign.training.token_mix import NO_LABEL, TokenMix, parse_mix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
@@ -293,3 +294,29 @@ def test_bits_per_byte_of_uniform_logits_counts_bytes(text, tmp_path):
     expected = blocks.numel() * torch.tensor(300.0).log2().item() / num_bytes
     found = bits_per_byte(loaded.model, loaded.tokenizer, text, 32)
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_shares_add_up():
+    assert parse_mix(("python-docs", "text:a@b/c.txt@3")) == {
+        "python-docs": 0.25,
+        "text:a@b/c.txt": 0.75,
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_began_with_other_weights_does_not_go_on(text, tmp_path):
+    first, run = tmp_path / "a", dict(init=tmp_path / "a", num_tokens=64)
+    pretrain(tiny(text, first))
+    pretrain(tiny(text, tmp_path / "b", **run))
+    described = tmp_path / "b/training/run/run.json"
+    before = described.read_text()
+    there = load_file(first / "model.safetensors")
+    there["transformer.h.0.mlp.c_proj.weight"][0, 0] += 1
+    save_file(there, first / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="other settings .init_identity is '"):
+        pretrain(tiny(text, tmp_path / "b", **run))
+    values = json.loads(before)
+    del values["init_identity"]  # as 0.2 wrote it
+    described.write_text(json.dumps(values))
+    pretrain(tiny(text, tmp_path / "b", **run))

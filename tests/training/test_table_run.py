@@ -20,7 +20,7 @@ from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import stream_loss, tune, validate
+from kvalign.training.table_objectives import hat_functions, stream_loss, tune, validate
 from kvalign.training.table_run import standardise
 from kvalign.training.text import Text, read
 from kvalign.training.text_run import measure
@@ -262,3 +262,22 @@ def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, lit
     judged = printed["key"]["judged"]
     assert [kv for kv in ("key", "value") if printed[kv]["used"]] == judged["parts"]
     assert len(judged["streams"]) == 8
+
+
+@pytest.mark.slow
+def test_hat_functions_interpolate():
+    hats = hat_functions(100)
+    assert torch.allclose(hats.sum(1), torch.ones(100))
+    knots = (hats == 1).any(1).nonzero().flatten()
+    assert len(knots) == hats.shape[1] and knots[0] == 0 and knots[-1] == 99
+    line = hats @ knots.float()
+    assert torch.allclose(line, torch.arange(100.0), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_come_from_the_training_part():
+    text = Text([torch.arange(50), torch.arange(100, 150)], [torch.arange(50, 60)])
+    rows = text.rows(torch.Generator().manual_seed(0), 64, 10)
+    assert (rows.diff(dim=1) == 1).all()
+    assert set(rows.flatten().tolist()) <= {*range(50), *range(100, 150)}
+    assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
