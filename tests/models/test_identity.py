@@ -18,7 +18,6 @@ from kvalign.models import kernel, loading, packed, packed_linear
 from kvalign.models.identity import identity, identity_of
 from kvalign.models.model_folder import quiet
 from kvalign.models.packed_linear import RoundingLinear, TorchLinear
-from kvalign.streaming import text_stream
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 
@@ -172,7 +171,6 @@ def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkey
 
 def test_a_stream_that_is_not_saved_takes_no_identity(monkeypatch):
     monkeypatch.setattr(module, "identity", None)
-    monkeypatch.setattr(text_stream, "identity", None)
     loaded = load_model("gpt2-mini")
     assert "".join(stream(loaded.model, loaded.tokenizer, "The", max_new_tokens=3, seed=0))
 
