@@ -161,7 +161,7 @@ class Step:
         return order_of(self.sizes, self.stored, self.end, num, self.device)
 
     def by_time(self, found: KV) -> KV:
-        """What attention got for one new token, in the order of time, right-aligned."""
+        """Entries that attention got for one new token, in the order of time, right-aligned."""
         if self.in_order or not self.is_single:
             return found
         stored = [n + 1 for n in self.stored]
