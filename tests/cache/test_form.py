@@ -193,7 +193,7 @@ def test_an_entry_is_rounded_the_same_way_in_whichever_pass_it_comes(kind, read,
     read(other := new(models[kind]), ids[:1])
     state = other.state()
     for name, x in one.state().items():
-        if name != "seen":
+        if name not in ("seen", "end"):
             apart = (x[..., :-4].int() - state[name][..., :-4].int()).abs()
             assert apart.max() <= 1 and apart.float().mean() < 2e-3, name
 
