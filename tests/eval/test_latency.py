@@ -174,7 +174,7 @@ def test_whole_periods_are_timed(run_tiny, clock):
     period = (45 - 4) // 2
     refill = 45 + 2 - period
     half = np.array([refill] + [1] * (period - 1))
-    steps = {"bare": np.ones(22), "streaming-llm": np.ones(22), "discard-half": half}
+    steps = {"bare": np.ones(15), "streaming-llm": np.ones(15), "discard-half": half}
     steps["recompute"] = np.full(15, 46)
     for row in rows:
         seconds = steps[row["method"]]
