@@ -69,7 +69,9 @@ class MemoryLayer(WindowLayer):
             return found._replace(keys=mark(found.keys, attend))
         if (asking := self.recalls.of_step) is None:
             return found
-        return found._replace(keys=mark(found.keys, partial(self._attend, step, asking)))
+        # A tensor of its own: the ring keeps the keys, and would keep the mark.
+        keys = mark(found.keys.detach(), partial(self._attend, step, asking))
+        return found._replace(keys=keys)
 
     def put_aside(self, seen: list[int], num: int, at: Tensor) -> None:
         """Put the window's newest entries into the memory: those of `num` tokens of each row after

@@ -202,9 +202,10 @@ class Method(NotPickled, ABC):
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
-            decode, is_full = step.decode, step.size == self.sizes.first_input_len
+            decode = step.decode
             if self.stored is not None and (logits := self.stored.logits(ids, cache)) is not None:
                 return logits
+            is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
             if self.compiled is not None and decode is not None and decode.is_usual and is_full:
                 return self.forward(ids, cache, self.compiled, position_ids=decode.position_ids)
             return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))

@@ -30,7 +30,8 @@ EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms
 
 @final
 class StoredStep:
-    """Decode steps of a model that are stored: those of entries that are neither moved nor placed.
+    """Decode steps of a model that are stored: those of entries that are neither moved nor placed,
+    where attention does not go by their order.
     Where our kernel attends, these are steps of any rows and cache size; one file is for one row,
     another for several. Else they are steps of one row with a full cache that evicts one entry.
 
@@ -73,7 +74,7 @@ class StoredStep:
         if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or step.decode is None or not cache.stays:
+        if step is None or step.decode is None or step.in_order or not cache.stays:
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None

@@ -75,7 +75,7 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
 
 
 # Learned positions, ALiBi, attention of its own, a window.
-OTHERS = ("gpt2", "bloom", "gpt_neo", "mistral")
+OTHERS = ("gpt2", "gpt_neo", "mistral")
 
 
 @pytest.mark.parametrize("kind", ["llama", *OTHERS])

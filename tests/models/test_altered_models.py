@@ -46,8 +46,8 @@ CASES += [(*x, {}) for x in OTHERS]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
 def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
-    """Two graphs, the second for any place in the buffer; then neither a new graph nor a break,
-    across copies to the buffer's front and turns of all keys, two of each and more.
+    """At most two graphs, the second for any size; then neither a new graph nor a break, across
+    laps of the ring and turns of all keys, two of each and more.
     """
     torch.compiler.reset()
     counters.clear()
@@ -64,7 +64,7 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
         if i == CACHE_SIZE + 20:
             first = dict(counters["stats"])
         assert torch.allclose(found, plain.feed(token), atol=1e-5)
-    assert first["unique_graphs"] == counters["stats"]["unique_graphs"] == 2
+    assert first["unique_graphs"] == counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
     torch.compiler.reset()
 

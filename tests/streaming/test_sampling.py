@@ -179,9 +179,9 @@ def test_stop_strings_are_texts(wrong):
 def test_held_back_text():
     held = StopStrings(("abc", "bcd!"))
     assert [held.read(x) for x in ("xa", "b", "x", "ab", "cd")] == ["x", "", "abx", "", ""]
-    assert held.found and held.rest() == ""
+    assert held.has_stopped and held.rest() == ""
     held = StopStrings(("abc",))
-    assert held.read("zab") + held.rest() == "zab" and not held.found
+    assert held.read("zab") + held.rest() == "zab" and not held.has_stopped
     assert StopStrings(()).read("all") == "all"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.cache.on_read import OnRead
+from kvalign.cache.ring import KV
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.attention import AttentionSettings
 from kvalign.eval.protocol.evaluation import Row
@@ -80,10 +81,19 @@ def _step(method: Method, ids: Tensor, on_steps: Callable[[int], object]) -> Ten
     with watched(method.model) as weights:
         for one in ids.split(1, 1):
             method.feed(one)
-            total = total + in_bins(torch.stack(weights, 1))
+            total = total + in_bins(_by_time(method, torch.stack(weights, 1)))
             weights.clear()
             on_steps(1)
     return total / ids.shape[1]
+
+
+def _by_time(method: Method, weights: Tensor) -> Tensor:
+    """Weights [B, L, H, S] of the last step in the order of time: a ring is read as it lies."""
+    step = method.cache.last_step if isinstance(method, Cached) else None
+    if step is None:
+        return weights
+    slots = weights.flatten(1, 2)[..., None]
+    return step.by_time(KV(slots, slots)).keys[..., 0].unflatten(1, weights.shape[1:3])
 
 
 def in_bins(weights: Tensor) -> Tensor:
