@@ -275,6 +275,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         step = self.step
         if step is None:
             num = self.num_stored
+        elif step.decode is not None and not step.decode.hides:
+            num = step.decode.size - 1
         elif self._counts_places and not step.is_even:
             return step.num_visible, 0
         else:

@@ -318,7 +318,7 @@ def the_oldest_taken_back_twice(patch):
 PLANTED = {
     shift_by_two: ["moves"],
     table_read_two_places_off: ["moves", "dense", "chunks", "evicting-chunks"],
-    sinks_lost: ["kept", "moves", "evicting-chunks"],
+    sinks_lost: ["kept", "moves", "evicting-chunks", "save"],
     sinks_of_the_first_row: ["rows", "reorder", "evicting-chunks"],
     mask_short: ["masks"],
     positions_off_by_one: ["moves", "evicting-chunks"],
