@@ -264,7 +264,7 @@ class Step:
         if self.in_order:
             stored = [n + 1 for n in self.stored]
             read = order_of(self.sizes, stored, self.end + 1, self.length, device)
-            if isinstance(read, slice):  # it has not gone round yet
+            if isinstance(read, slice) and read.start == 0:  # it lies in order
                 read = None
         if places is not None and self.is_even:
             ranks = (places[0, num_sinks:] - num_sinks).clamp_min(0)
