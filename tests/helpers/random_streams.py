@@ -15,6 +15,7 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB
 from kvalign.cache.memory import Memory
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
+from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import POLICIES
 
@@ -88,6 +89,8 @@ class RandomStream:
         elif way == "kvalign":
             kind = pick([*ALIGNERS])
             planned["realign_every"] = pick((1, 1, 1, 2, 5))
+            if kind == "table" and self.kind in REGISTERED and FAMILIES[self.kind] == "rotary":
+                planned["realign_every"] = 1  # it is refused, unless it is the length of a frame
         fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
         fixed["dense"] = ["num_sinks", "num_evicted"]
         asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
