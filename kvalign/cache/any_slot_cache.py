@@ -57,7 +57,7 @@ class AnySlotCache(FixedSizeCache):
             self._check_attention(spec)
         if realigner is not None:
             realigner = None if self.keeps_positions else realigner.from_birth()
-        super().__init__(spec, sizes, realigner)
+        super().__init__(spec, sizes, realigner, config=config)
 
     def _make_layers(self, spec: ModelSpec) -> list[AnySlotLayer]:
         return [AnySlotLayer(self, i, self.policy, self.sizes) for i in spec.attention]

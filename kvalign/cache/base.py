@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.foreign import ForeignCalls
@@ -45,6 +46,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         sizes: how many entries it keeps and evicts, and which.
         realigner: keeps the kept entries right; None leaves them unchanged.
         bases: of the keys that 8 bits store (`kvalign.models.key_bases`); None: 0.
+        config: of the model, whose attention can be told which slots a row has (`mark`). None: it
+            gets entries in the order of time where rows have not all of them, and needs a mask.
 
     Attributes:
         seen: number of tokens that each row has been fed.
@@ -52,7 +55,7 @@ class FixedSizeCache(Saving, ForeignCalls):
             one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
         step: the current pass.
-        last_step: the last pass that ended; None: none has.
+        last_step: the last pass, if it was of one token a row and has ended.
         attention: the layers that have entries. Hybrid models have other layers, which have a
             state.
 
@@ -66,6 +69,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         sizes: CacheSizes,
         realigner: Realigner | None = None,
         bases: KeyBases | None = None,
+        config: PretrainedConfig | None = None,
     ):
         expect("spec", spec, ModelSpec, "a ModelSpec: kvalign.models.spec_of(model.config)")
         expect("sizes", sizes, CacheSizes, "CacheSizes")
@@ -77,7 +81,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 f"cache_dtype int8 does not work here: entries of {spec.name or 'this model'} are "
                 "computed again when they move, and would be rounded each time"
             )
-        self.bases = bases
+        self.bases, self.config = bases, config
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
         self.last_step: Step | None = None
@@ -265,7 +269,7 @@ class FixedSizeCache(Saving, ForeignCalls):
     def _end(self, step: Step) -> None:
         self.seen = [n + step.num_new for n in step.seen]
         self.end += step.num_new
-        self.last_step = step
+        self.last_step = step if step.is_single else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token; transformers asks for it before each pass."""

@@ -17,26 +17,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.realigner import MASKED, Realigner
+from kvalign.cache.realigner import MASKED
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
-from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
-from kvalign.models.key_bases import KeyBases
 
 
 class Ahead(NamedTuple):
-    """Entries that a cache has read beyond its last token. They lie after its own, and do not count
-    until their tokens come.
+    """Tokens that a cache has read beyond its last one. Their entries are put aside, and do not
+    count until they come.
 
     Attributes:
         ids: the tokens.
@@ -48,12 +46,7 @@ class Ahead(NamedTuple):
 
 
 class StreamingCache(FixedSizeCache):
-    """Sinks and a window.
-
-    Args:
-        spec, sizes, realigner, bases: see `FixedSizeCache`.
-        config: of the model, whose attention can be told which slots a row has (`mark`). None: it
-            gets entries in the order of time where rows have not all of them, and needs a mask.
+    """Sinks and a window; arguments and errors as of `FixedSizeCache`.
 
     Attributes:
         ahead: result of `read_ahead`, until any other token comes; None: nothing.
@@ -66,17 +59,6 @@ class StreamingCache(FixedSizeCache):
     num_guessed = 0
     """Tokens of the pass that are read ahead."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        sizes: CacheSizes,
-        realigner: Realigner | None = None,
-        bases: KeyBases | None = None,
-        config: PretrainedConfig | None = None,
-    ):
-        super().__init__(spec, sizes, realigner, bases)
-        self.config = config if spec.model_type in REGISTERED else None
-
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
         # ALiBi's bias, and the mask of a layer that sees only a window, go by the order. So may
@@ -84,6 +66,7 @@ class StreamingCache(FixedSizeCache):
         sees_window = spec.window is not None and spec.window <= self.sizes.cache_size
         is_known = spec.model_type in FAMILIES
         self._goes_by_order = spec.family == "alibi" or sees_window or not is_known
+        self._takes_marks = spec.model_type in REGISTERED
         return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
 
     def _hold(self, seen: list[int]) -> None:
@@ -97,7 +80,7 @@ class StreamingCache(FixedSizeCache):
             return True
         if min(stored) + num_new == min(self.end + num_new, self.sizes.first_input_len):
             return False
-        if self.config is None:
+        if self.config is None or not self._takes_marks:
             return True
         install(self.config)
         return False
@@ -145,8 +128,6 @@ class StreamingCache(FixedSizeCache):
             self._turn_sinks(step)
         self.realigner.prepare(len(self.attention))
         if not step.is_decode or not self.attention[0].is_filled:
-            return step
-        if not step.is_alike and not self.stays:
             return step
         in_sight = None
         if self.by_kernel:

@@ -177,7 +177,8 @@ class WindowLayer(StreamingLayer):
         put(self.entries, stored)
         if self.sources is not self.entries:
             put(self.sources, self.without_position(step, new))
-        self.ahead = stored.slots(num_new, self.cache.num_guessed)
+        guessed = stored.slots(num_new, self.cache.num_guessed)
+        self.ahead = guessed.map(Tensor.clone) if self.cache.num_guessed else None
 
     def take_ahead(self, slot: Tensor) -> None:
         """Write the first of the entries that were read ahead into a slot, [1]."""

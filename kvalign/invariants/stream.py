@@ -66,9 +66,9 @@ class Watched:
         place = self.layers.index(layer)
         self.births[place].append(born)
         self.found[place], self.lengths[place] = found, found[0].shape[2]
-        if isinstance(self.cache, FixedSizeCache):
-            step = self.cache.step or self.cache.last_step
-            assert step is not None
+        own = self.cache if isinstance(self.cache, FixedSizeCache) else None
+        step = own and (own.step or own.last_step)
+        if step is not None:
             self.found[place] = step.by_time(KV(*found))
         return found
 

@@ -282,7 +282,8 @@ class CacheMachine(RuleBasedStateMachine):
             for layer in range(NUM_LAYERS):
                 given = batch(row.fake(layer, some) for row, some in zip(rows, new, strict=True))
                 got = KV(*cache.update(*given, layer))
-                got = (cache.step or cache.last_step).by_time(got)
+                if step := cache.step or cache.last_step:
+                    got = step.by_time(got)
                 for i, row in enumerate(rows):
                     expected = found[i] + new[i]
                     if length == 1:
