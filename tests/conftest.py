@@ -10,8 +10,9 @@ from helpers.browser import DRIVER_WARNINGS, PAGES, launched
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
-from kvalign.methods import choice, step_file
+from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
+from kvalign.steppers import step_file
 
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
 os.environ.update(RAY_worker_niceness="0")  # at Ray's own 15 they starve beside the other tests

@@ -15,13 +15,13 @@ from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
-from kvalign.methods.compiled import Compiled
-from kvalign.methods.step_file import has_compiler
-from kvalign.methods.stored_step import StoredStep
 from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.wrapped import unwrapped
+from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.step_file import has_compiler
+from kvalign.steppers.stored import StoredStep
 
 
 class Method(NotPickled, ABC):

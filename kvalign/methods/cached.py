@@ -18,12 +18,12 @@ from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods import step_file
 from kvalign.methods.base import Method
-from kvalign.methods.stored_step import StoredStep
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
+from kvalign.steppers import step_file
+from kvalign.steppers.stored import StoredStep
 
 
 class Cached(Method):

@@ -262,7 +262,7 @@ def test_json_is_one_document(capfd):
 def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
     """And --no-compile leaves it."""
     found = not_compiled(monkeypatch)
-    monkeypatch.setattr("kvalign.methods.step_file.is_empty", lambda: False)
+    monkeypatch.setattr("kvalign.steppers.step_file.is_empty", lambda: False)
     argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16", "--seed", "0"]
     texts = {}
     for flags in ((), ("--no-compile",)):

@@ -18,9 +18,9 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Sent
-from kvalign.methods import stored_step
 from kvalign.models import kernel
 from kvalign.models.loading import load_model
+from kvalign.steppers import stored
 from kvalign.streaming.turns import turn_ids
 
 METHODS = [
@@ -101,7 +101,7 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
 @pytest.mark.parametrize("method", [STORED], ids=str)
 def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
     """Nothing is compiled at a request."""
-    monkeypatch.setattr(stored_step, "load_or_make", lambda *args: None)
+    monkeypatch.setattr(stored, "load_or_make", lambda *args: None)
     monkeypatch.setattr("torch.compile", lambda *args: pytest.fail("a request waits for it"))
     sessions_are_streams(method, "llama-mini", models)
     (line,) = (x.message for x in caplog.records if "not compiled" in x.message)

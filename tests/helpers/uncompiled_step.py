@@ -2,8 +2,8 @@
 
 import torch
 
-from kvalign.methods import step_file, stored_step
 from kvalign.models import attention
+from kvalign.steppers import step_file, stored
 
 
 def not_compiled(monkeypatch) -> list[int]:
@@ -21,5 +21,5 @@ def not_compiled(monkeypatch) -> list[int]:
 
         return run
 
-    monkeypatch.setattr(stored_step, "load_or_make", load)
+    monkeypatch.setattr(stored, "load_or_make", load)
     return found

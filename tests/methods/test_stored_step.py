@@ -15,9 +15,9 @@ from helpers.uncompiled_step import not_compiled
 from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
-from kvalign.methods import step_file
-from kvalign.methods.stored_step import CHANGED, EVERY, StoredStep
 from kvalign.models import attention, kernel, packed
+from kvalign.steppers import step_file
+from kvalign.steppers.stored import CHANGED, EVERY, StoredStep
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)

@@ -29,7 +29,7 @@ GUESTS = (
     *("cache.memory", "cache.memory_cache", "cache.memory_layer", "cache.recall"),
     *("cache.recall_layers", "cache.recall_places", "cache.recalled", "cache.search"),
     *("cache.sketch", "streaming.memory_file"),
-    *("methods.compiled", "methods.step_file", "methods.stored_step"),
+    *("steppers.compiled", "steppers.step_file", "steppers.stored"),
 )
 """Modules, or packages with all their modules, that the core works without."""
 OUTSIDE = ("models", "foundation")

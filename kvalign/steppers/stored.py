@@ -17,10 +17,16 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.methods.compiled import Compiled
-from kvalign.methods.step_file import Run, has_compiler, is_read_by_kernel, load_or_make, tensors_of
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
+from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.step_file import (
+    Run,
+    has_compiler,
+    is_read_by_kernel,
+    load_or_make,
+    tensors_of,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Steppers: decode steps that are faster than a call of the model."""
