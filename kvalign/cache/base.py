@@ -91,6 +91,9 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.attention = self._make_layers(spec)
         super().__init__(layers=with_states(self.attention, spec.num_layers))
 
+    is_static = False
+    """Whether passes of one token have the shapes of a full cache."""
+
     @abstractmethod
     def _make_layers(self, spec: ModelSpec) -> list[Any]:
         """Layers of this kind, of `StreamingLayer`, for those that have attention."""
@@ -262,6 +265,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 end=self.end,
                 in_order=self._reads_in_order(stored, num_new),
                 behind_rows=torch.tensor(behind, device=device)[:, None, None],
+                is_static=self.is_static and num_new == 1,
                 segment=segment,
             )
         )

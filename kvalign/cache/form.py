@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import At, BareKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
+from kvalign.models import attention, kernel
+from kvalign.models.architectures import rotation_of, window_of
 
 _SCALE = 4  # bytes
 _TINY = torch.finfo(torch.float32).tiny
@@ -93,3 +96,16 @@ def _scales(stored: Tensor) -> Tensor:
     if stored.shape[-1] % _SCALE:
         return stored[..., -_SCALE:].contiguous().view(torch.float32)
     return stored.view(torch.float32)[..., -1:]
+
+
+def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
+    """Return whether our kernel attends to such stored keys [B, H, S, D] instead of the model."""
+    form = Form(model.dtype, is_int8=keys.dtype == torch.int8)
+    return (
+        model.config.model_type in attention.REGISTERED
+        and window_of(model.config) is None
+        and keys.shape[3] in map(form.width, kernel.DIMS)
+        and model.dtype == torch.float32
+        and kernel.is_here()
+        and (keys.dtype != torch.int8 or kernel.can_turn(rotation_of(model)))
+    )

@@ -36,7 +36,7 @@ class OnRead(Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
         self.step_means: list[Tensor] = []
-        self._version = -1
+        self.version = -1
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
@@ -56,10 +56,10 @@ class OnRead(Realigner):
         install(self.config)
         means = self.table.key
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
-        if self._version != version:
+        if self.version != version:
             with lasting():
                 self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
-            self._version = version
+            self.version = version
 
     def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
         if decode.ranks is None or decode.birth is None:

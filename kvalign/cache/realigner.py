@@ -43,6 +43,8 @@ class Realigner:
     is_relative = True
     """Whether an entry's form for a query depends only on their two tokens."""
     aligner: Aligner | None = None
+    version = 0
+    """Number of changes to what `prepare` computes."""
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation

@@ -28,10 +28,11 @@ class DecodeStep:
         hides: whether some of these are not of their row.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
-        birth: the token's place; None if those of rows differ.
+        birth: the token's place, a tensor [1] in a static pass; None if those of rows differ.
         places: as of `Step.places`; None if attention does not ask for them.
         order: [W] int64, of the entries after the sinks in the order of time, each one's number
-            among the slots after the sinks; None if attention does not ask for it, or rows differ.
+            among the slots after the sinks, and in a static pass of the slots without one behind
+            them; None if attention does not ask for it, or rows differ.
         ranks: [S - num_sinks] int64, of the slots after the sinks each one's number in that order;
             0 where none is. None likewise.
         all_at: positions of what attention gets, as of `Step.at_places`; None if keys are not bare.
@@ -48,7 +49,7 @@ class DecodeStep:
     hides: bool
     position_ids: Tensor
     at: Tensor
-    birth: slice | None
+    birth: slice | Tensor | None
     places: Tensor | None
     order: Tensor | None
     ranks: Tensor | None
@@ -73,6 +74,7 @@ class Step:
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
         behind_rows: [B, 1, 1] int64, `behind` in another shape.
+        is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass.
     """
@@ -88,6 +90,7 @@ class Step:
     end: int
     in_order: bool
     behind_rows: Tensor
+    is_static: bool = False
     segment: Segment | None = None
     decode: DecodeStep | None = None
 
@@ -103,8 +106,12 @@ class Step:
 
     @property
     def size(self) -> int:
-        """Slots that are in use after the pass."""
-        return min(self.end + self.num_new, self.sizes.first_input_len)
+        """Slots that are in use after the pass; in a static one all."""
+        return (
+            self.sizes.first_input_len
+            if self.is_static
+            else min(self.end + self.num_new, self.sizes.first_input_len)
+        )
 
     @property
     def length(self) -> int:
@@ -251,6 +258,12 @@ class Step:
         """Return whether it can be the usual pass: one token in rows that have their sinks."""
         return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
+    @property
+    def _birth(self) -> slice | Tensor:
+        if self.is_static:
+            return torch.tensor(self.births[:1], device=self.device)
+        return slice(self.births[0], self.births[0] + 1)
+
     def as_decode(
         self, asks_for_places: bool, are_bare: bool = False, in_sight: InSight | None = None
     ) -> DecodeStep:
@@ -271,7 +284,8 @@ class Step:
             num = max(self.stored[0] + 1 - num_sinks, 0)
             order = torch.arange(num, device=device)
             if not self.in_order:
-                order = slots_of(self.sizes, self.end + 1 - num, num, device) - num_sinks
+                first, num = self.end + 1 - num, self.size - num_sinks if self.is_static else num
+                order = slots_of(self.sizes, first, num, device) - num_sinks
         return DecodeStep(
             slot=torch.tensor([self.sizes.slot(self.end)], device=device),
             read=read,
@@ -279,7 +293,7 @@ class Step:
             hides=self.hides,
             position_ids=position_ids,
             at=position_ids[:, None],
-            birth=slice(self.births[0], self.births[0] + 1) if self.is_alike else None,
+            birth=self._birth if self.is_alike else None,
             places=places,
             order=order,
             ranks=ranks,

@@ -85,6 +85,11 @@ class StreamingCache(FixedSizeCache):
         install(self.config)
         return False
 
+    @property
+    def may_be_static(self) -> bool:
+        """Return whether attention can be told which slots have no entry yet."""
+        return self._takes_marks and not self._goes_by_order and self.config is not None
+
     def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers]
 

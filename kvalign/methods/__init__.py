@@ -106,7 +106,8 @@ def make_method(
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
             (`kvalign.cache.default_size`), which is logged.
         compile: compile the step of a full cache (`Method.compile`). None: compile nothing, and
-            take a step that an earlier start has stored, if there is one (`Method.take_stored`).
+            take the fastest steps that are ready (`Method.take_ready_stepper`). False: call the
+            model.
         warn: log, once, if the method leaves entries stale on learned positions, and if an input is
             longer than the cache. False for deliberate comparisons of methods.
         num_streams: number of streams for which a cache_size of None leaves memory.
@@ -165,7 +166,7 @@ def make_method(
     if warn:
         warn_if_stale(method)
     if compile is None:
-        return method.take_stored()
+        return method.take_ready_stepper()
     return method.compile() if compile else method
 
 

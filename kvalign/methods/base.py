@@ -15,13 +15,10 @@ from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
+from kvalign.methods.stepper import STEPPERS, Stepper, last_logits, ready_stepper
 from kvalign.models.architectures import spec_of
-from kvalign.models.attention import install
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.wrapped import unwrapped
-from kvalign.steppers.compiled import Compiled
-from kvalign.steppers.step_file import has_compiler
-from kvalign.steppers.stored import StoredStep
 
 
 class Method(NotPickled, ABC):
@@ -62,8 +59,9 @@ class Method(NotPickled, ABC):
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
         self.model = unwrapped(model)
-        self.compiled: Any = Compiled(self.model, model) if hasattr(model, "_orig_mod") else None
-        self.stored: StoredStep | None = None
+        self.stepper: Stepper | None = None
+        if hasattr(model, "_orig_mod"):
+            self.stepper = STEPPERS["compiled"](self.model, model)  # type: ignore[call-arg]
         self._modules = [*self.model.modules()]
         self.spec, self.sizes = spec_of(self.model.config), sizes
         self.on_tokens: Callable[[int], object] = lambda num: None
@@ -178,21 +176,20 @@ class Method(NotPickled, ABC):
         Args:
             options: of `torch.compile`.
         """
-        install(self.model.config)
-        if options or has_compiler():
-            self.compiled = Compiled(self.model, torch.compile(self.model, **options))
+        self.stepper = STEPPERS["compiled"].compiling(self, **options)
         return self
 
-    def take_stored(self) -> Self:
-        """Take the step that an earlier start has compiled and stored, if there is one. Nothing is
-        compiled.
+    def take_ready_stepper(self) -> Self:
+        """Take the fastest stepper that needs no compiling: on CUDA a captured step, on a CPU one
+        that an earlier start has stored.
         """
+        self.stepper = ready_stepper(self) or self.stepper
         return self
 
     @property
-    def is_compiled(self) -> bool:
-        """Return whether steps of one row have been compiled, now or by an earlier start."""
-        return self.compiled is not None or (self.stored is not None and self.stored.has(1))
+    def steps_in_a_word(self) -> str | None:
+        """Word for steps of one row: compiled, stored, captured; None: calls of the model."""
+        return None if self.stepper is None else self.stepper.word_for(1)
 
     def in_eval_mode(self) -> AbstractContextManager[None]:
         """Context for each call of the model: whatever its mode, dropout is off."""
@@ -201,25 +198,18 @@ class Method(NotPickled, ABC):
     @torch.no_grad()
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
-        with cache.forward_pass(len(ids), ids.shape[1]) as step:
-            decode = step.decode
-            if self.stored is not None and (logits := self.stored.logits(ids, cache)) is not None:
-                return logits
-            is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
-            if self.compiled is not None and decode is not None and decode.is_usual and is_full:
-                return self.forward(ids, cache, self.compiled, position_ids=decode.position_ids)
-            return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
+        with cache.forward_pass(len(ids), ids.shape[1]) as step, self.in_eval_mode():
+            if self.stepper is not None:
+                logits = self.stepper.logits(ids, cache)
+                if logits is not None:
+                    return logits
+            return last_logits(self.model, ids, cache, **step.inputs_of(self.model, self.spec))
 
     @torch.no_grad()
-    def forward(
-        self, ids: Tensor, cache: Cache, model: PreTrainedModel | None = None, **inputs: Any
-    ) -> Tensor:
-        """Pass of the model, or of its compiled form, over ids [B, T]: logits as of `feed`."""
+    def forward(self, ids: Tensor, cache: Cache, **inputs: Any) -> Tensor:
+        """Pass of the model over ids [B, T]: logits as of `feed`."""
         with self.in_eval_mode():
-            out = (self.model if model is None else model)(
-                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
-            )
-        return out.logits[:, -1].float()
+            return last_logits(self.model, ids, cache, **inputs)
 
     def state(self) -> dict[str, Tensor]:
         """State of the stream; `restore` of a method with the same arguments continues it."""

@@ -12,18 +12,17 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.form import Form
+from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
-from kvalign.steppers import step_file
-from kvalign.steppers.stored import StoredStep
 
 
 class Cached(Method):
@@ -54,11 +53,13 @@ class Cached(Method):
             of_model = self._bases, self.model.config
             cache = StreamingCache(self.spec, self.sizes, self.places_by, *of_model)
             cache.by_kernel = self._is_read_by_kernel(cache)
+            is_static = self.stepper is not None and self.stepper.is_static
+            cache.is_static = is_static and cache.may_be_static
             return cache
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     def _memory_cache(self, sizes: CacheSizes) -> MemoryCache:
-        of_model, grows = (self.model.config, self.num_positions), self.compiled is None
+        of_model, grows = (self.model.config, self.num_positions), self.stepper is None
         return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
 
     def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
@@ -67,7 +68,7 @@ class Cached(Method):
         if not cache.stores_bare or reads or model.device.type != "cpu":
             return False
         width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
-        is_ours = step_file.is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
+        is_ours = is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
         if is_ours:
             install(model.config)
         return is_ours
@@ -99,48 +100,28 @@ class Cached(Method):
         return None if last is None else last - max(self.cache.seen, default=0)
 
     def compile(self, **options: Any) -> Self:
-        """Compile it. The compiled step is kept for later starts if that is possible (`StoredStep`)
-        and no options are given.
+        """Compile it. On a CPU and without options the compiled step is kept for later starts, if
+        that is possible; on CUDA it is captured.
         """
         if not self.sizes.is_oldest:
             raise UserError(
                 f"policy {self.sizes.policy} with {self.sizes.positions} positions cannot be "
                 "compiled: each step gathers entries"
             )
-        if options:
-            super().compile(**options)
-        else:
-            self.stored = StoredStep(self.model, is_int8=self.cache.stores_bare)
-            self.compiled = self.stored.otherwise
-        if not self.cache.seen:  # a memory has all its slots from the first, then
+        by = "captured" if self.model.device.type == "cuda" else "stored"
+        self.stepper = STEPPERS["compiled" if options else by].compiling(self, **options)
+        self._begin()
+        return self
+
+    def take_ready_stepper(self) -> Self:
+        super().take_ready_stepper()
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        """Make the cache anew, as a stepper that was just taken needs it."""
+        if not self.cache.seen:
             self.reset()
-        return self
-
-    def take_stored(self) -> Self:
-        if type(self.cache) is StreamingCache and not step_file.is_empty():
-            self.stored = StoredStep(self.model, is_int8=self.cache.stores_bare, makes=False)
-            self._try_step(1, self.sizes.num_sinks + 1)
-        return self
-
-    def prepare(self, num_rows: int = 1) -> bool:
-        """Load the stored step for so many rows of a compiled method, made if need be; return
-        whether there is one.
-        """
-        if self.stored is None:
-            return False
-        # With some attention only steps of a full cache are stored.
-        lens = self.sizes.num_sinks + 1, self.sizes.first_input_len
-        return any(self._try_step(num_rows, num) for num in lens)
-
-    def _try_step(self, num_rows: int, num_tokens: int) -> bool:
-        """Step once after so many tokens; return whether the step is a stored one."""
-        assert self.stored is not None
-        trial, rng = self.new(), torch.Generator().manual_seed(0)
-        trial.compiled = None
-        for num in (num_tokens, 1):  # of equal tokens attention would not matter
-            ids = torch.randint(self.model.config.vocab_size, (num_rows, num), generator=rng)
-            trial.feed(ids.to(self.model.device))
-        return self.stored.has(num_rows)
 
     @property
     def fill(self) -> int:

@@ -5,6 +5,8 @@ Both papers use it as the reference. It keeps no sinks (the paper's protocol); `
 them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -25,10 +27,9 @@ class Recompute(Reencoding):
         ends, which = lens.unique(return_inverse=True)
         padded = pad_sequence(rows, batch_first=True)
         last = 1 if len(ends) == 1 else ends - 1
-        model = self.model
         is_full = len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len
-        if self.compiled is not None and is_full:
-            model = self.compiled
+        # It has no steps of a cache: what it compiles is the model.
+        model: Any = self.stepper if self.stepper is not None and is_full else self.model
         with self.in_eval_mode():
             logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
         logits = logits[torch.arange(len(rows)), which].float()

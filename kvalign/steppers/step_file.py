@@ -1,6 +1,5 @@
 """File of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
 
-import functools
 import hashlib
 import json
 import logging
@@ -23,18 +22,19 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.cache import bare_keys, form
 from kvalign.cache.bare_keys import BareKeys, InSight
-from kvalign.cache.form import Form
+from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.models import attention, kernel, packed, packed_linear, rope
-from kvalign.models.architectures import rotation_of, spec_of, window_of
+from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.fetched import cache_dir
 from kvalign.models.key_bases import key_bases
 from kvalign.models.levels import GROUP
 from kvalign.models.rope import Rotation
 from kvalign.models.snapshot import names_of
+from kvalign.steppers.compiled import has_compiler
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ is given their turns behind all others (`kvalign.models.kernel.attend`).
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
-NO_COMPILER = "there is no C++ compiler here (g++): steps that are not stored are not compiled"
 _UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(GROUP)
 """What inductor makes a constant for each packed product, and what it is."""
 _EXACT, _ROUNDED = 1e-3, 0.2
@@ -69,20 +68,6 @@ def folder() -> Path:
 def is_empty() -> bool:
     """Return whether no step has been stored yet."""
     return next(folder().glob("*.pt2"), None) is None
-
-
-@functools.cache
-def has_compiler() -> bool:
-    """Return whether there is a C++ compiler; if not, a line is logged, once."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        log.warning(NO_COMPILER)
-        return False
-    return True
 
 
 class _Layer(CacheLayerMixin):
@@ -163,22 +148,6 @@ class _Step(nn.Module):
         cache = Cache(layers=layers)
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
-
-
-def _form_of(model: PreTrainedModel, keys: Tensor) -> Form:
-    return Form(model.dtype, is_int8=keys.dtype == torch.int8)
-
-
-def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such stored keys [B, H, S, D] instead of the model."""
-    return (
-        model.config.model_type in attention.REGISTERED
-        and window_of(model.config) is None
-        and keys.shape[3] in map(_form_of(model, keys).width, kernel.DIMS)
-        and model.dtype == torch.float32
-        and kernel.is_here()
-        and (keys.dtype != torch.int8 or kernel.can_turn(rotation_of(model)))
-    )
 
 
 def load_or_make(

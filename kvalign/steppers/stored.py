@@ -10,23 +10,23 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.form import is_read_by_kernel
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.stepper import Stepper
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
+from kvalign.steppers import step_file
 from kvalign.steppers.compiled import Compiled
-from kvalign.steppers.step_file import (
-    Run,
-    has_compiler,
-    is_read_by_kernel,
-    load_or_make,
-    tensors_of,
-)
+from kvalign.steppers.step_file import Run, load_or_make, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms
 
 
 @final
-class StoredStep:
+class Stored(Stepper):
     """Decode steps of a model that are stored: those of entries that are neither moved nor placed,
     where attention does not go by their order.
     Where our kernel attends, these are steps of any rows and cache size; one file is for one row,
@@ -44,37 +44,70 @@ class StoredStep:
     Args:
         is_int8: whether the entries have 8 bits.
         makes: whether steps without a file are compiled; else they are left to the model.
+
+    Attributes:
+        falls_back: whether steps that cannot be stored are compiled at each start.
     """
 
     def __init__(self, model: PreTrainedModel, *, is_int8: bool, makes: bool = True):
         install(model.config)
         self.model, self.is_int8, self.makes = model, is_int8, makes
+        self.falls_back = makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
         self._weights = tensors_of(model, is_int8)  # which they read where they lie
         self._snapshot = Snapshot(model)
         self._cache: Callable[[], Cache | None] = lambda: None
         self._num = 0  # of steps of this cache
 
+    @classmethod
+    def ready(cls, method: Method) -> Self | None:
+        if not isinstance(method, Cached) or type(method.cache) is not StreamingCache:
+            return None
+        if method.model.device.type != "cpu" or step_file.is_empty():
+            return None
+        stepper = cls(method.model, is_int8=method.cache.stores_bare, makes=False)
+        stepper._try(method, 1, method.sizes.num_sinks + 1)
+        return stepper
+
+    @classmethod
+    def compiling(cls, method: Method, **options: Any) -> Self | None:
+        return cls(method.model, is_int8=method.sizes.cache_dtype == "int8")
+
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
         return self._runs.get(num_rows == 1) is not None
 
-    def otherwise(self, **inputs: Any) -> Any:
-        """The compiled model, for steps that are not stored; without a compiler the model."""
-        return self._compiled(**inputs)
+    def word_for(self, num_rows: int) -> str | None:
+        return "stored" if self.has(num_rows) else "compiled" if self.falls_back else None
 
     @functools.cached_property
-    def _compiled(self) -> Any:
-        return Compiled(self.model, torch.compile(self.model)) if has_compiler() else self.model
+    def fallback(self) -> Stepper | None:
+        """The compiled model, for steps that are not stored; None without a compiler."""
+        return Compiled.of(self.model)
 
-    def logits(self, ids: Tensor, cache: Cache) -> Tensor | None:
-        """Logits [B, V] after ids [B, 1], in the pass that the cache is in; None if its step is not
-        stored.
-        """
-        if (inputs := self._inputs(ids, cache)) is None:
-            return None
-        run = self._run_for(cache, inputs)
-        return None if run is None else run(inputs)[0][:, -1]
+    def prepare(self, method: Method, num_rows: int) -> bool:
+        self.falls_back = False
+        # With some attention only steps of a full cache are stored.
+        lens = method.sizes.num_sinks + 1, method.sizes.first_input_len
+        return any(self._try(method, num_rows, num) for num in lens)
+
+    def _try(self, method: Method, num_rows: int, num_tokens: int) -> bool:
+        """Step once after so many tokens; return whether the step is a stored one."""
+        trial, rng = method.new(), torch.Generator().manual_seed(0)
+        trial.stepper = self
+        for num in (num_tokens, 1):  # of equal tokens attention would not matter
+            ids = torch.randint(self.model.config.vocab_size, (num_rows, num), generator=rng)
+            trial.feed(ids.to(self.model.device))
+        return self.has(num_rows)
+
+    def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
+        if (inputs := self._inputs(ids, cache)) is not None:
+            run = self._run_for(cache, inputs)
+            if run is not None:
+                return run(inputs)[0][:, -1]
+        if self.falls_back and self.fallback is not None:
+            return self.fallback.logits(ids, cache)
+        return None
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
         if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):

@@ -272,7 +272,7 @@ def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
         document = json.loads(out)
         texts[flags] = document["text"]
         assert document["settings"]["compile"] == (flags == ()) == bool(found)
-        assert (" ms/token with a compiled step; " in err) == (flags == ())
+        assert (" ms/token with stored steps; " in err) == (flags == ())
     assert len(set(texts.values())) == 1
 
 

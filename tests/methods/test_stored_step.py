@@ -16,8 +16,10 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
 from kvalign.models import attention, kernel, packed
+from kvalign.steppers import compiled as of_torch
 from kvalign.steppers import step_file
-from kvalign.steppers.stored import CHANGED, EVERY, StoredStep
+from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.stored import CHANGED, EVERY, Stored
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)
@@ -63,14 +65,14 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
     plain, compiled = (make_method(name, model, **{**SIZES, **sizes}) for _ in range(2))
     compiled.compile()
     if stored:
-        compiled.compiled = never
+        compiled.stepper.fallback = Compiled(model, never)
     most = 0.0
     for method in (plain, compiled):
         method.feed(ids[:, :first])
     for i in range(first, num):
         token = ids[:, i : i + 1]
         most = max(most, (plain.feed(token) - compiled.feed(token)).abs().max().item())
-    assert compiled.stored.has(1) == stored
+    assert compiled.stepper.has(1) == stored
     return most
 
 
@@ -96,7 +98,7 @@ OF_ROWS = [{}, dict(num_evicted=3), dict(cache_dtype="int8")]
 def test_rows_of_any_lengths_that_come_and_go_are_those_alone(sizes, llama, monkeypatch):
     """From the first token after the prompts: of a row alone and of several, filling and full."""
     found, method = not_compiled(monkeypatch), make_method("streaming-llm", llama, **SIZES, **sizes)
-    method.compile().compiled = never
+    method.compile().stepper.fallback = Compiled(llama, never)
     when = dict(num_steps=60, leave=12, join=30)
     batch, rows, _ = come_and_go(method, (6, 3, 17, 9), (0, 2), **when)
     assert rows == [0, 2, 3] and set(found) >= {1, 2, 3}
@@ -112,9 +114,9 @@ def test_one_file_is_for_any_number_of_rows_and_cache_size(monkeypatch):
     model = tiny(num_hidden_layers=1)
     for size, lens in ((16, (6, 3, 17, 9)), (60, (20, 5, 90, 61))):
         method = make_method("streaming-llm", model, cache_size=size, warn=False).compile()
-        method.compiled = never
+        method.stepper.fallback = Compiled(model, never)
         come_and_go(method, lens, (0, 2), num_steps=80, leave=12, join=30)
-        assert method.stored.has(1) and method.stored.has(2)
+        assert method.stepper.has(1) and method.stepper.has(2)
         monkeypatch.setattr("torch.export.export", never)
 
 
@@ -179,13 +181,13 @@ def test_a_start_takes_what_is_stored_and_makes_nothing(llama, monkeypatch, tmp_
 
     _, eager = fed(False)
     taken, logits = fed(None)
-    assert taken.is_compiled and (logits - eager).abs().max() < 1e-5
+    assert taken.stepper.has(1) and (logits - eager).abs().max() < 1e-5
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
-    assert fed(None)[0].stored is None
+    assert fed(None)[0].stepper is None
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "of-another-model.pt2").touch()
     other, logits = fed(None)
-    assert other.stored and not other.is_compiled and torch.equal(logits, eager)
+    assert not other.stepper.has(1) and torch.equal(logits, eager)
 
 
 def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
@@ -209,7 +211,7 @@ def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
     for x in model.parameters():
         x.data = x.data * 1.1
     after = last(method)
-    assert method.stored.has(1) and not torch.allclose(before, after, atol=1e-2)
+    assert method.stepper.has(1) and not torch.allclose(before, after, atol=1e-2)
     assert torch.allclose(after, last(make_method("streaming-llm", model, **SIZES)), atol=1e-5)
 
 
@@ -236,16 +238,16 @@ def test_a_stream_feels_a_change_of_its_model(name, llama, monkeypatch, caplog):
     monkeypatch.setattr("torch.export.export", never)
     model = copy.deepcopy(llama)
     (eager, tokens), (taken, _) = begun(model, False), begun(model, None)
-    assert taken.is_compiled
+    assert taken.stepper.has(1)
     CHANGES[name](model, monkeypatch)
     if name not in (*OF_CODE, "weights in place"):
         eager.reset()
         taken.reset()
     for token in tokens:
         assert (eager.feed(token) - taken.feed(token)).abs().max() < 1e-4
-    assert taken.is_compiled == (name in WEIGHTS)
+    assert taken.stepper.has(1) == (name in WEIGHTS)
     lines = [record.message for record in caplog.records]
-    assert lines.count(CHANGED) == (not taken.is_compiled)
+    assert lines.count(CHANGED) == (not taken.stepper.has(1))
 
 
 @pytest.mark.parametrize("name", ["a forward", "other data", "an attribute"])
@@ -257,9 +259,9 @@ def test_a_stream_feels_any_change_after_some_steps(name, llama, monkeypatch):
     for _ in range(EVERY):
         method.feed(torch.ones(1, 1).long())
     weight = model.model.layers[0].mlp.down_proj.weight
-    taken = method.stored._weights["model.model.layers.0.mlp.down_proj.weight"]
+    taken = method.stepper._weights["model.model.layers.0.mlp.down_proj.weight"]
     assert taken.data_ptr() == weight.data_ptr()
-    assert method.is_compiled == (name in WEIGHTS)
+    assert method.stepper.has(1) == (name in WEIGHTS)
 
 
 def test_a_step_is_loaded_once_while_nothing_changes(llama, monkeypatch):
@@ -273,7 +275,7 @@ def test_a_step_is_loaded_once_while_nothing_changes(llama, monkeypatch):
         method.feed(token)
         method.new().feed(token)
     llama.eval()
-    assert method.is_compiled and len(loaded) == 1
+    assert method.stepper.has(1) and len(loaded) == 1
 
 
 def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monkeypatch, caplog):
@@ -286,8 +288,9 @@ def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monk
     for token in tokens:
         assert torch.equal(taken.feed(token), eager.feed(token))
     lines = [record.message for record in caplog.records]
-    assert not taken.is_compiled and lines.count(step_file.OTHER_LOGITS) == 1 and not made
-    assert not make_method("streaming-llm", llama, **SIZES).compile().prepare()
+    assert not taken.stepper.has(1) and lines.count(step_file.OTHER_LOGITS) == 1 and not made
+    compiled = make_method("streaming-llm", llama, **SIZES).compile()
+    assert not compiled.stepper.prepare(compiled, 1)
     assert len(made) == 1 and made[0].exists()
 
 
@@ -299,7 +302,8 @@ def test_a_changed_model_has_a_file_of_its_own(name, llama, monkeypatch):
     monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
     model = copy.deepcopy(llama)
     CHANGES[name](model, monkeypatch)
-    make_method("streaming-llm", model, **SIZES).compile().prepare()
+    compiled = make_method("streaming-llm", model, **SIZES).compile()
+    compiled.stepper.prepare(compiled, 1)
     assert len(made) == 1 and not made[0].exists()
 
 
@@ -361,11 +365,11 @@ def test_without_a_compiler_a_line_says_so_and_steps_are_eager(
 
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
-    step_file.has_compiler.cache_clear()
+    of_torch.has_compiler.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert differ(llama, stored=False, num=SIZE + 5) == 0
-    assert [record.message for record in caplog.records].count(step_file.NO_COMPILER) == 1
-    step_file.has_compiler.cache_clear()
+    assert [record.message for record in caplog.records].count(of_torch.NO_COMPILER) == 1
+    of_torch.has_compiler.cache_clear()
 
 
 OTHERS = [
@@ -390,11 +394,12 @@ def test_other_steps_go_elsewhere(name, sizes, models):
         asked.append(inputs["past_key_values"])
         return model(**inputs)
 
-    method.stored, method.compiled = StoredStep(model, is_int8=False), otherwise
+    method.stepper = Stored(model, is_int8=False)
+    method.stepper.fallback = Compiled(model, otherwise)
     method.feed(torch.randint(96, (rows, SIZE + 1)))
     for _ in range(3):
         method.feed(torch.randint(96, (rows, 1)))
-    assert asked and not method.stored.has(1)
+    assert asked and not method.stepper.has(1)
 
 
 def test_models_of_one_shape_share_a_file_and_keep_their_weights(llama, monkeypatch):

@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 
 import kvalign
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS, compiled
+from kvalign.methods import METHODS
 from kvalign.models import eval_mode, rotation_of
+from kvalign.steppers import compiled
 from kvalign.streaming.scoring import score
 
 

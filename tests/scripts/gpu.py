@@ -1,5 +1,5 @@
 """What runs on a GPU, beside the same on the CPU: methods, policies, memories, entries of 8 bits,
-packed weights, batches, saved streams, segments and texts.
+packed weights, batches, saved streams, segments and texts; and captured steps beside eager ones.
 
     python tests/scripts/gpu.py --minutes 4
 
@@ -66,6 +66,23 @@ def same(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 2) -
     most = OF_INT8 if "cache_dtype" in sizes else CLOSE
     assert worst < most, f"logits differ by {worst:.1e} of the largest"
     return f"{worst:.1e}"
+
+
+def captured(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 1) -> str:
+    """Logits of captured steps and of eager ones there, from a cache that fills on."""
+    ids = torch.randint(2, VOCAB, (num_rows, 140), generator=torch.Generator().manual_seed(1))
+    model = copy.deepcopy(tiny_model(kind)).to(device)
+    eager, method = (made(name, model, **sizes) for _ in range(2))
+    method.take_ready_stepper()
+    found = []
+    for one in (eager, method):
+        parts = ids.to(device).split([6] + [1] * 134, 1)
+        found.append(torch.stack([one.feed(part) for part in parts]).float())
+    worst = ((found[1] - found[0]).abs().max() / found[0].abs().max()).item()
+    assert method.steps_in_a_word == "captured", "nothing was captured"
+    most = OF_INT8 if "cache_dtype" in sizes else CLOSE
+    assert worst < most, f"logits differ by {worst:.1e} of the largest"
+    return f"{worst:.1e}, {len(method.stepper.graphs)} graphs"
 
 
 def as_exact(name: str, kind: str, sizes: dict, device: str) -> str:
@@ -171,6 +188,19 @@ def checks() -> Iterator[tuple[str, Check]]:
         ("tables", "gpt2", dict(memory=30, recall_places="age")),
         ("tables", "gpt2", dict(policy="key-norm")),
     ]
+    for name, kind, sizes in (
+        ("streaming-llm", "llama", {}),
+        ("tables", "gpt2", {}),
+        ("tables", "llama", {}),
+        ("streaming-llm", "llama", dict(cache_dtype="int8")),
+        ("tables", "gpt2", dict(cache_dtype="int8")),
+        ("window", "qwen3", dict(num_evicted=3)),
+        ("anchored", "gpt2", {}),
+        ("streaming-llm", "opt", {}),
+    ):
+        for num_rows in (1, 4):
+            title = f"captured, {name}, {kind}, {sizes}, {num_rows} rows"
+            yield title, partial(captured, name, kind, sizes, num_rows=num_rows)
     for bits in ("int8", "int4"):
         yield f"weights of {bits}", partial(weights, bits)
     for name, kind in ways:

@@ -30,7 +30,6 @@ class CompileSettings(MethodSettings, ModelSettings):
 
 def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.methods import make_method
-    from kvalign.methods.cached import Cached
     from kvalign.models.loading import load_model
     from kvalign.models.packed import weights_of
     from kvalign.steppers.step_file import folder
@@ -46,7 +45,7 @@ def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
         **settings.sizes(),
     )
     began, size = time.perf_counter(), method.sizes.cache_size
-    if not isinstance(method, Cached) or not method.prepare():
+    if method.stepper is None or not method.stepper.prepare(method, 1):
         raise UserError(
             f"the step of {method.in_words} cannot be stored. Steps of streaming-llm and window "
             "can, on a CPU with a C++ compiler, if each step evicts an entry. --compile "

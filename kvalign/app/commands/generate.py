@@ -100,10 +100,10 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     print(
         (
             "{num_tokens} tokens with {method}: first after {ttft_s:.2f} s, then "
-            "{ms_per_token:.2f} ms/token{compiled}; {sampling}"
+            "{ms_per_token:.2f} ms/token{steps}; {sampling}"
         ).format(
             method=text_stream.method.in_words,
-            compiled=" with a compiled step" if text_stream.method.is_compiled else "",
+            steps=f" with {steps} steps" if (steps := text_stream.method.steps_in_a_word) else "",
             sampling=text_stream.sampling.in_flags(),
             **timing,
         ),

@@ -25,7 +25,6 @@ from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.stream_file import Digests
@@ -88,11 +87,13 @@ class Service:
         """Load the steps of one session and of several, made before anybody waits. Others are not
         compiled: rows come and go, and each number of them would take a minute.
         """
-        method = self.method
-        method.compiled = None
+        method, stepper = self.method, self.method.stepper
         for num_rows, name in ((1, "steps"), (2, "steps of several sessions")):
-            if not isinstance(method, Cached) or not method.prepare(num_rows):
+            if stepper is None or not stepper.prepare(method, num_rows):
                 log.warning("%s are not compiled: those of %s are not stored", name, method.title)
+                if num_rows == 1:
+                    method.stepper = None
+                    method.take_ready_stepper()
                 return
 
     def start(self) -> None:
@@ -190,7 +191,8 @@ class Service:
             warn=False,
             **own_sizes,
         )
-        blank.stored = own.stored
+        blank.stepper = own.stepper
+        blank.reset()
         return blank
 
     def _sampling(self, request: Chat | Completion) -> Sampling:

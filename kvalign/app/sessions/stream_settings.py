@@ -230,7 +230,8 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.models.packed import weights_of
 
         method = stream.method
-        taken = {**asdict(method.sizes), **asdict(stream.sampling), "compile": method.is_compiled}
+        taken = {**asdict(method.sizes), **asdict(stream.sampling)}
+        taken["compile"] = method.steps_in_a_word in ("compiled", "stored")
         weights = weights_of(method.model)
         return {**self.as_dict(), "method": method.name, "weights": weights, **taken}
 

@@ -1,0 +1,167 @@
+"""Captured steps: a decode step is one function of tensors. Recorded once, it runs without Python,
+over laps of the ring and frames, while only its inputs change in place.
+
+Here `make_fx` records them; on CUDA a graph does (`make test-gpu`).
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers.comings import come_and_go
+from helpers.methods import make, tables
+from helpers.tiny_models import tiny_model
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvalign.methods import stepper
+from kvalign.steppers.captured import Captured, not_captured
+
+NUM_STEPS = 600
+
+KINDS = {
+    "rotary": ("llama", "streaming-llm", None, {}),
+    "rotary window": ("llama", "window", None, {}),
+    "learned, stale": ("gpt2", "streaming-llm", None, {}),
+    "learned with tables": ("gpt2", "kvalign", tables, {}),
+    "rotary with tables": ("llama", "kvalign", tables, {}),
+    "int8": ("llama", "streaming-llm", None, {"cache_dtype": "int8"}),
+    "int8 with tables": ("gpt2", "kvalign", tables, {"cache_dtype": "int8"}),
+    "several evicted": ("llama", "streaming-llm", None, {"num_evicted": 3}),
+    "rotary, several rows": ("llama", "streaming-llm", None, {}),
+}
+FAST = ("rotary", "learned with tables")
+
+
+class Recorder:
+    """Records steps on a CPU; `num` counts them, `num_made` the steps that were made of these."""
+
+    def __init__(self):
+        self.num = self.num_made = 0
+
+    def __call__(self, run, inputs):
+        self.num += 1
+        graph = make_fx(run)(inputs)
+
+        def replay():
+            self.num_made += 1
+            return graph(inputs)
+
+        return replay
+
+
+def captured(name, model, **sizes):
+    """A method with captured steps, and their recorder."""
+    method, recorder = make(name, model, **sizes), Recorder()
+    method.stepper = Captured(model, record=recorder)
+    method.reset()
+    return method, recorder
+
+
+def of_kind(kind):
+    model_kind, name, make_aligner, sizes = KINDS[kind]
+    model = tiny_model(model_kind)
+    if make_aligner is not None:
+        sizes = sizes | {"aligner": make_aligner(model, 0.3)}
+    return name, model, sizes
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in KINDS]
+)
+@torch.no_grad()
+def test_a_step_that_was_recorded_once_is_every_step(kind):
+    """To the last digit, from a cache that the prompt has filled on."""
+    (eager, found), recorder, num_shapes = side_by_side(kind, num_first=30, num_steps=NUM_STEPS)
+    assert all(map(torch.equal, found, eager))
+    assert recorder.num == num_shapes
+    assert recorder.num_made == NUM_STEPS - num_shapes
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in KINDS]
+)
+@torch.no_grad()
+def test_a_cache_that_fills_is_captured(kind):
+    """Its slots without an entry are hidden."""
+    (eager, found), recorder, _ = side_by_side(kind, num_first=6, num_steps=40)
+    torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
+    assert recorder.num_made >= 40 - 2 * recorder.num
+    assert recorder.num == 2
+
+
+def side_by_side(kind, num_first, num_steps):
+    """Logits of steps that are called and captured, the recorder, and the shapes of a full cache,
+    of which one that evicts several entries has several.
+    """
+    name, model, sizes = of_kind(kind)
+    num_rows = 2 if "rows" in kind else 1
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_first + num_steps), generator=rng)
+    eager, (method, recorder) = make(name, model, **sizes), captured(name, model, **sizes)
+    found = []
+    for one in (eager, method):
+        one.feed(ids[:, :num_first])
+        found.append([one.feed(ids[:, i : i + 1]) for i in range(num_first, ids.shape[1])])
+    return found, recorder, 2 if sizes.get("num_evicted") else 1
+
+
+@pytest.mark.slow
+def test_rows_that_come_and_go_are_those_alone():
+    """Each number of rows has a step of its own; rows of other lengths hide slots."""
+    method, recorder = captured("streaming-llm", tiny_model("llama"))
+    come_and_go(method, (6, 3, 17, 9), (0, 2), num_steps=60, leave=12, join=30)
+    assert recorder.num >= 3 and recorder.num_made > 50
+
+
+def test_a_changed_model_is_recorded_again():
+    model = copy.deepcopy(tiny_model("llama"))
+    plain, (method, recorder) = make("streaming-llm", model), captured("streaming-llm", model)
+    for one in (plain, method):
+        one.feed(torch.arange(30)[None])
+    for i in range(12):
+        if i == 6:
+            model.model.layers[0].mlp.register_forward_hook(lambda *args: args[-1] * 0)
+        token = torch.tensor([[i + 5]])
+        assert torch.equal(method.feed(token), plain.feed(token))
+    assert recorder.num == 2
+
+
+def test_what_differs_at_each_step_is_not_recorded():
+    """Rows of unequal length with tables: each has its own places."""
+    _, model, sizes = of_kind("learned with tables")
+    plain, (method, recorder) = make("kvalign", model, **sizes), captured("kvalign", model, **sizes)
+    for one in (plain, method):
+        rows = [one.new() for _ in range(2)]
+        for row, num in zip(rows, (5, 30), strict=True):
+            row.feed(torch.arange(num)[None])
+        one.join(rows)
+    for i in range(8):
+        token = torch.tensor([[i], [i + 1]])
+        assert torch.equal(method.feed(token), plain.feed(token))
+    assert recorder.num == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sizes", "why"),
+    [
+        ("llama", "streaming-llm", {"memory": 8, "num_recalled": 2}, "a memory"),
+        ("llama", "streaming-llm", {"policy": "h2o"}, "policy h2o"),
+        ("bloom", "streaming-llm", {}, "order of entries"),
+        ("llama", "streaming-llm", {}, None),
+        ("gpt2", "streaming-llm", {}, None),
+    ],
+    ids=str,
+)
+def test_a_line_says_why_steps_are_not_captured(kind, name, sizes, why):
+    found = not_captured(make(name, tiny_model(kind), **sizes))
+    assert found is None if why is None else why in found
+
+
+def test_the_first_stepper_that_is_ready_is_taken(monkeypatch):
+    """And its caches have the shapes of full ones from the first token on."""
+    method = make("streaming-llm", tiny_model("llama"))
+    assert next(iter(stepper.STEPPERS)) == "captured"
+    assert Captured.ready(method) is None  # on a CPU
+    monkeypatch.setattr(Captured, "ready", classmethod(lambda cls, method: cls(method.model)))
+    assert method.take_ready_stepper().steps_in_a_word == "captured"
+    assert method.cache.is_static
