@@ -192,14 +192,33 @@ class FixedSizeCache(Saving, ForeignCalls):
             self._check_room(num_new)
             self._whole.begin()
             self._begin(num_rows, num_new)
+        return self.describe() if is_first else self._now
+
+    @property
+    def _now(self) -> Step:
         assert self.step is not None
         return self.step
+
+    def describe(self) -> Step:
+        """Describe to layers the pass that the cache is in, once a pass."""
+        return self._now
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
+        return False
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether the layers do the same in the pass that the cache is in as in every step
+        of a full cache.
+        """
+        return False
 
     def leave(self, layer_idx: int) -> None:
         """Record that the layer has taken its entries."""
         if layer_idx == self.attention[-1].layer_idx and not self._whole.is_changing:
-            assert self.step is not None
-            self._end(self.step)
+            self._end(self._now)
             self.step = None
             self._whole.end()
 
@@ -252,6 +271,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         runs_on = self.realigner.runs_on  # there positions are no places
         device = first.device if first.is_filled else torch.device("cpu")
         behind = [self.frame.num_behind(n) for n in self.seen]
+        births = stored if runs_on else positions
+        counts = torch.tensor([[self.end] * len(stored), stored, positions, births, behind])
         return self._bring(
             Step(
                 sizes=self.sizes,
@@ -261,10 +282,10 @@ class FixedSizeCache(Saving, ForeignCalls):
                 stored=stored,
                 behind=behind,
                 positions=positions,
-                births=stored if runs_on else positions,
+                births=births,
                 end=self.end,
                 in_order=self._reads_in_order(stored, num_new),
-                behind_rows=torch.tensor(behind, device=device)[:, None, None],
+                counts=counts if device.type == "cpu" else counts.to(device, non_blocking=True),
                 is_static=self.is_static and num_new == 1,
                 segment=segment,
             )
@@ -283,8 +304,6 @@ class FixedSizeCache(Saving, ForeignCalls):
         step = self.step
         if step is None:
             num = self.num_stored
-        elif step.decode is not None and not step.decode.hides:
-            num = step.decode.size - 1
         elif self._counts_places and not step.is_even:
             return step.num_visible, 0
         else:

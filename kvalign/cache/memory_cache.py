@@ -1,6 +1,5 @@
 """Streaming cache whose window passes evicted entries to a memory."""
 
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -120,11 +119,12 @@ class MemoryCache(StreamingCache):
         if asking := self.recalls.of_step:
             for memory in (layer.memory for layer in self.asking):
                 memory.prepare(asking)
-        step = super()._bring(step)
-        is_usual = asking is not None and asking.finds_all
-        if step.decode is None or is_usual:
-            return step
-        return replace(step, decode=replace(step.decode, is_usual=False))
+        return super()._bring(step)
+
+    @property
+    def is_usual(self) -> bool:
+        asking = self.recalls.of_step
+        return super().is_usual and asking is not None and asking.finds_all
 
     def _put_aside(self) -> None:
         """Move the entries that single steps have added to the window into the memories. A group at

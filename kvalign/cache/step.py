@@ -1,7 +1,8 @@
 """Forward pass: what it adds to a cache, and where; the same for all layers."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from kvalign.models.architectures import ModelSpec, window_of
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Usual pass: one token in rows that have their sinks. It is described completely before it
-    begins, and nothing but tensors changes from one to the next in a full cache. So its layers do
-    the same in every step, and it can be compiled.
+    """Usual pass: one token in rows that have their sinks. It is a function of the pass's `counts`,
+    and nothing but tensors changes from one to the next in a full cache. So its layers do the same
+    in every step, and it can be compiled and captured.
 
     Attributes:
         slot: [1] int64, the slot that it writes.
@@ -39,8 +40,6 @@ class DecodeStep:
         scales: of keys and values in the slots after the sinks of all layers, [L, H, S - num_sinks]
             each; None if no table is read.
         in_sight: these entries for our kernel, where it reads them as they are stored.
-        is_usual: whether layers do the same as in other steps of a full cache: rows are alike, and
-            a memory has all that it compares.
     """
 
     slot: Tensor
@@ -56,7 +55,16 @@ class DecodeStep:
     all_at: slice | Tensor | None
     scales: tuple[Tensor, Tensor] | None
     in_sight: InSight | None
-    is_usual: bool
+
+
+class Counts(NamedTuple):
+    """Numbers of rows, [B] int64 each, as of `Step`."""
+
+    end: Tensor
+    stored: Tensor
+    positions: Tensor
+    births: Tensor
+    behind: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ class Step:
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
-        behind_rows: [B, 1, 1] int64, `behind` in another shape.
+        counts: [5, B] int64, the numbers of rows that change from pass to pass, on the device: end,
+            stored, positions, births, behind.
         is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass.
@@ -89,10 +98,19 @@ class Step:
     births: list[int]
     end: int
     in_order: bool
-    behind_rows: Tensor
+    counts: Tensor
     is_static: bool = False
     segment: Segment | None = None
     decode: DecodeStep | None = None
+
+    @cached_property
+    def _count(self) -> Counts:
+        return Counts(*self.counts.unbind())
+
+    @cached_property
+    def behind_rows(self) -> Tensor:
+        """`behind`, [B, 1, 1] int64."""
+        return self._count.behind[:, None, None]
 
     @property
     def num_before(self) -> int:
@@ -146,13 +164,13 @@ class Step:
         """
         if self.decode is not None and self.decode.places is not None:
             return self.decode.places
-        of_rows = self.stored[:1] if self.is_even else self.stored
-        visible = torch.tensor(of_rows, device=self.device)[:, None] + self.num_new
+        stored = self._count.stored[:, None]
+        visible = (stored[:1] if self.is_even else stored) + self.num_new
         slots = torch.arange(self.length, device=self.device)
         if not self.is_single or self.in_order:
             return slots + visible - self.length
-        num_sinks, newest = self.sizes.num_sinks, self.sizes.slot(self.end)
-        ages = (newest - slots) % max(self.size - num_sinks, 1)
+        num_sinks = self.sizes.num_sinks
+        ages = (self._slot - slots) % max(self.size - num_sinks, 1)
         of_window = visible - 1 - ages
         of_window = of_window.masked_fill(of_window < num_sinks, -1)
         of_sinks = slots.expand_as(of_window).masked_fill(slots >= visible, -1)
@@ -162,6 +180,12 @@ class Step:
     def visible(self) -> Tensor:
         """Return which of what attention gets are of the row, [B or 1, S] bool."""
         return self.places >= 0
+
+    @property
+    def _slot(self) -> Tensor:
+        """Slot [1] that is written next in rows that have their sinks."""
+        num_sinks, sizes = self.sizes.num_sinks, self.sizes
+        return (self._count.end[:1] - num_sinks) % sizes.num_window_slots + num_sinks
 
     def order(self, num: int) -> slice | Tensor:
         """Slots of the newest entries before the pass (see `order_of`)."""
@@ -200,9 +224,7 @@ class Step:
         """
         if self.in_order:
             return self.at(self.length, 1)
-        first = torch.tensor(
-            [at - n for at, n in zip(self.positions, self.stored, strict=True)], device=self.device
-        )
+        first = self._count.positions - self._count.stored
         assert places is not None
         return (places.clamp_min(0) + first[:, None])[:, None]
 
@@ -261,7 +283,7 @@ class Step:
     @property
     def _birth(self) -> slice | Tensor:
         if self.is_static:
-            return torch.tensor(self.births[:1], device=self.device)
+            return self._count.births[:1]
         return slice(self.births[0], self.births[0] + 1)
 
     def as_decode(
@@ -271,7 +293,7 @@ class Step:
         stored bare, or for our kernel.
         """
         device, num_sinks = self.device, self.sizes.num_sinks
-        position_ids = torch.tensor(self.positions, device=device)[:, None]
+        position_ids = self._count.positions[:, None]
         order = ranks = read = None
         places = self.places if asks_for_places else None
         if self.in_order:
@@ -284,10 +306,11 @@ class Step:
             num = max(self.stored[0] + 1 - num_sinks, 0)
             order = torch.arange(num, device=device)
             if not self.in_order:
-                first, num = self.end + 1 - num, self.size - num_sinks if self.is_static else num
-                order = slots_of(self.sizes, first, num, device) - num_sinks
+                first = self._count.end[:1] - self._count.stored[:1]  # after the sinks
+                num = self.size - num_sinks if self.is_static else num
+                order = (first + torch.arange(num, device=device)) % self.sizes.num_window_slots
         return DecodeStep(
-            slot=torch.tensor([self.sizes.slot(self.end)], device=device),
+            slot=self._slot,
             read=read,
             size=self.length,
             hides=self.hides,
@@ -300,7 +323,6 @@ class Step:
             all_at=self.at_places(places) if are_bare else None,
             scales=None,
             in_sight=in_sight,
-            is_usual=self.is_alike,
         )
 
 

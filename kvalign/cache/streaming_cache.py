@@ -129,17 +129,34 @@ class StreamingCache(FixedSizeCache):
         if step.num_new == 1 and step.end <= self.sizes.cache_size:
             for ring in self._rings():
                 ring.grow(step.size)
-        if self.turns_sinks and any(map(self.sizes.num_dropped, step.seen)):
-            self._turn_sinks(step)
         self.realigner.prepare(len(self.attention))
-        if not step.is_decode or not self.attention[0].is_filled:
+        if not self._is_decode(step):
+            self._turn_sinks(step)
+        return step
+
+    def _is_decode(self, step: Step) -> bool:
+        return step.is_decode and self.attention[0].is_filled
+
+    def describe(self) -> Step:
+        step = self._now
+        if step.decode is not None or not self.is_decode:
             return step
+        self._turn_sinks(step)
         in_sight = None
         if self.by_kernel:
             in_sight = InSight(self.places(step), step.behind_rows, self.turns)
         asks = in_sight is None and (self._asks_for_places or step.hides)
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
-        return replace(step, decode=self.realigner.describe(step, decode))
+        self.step = replace(step, decode=self.realigner.describe(step, decode))
+        return self.step
+
+    @property
+    def is_decode(self) -> bool:
+        return self._is_decode(self._now)
+
+    @property
+    def is_usual(self) -> bool:
+        return self.is_decode and self._now.is_alike
 
     @property
     def _asks_for_places(self) -> bool:
@@ -167,6 +184,9 @@ class StreamingCache(FixedSizeCache):
     def _turn_sinks(self, step: Step) -> None:
         """Rotate the keys of sinks, as far as the positions of the others have run on."""
         rotation, num = self.realigner.rotation, self.sizes.num_sinks
+        is_moved = self.is_static or any(map(self.sizes.num_dropped, step.seen))
+        if not self.turns_sinks or not is_moved:
+            return
         assert rotation is not None
         for device, keys in self.sinks.by_device.items():
             turned = rotation.shift_layers(keys, -step.behind_rows, dim=0)

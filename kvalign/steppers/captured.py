@@ -6,20 +6,19 @@ What differs otherwise has a graph of its own: another number of rows, a cache t
 (whose slots without an entry are hidden), other buffers.
 """
 
-import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any, Self, final
+from dataclasses import replace
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.step import DecodeStep, Step
+from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
@@ -29,20 +28,46 @@ from kvalign.steppers.compiled import Compiled
 
 log = logging.getLogger(__name__)
 
-Inputs = dict[str, Tensor]
-Replay = Callable[[], Tensor]
-Record = Callable[[Callable[[Inputs], Tensor], Inputs], Replay]
-"""Of a step as a function of inputs, and the tensors that it will read them from: what makes the
-step again with the present contents of these.
-"""
+
+class Inputs(NamedTuple):
+    """Tensors of a step that change from one to the next.
+
+    Attributes:
+        ids: [B, 1] int64.
+        counts: [5, B] int64 (`Step`).
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+
+class Graph(NamedTuple):
+    """Step that was recorded.
+
+    Attributes:
+        inputs: where it reads them.
+        replay: makes the step with their present contents: logits [B, V], overwritten by the next.
+        pool: memory that it shares with others.
+    """
+
+    inputs: Inputs
+    replay: Callable[[], Tensor]
+    pool: Any = None
+
+
+Run = Callable[[Inputs], Tensor]
 
 MOST_GRAPHS = 16
 EVERY = 32  # steps between two comparisons of the whole model
 
 
-def record_cuda_graph(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Replay:
+def record_cuda_graph(run: Run, inputs: Inputs, pool: Any) -> Graph:
     """Record a step as a CUDA graph. It is made three times, which changes nothing: it writes the
     same entries into the same slots.
+
+    Args:
+        pool: memory of what lies between the input and the output of other graphs, of which one is
+            replayed at a time; None: a new one.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -51,42 +76,35 @@ def record_cuda_graph(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Replay
             run(inputs)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
+    with torch.cuda.graph(graph, pool=pool):
         logits = run(inputs)
 
     def replay() -> Tensor:
         graph.replay()
         return logits
 
-    return replay
-
-
-@functools.cache
-def _pool() -> Any:
-    """Memory of what lies between the input and the output of a step, for all graphs: one is
-    replayed at a time, and its output copied.
-    """
-    return torch.cuda.graph_pool_handle()
+    return Graph(inputs, replay, graph.pool())
 
 
 @final
 class Captured(Stepper):
-    """Decode steps of a model that are captured: of entries that are neither in the order of time
-    nor remembered, on one device, once all rows have their sinks.
+    """Decode steps of a model that are captured (`not_captured` says which are not).
 
     Args:
         call: the model, or its compiled form.
-        record: how a step is captured.
+        record: records a step as a graph.
     """
 
     is_static = True
 
     def __init__(
-        self, model: PreTrainedModel, call: Any = None, record: Record = record_cuda_graph
+        self,
+        model: PreTrainedModel,
+        call: Any = None,
+        record: Callable[[Run, Inputs, Any], Graph] = record_cuda_graph,
     ):
         self.model, self.call, self.record = model, call or model, record
-        self.graphs: OrderedDict[Any, tuple[Inputs, Replay]] = OrderedDict()
-        self._seen: OrderedDict[Any, None] = OrderedDict()
+        self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self._snapshot, self._num = Snapshot(model), 0
 
     @classmethod
@@ -109,34 +127,40 @@ class Captured(Stepper):
         step = cache.step
         if step is None or not isinstance(cache, StreamingCache) or not _is_captured(step, cache):
             return None
-        inputs, key = _inputs_of(ids, step), _key_of(ids, step, cache)
         self._forget_if_changed()
+        key = _key_of(step, cache)
+        if (graph := self._graph_for(key, ids, step, cache)) is None:
+            return None
+        graph.inputs.ids.copy_(ids)
+        graph.inputs.counts.copy_(step.counts)
+        return graph.replay().clone()
+
+    def _graph_for(self, key: Any, ids: Tensor, step: Step, cache: StreamingCache) -> Graph | None:
+        """Graph of a step; None the first time: what never comes again is not worth one."""
         if key not in self.graphs:
-            if key not in self._seen:  # what differs at each step is not worth it
-                self._seen[key] = None
-                while len(self._seen) > MOST_GRAPHS:
-                    self._seen.popitem(last=False)
-                return None
-            self.graphs[key] = self._captured(inputs, step, cache)
+            self.graphs[key] = None
             while len(self.graphs) > MOST_GRAPHS:
                 self.graphs.popitem(last=False)
+            return None
         self.graphs.move_to_end(key)
-        own, replay = self.graphs[key]
-        for name, x in inputs.items():
-            own[name].copy_(x)
-        return replay().clone()
+        if self.graphs[key] is None:
+            self.graphs[key] = self._captured(Inputs(ids.clone(), step.counts.clone()), cache)
+        return self.graphs[key]
 
-    def _captured(self, inputs: Inputs, step: Step, cache: StreamingCache) -> tuple[Inputs, Replay]:
-        own = {name: x.clone() for name, x in inputs.items()}
+    def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
+        step = cache.step
+        assert step is not None
 
         def run(given: Inputs) -> Tensor:
-            cache.step = _with(step, given)
-            told = {"position_ids": given["position_ids"]}
-            return last_logits(self.call, given["ids"], cache, **told)
+            cache.step = replace(step, counts=given.counts)
+            decode = cache.describe().decode
+            assert decode is not None
+            return last_logits(self.call, given.ids, cache, position_ids=decode.position_ids)
 
+        others = (graph.pool for graph in self.graphs.values() if graph is not None)
         with _without_padding(self.model):
             try:
-                return own, self.record(run, own)
+                return self.record(run, inputs, next(others, None))
             finally:
                 cache.step = step
 
@@ -145,7 +169,6 @@ class Captured(Stepper):
         self._num += 1
         if not (self._snapshot if self._num % EVERY == 1 else self._snapshot.code).holds():
             self.graphs.clear()
-            self._seen.clear()
             self._snapshot = Snapshot(self.model)
 
 
@@ -163,49 +186,24 @@ def not_captured(method: Cached) -> str | None:
 
 
 def _is_captured(step: Step, cache: StreamingCache) -> bool:
-    decode = step.decode
-    if decode is None or step.in_order or type(cache) is not StreamingCache:
+    """Return whether the pass that a cache is in is captured: rows have their sinks, and, where
+    entries are written other than they come, equal positions.
+    """
+    if not cache.is_decode or step.in_order or type(cache) is not StreamingCache:
         return False
-    if decode.in_sight is not None:  # our kernel's steps, on a CPU
-        return False
-    writes_as_they_come = cache.stays or decode.birth is not None
-    return writes_as_they_come and len(cache.attention) == len(cache.layers)
+    has_states = len(cache.attention) < len(cache.layers)
+    return not has_states and not cache.by_kernel and (cache.stays or step.is_alike)
 
 
-_SCALES = "scales"
-
-
-def _inputs_of(ids: Tensor, step: Step) -> Inputs:
-    """The tensors of a step, which change from one to the next."""
-    decode = step.decode
-    assert decode is not None
-    own = {one.name: getattr(decode, one.name) for one in fields(DecodeStep)}
-    found = {name: x for name, x in own.items() if isinstance(x, Tensor)}
-    found |= {f"{_SCALES}.{i}": x for i, x in enumerate(decode.scales or ())}
-    return {"ids": ids, "behind_rows": step.behind_rows} | found
-
-
-def _with(step: Step, given: Inputs) -> Step:
-    """The step with these tensors in place of its own."""
-    decode = step.decode
-    assert decode is not None
-    own: dict[str, Any] = {x.name: given[x.name] for x in fields(DecodeStep) if x.name in given}
-    if decode.scales is not None:
-        own[_SCALES] = tuple(given[f"{_SCALES}.{i}"] for i in range(len(decode.scales)))
-    return replace(step, behind_rows=given["behind_rows"], decode=replace(decode, **own))
-
-
-def _key_of(ids: Tensor, step: Step, cache: StreamingCache) -> Any:
+def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
     """All that a captured step depends on, beside the contents of tensors."""
-    decode = step.decode
-    assert decode is not None
-    own = {one.name: getattr(decode, one.name) for one in fields(DecodeStep)}
-    kinds = ((name, x) for name, x in own.items() if name != _SCALES)
-    of_decode = (str(x.shape) if isinstance(x, Tensor) else repr(x) for _, x in kinds)
+    rings = (ring for layer in cache.attention for ring in layer.rings)
+    buffers = [x.data_ptr() for ring in rings for x in ring.data]
+    sinks = [x.data_ptr() for x in cache.sinks.by_device.values()]
     first = step.first_place if step.is_alike else None
-    buffers = (x.data_ptr() for layer in cache.attention for ring in layer.rings for x in ring.data)
+    of_rows = len(step.seen), step.is_even, step.is_alike, step.hides, step.size, first
     realigner = cache.realigner, cache.realigner.version
-    return (ids.shape, *of_decode, first, step.sizes, *realigner, *buffers)
+    return (*of_rows, step.sizes, *realigner, *buffers, *sinks)
 
 
 @contextmanager

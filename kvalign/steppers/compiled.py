@@ -52,12 +52,12 @@ class Compiled(Stepper):
         return "compiled"
 
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
-        step, sizes = cache.step, cache.sizes
-        assert step is not None
-        is_full = step.num_visible > sizes.cache_size - sizes.num_evicted
-        if step.decode is None or not step.decode.is_usual or not is_full:
+        sizes = cache.sizes
+        if not cache.is_usual or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
             return None
-        return last_logits(self, ids, cache, position_ids=step.decode.position_ids)
+        decode = cache.describe().decode
+        assert decode is not None
+        return last_logits(self, ids, cache, position_ids=decode.position_ids)
 
     @functools.cached_property
     def _code(self) -> Code:

@@ -113,7 +113,7 @@ class Stored(Stepper):
         if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or step.decode is None or step.in_order or not cache.stays:
+        if step is None or not cache.is_decode or step.in_order or not cache.stays:
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
@@ -132,7 +132,9 @@ class Stored(Stepper):
         seen = [x for ring in entries for x in ring.data]
         if cache.stores_bare and cache.turns is not None and cache.by_kernel:
             seen.append(cache.turns)
-        return [ids, step.decode.position_ids, step.decode.slot, places, *seen]
+        decode = cache.describe().decode
+        assert decode is not None
+        return [ids, decode.position_ids, decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, if there is one for the model as it is now."""

@@ -15,7 +15,6 @@ import kvalign
 from kvalign.cache.memory import Memory
 from kvalign.cache.realign import Rotating
 from kvalign.cache.sinks import SinkKeys
-from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -190,7 +189,7 @@ def table_read_two_places_off(patch):
 
 
 def sinks_lost(patch):
-    patch(CacheSizes, "slot", lambda self, place: place % self.first_input_len)
+    patch(Step, "_slot", property(lambda self: self._count.end[:1] % self.sizes.first_input_len))
 
 
 def sinks_of_the_first_row(patch):

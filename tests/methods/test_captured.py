@@ -14,7 +14,7 @@ from helpers.tiny_models import tiny_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvalign.methods import stepper
-from kvalign.steppers.captured import Captured, not_captured
+from kvalign.steppers.captured import Captured, Graph, not_captured
 
 NUM_STEPS = 600
 
@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self):
         self.num = self.num_made = 0
 
-    def __call__(self, run, inputs):
+    def __call__(self, run, inputs, pool):
         self.num += 1
         graph = make_fx(run)(inputs)
 
@@ -46,7 +46,7 @@ class Recorder:
             self.num_made += 1
             return graph(inputs)
 
-        return replay
+        return Graph(inputs, replay)
 
 
 def captured(name, model, **sizes):
