@@ -10,6 +10,7 @@ run: a document names the commit that it was made at, and the tests take those o
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:
 
 
 def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
-    """The commands of PART or PART/CELL, with what must be prepared for them."""
+    """The commands of PART or PART/CELL, with what must be prepared for it."""
     name, _, only = wanted.partition("/")
     given = yaml.safe_load((RESULTS / name / SUITE_FILE).read_text(encoding="utf-8"))
     suite = {key: value for key, value in given.items() if key in Suite.model_fields}
@@ -99,7 +100,18 @@ def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
     found += [Cell(script.name, script.command) for script in part.scripts]
     if only and only not in (names := tuple(step.name for step in part.documents)):
         raise UserError(unknown(f"document of {name}", only, names))
-    return [c for c in found if not only or c.name == only or c.is_preparation]
+    return _with_what_it_reads(found, only) if only else found
+
+
+def _with_what_it_reads(cells: list[Cell], name: str) -> list[Cell]:
+    """The cell of that name, and before it the preparations whose `--out` it names, or they do."""
+    needed = [cell for cell in cells if cell.name == name]
+    for cell in reversed([cell for cell in cells if cell.is_preparation]):
+        words = shlex.split(cell.command)
+        out = words[words.index("--out") + 1]
+        if any(re.search(rf"{re.escape(out)}(?![\w-])", other.command) for other in needed):
+            needed.insert(0, cell)
+    return needed
 
 
 def run_cells(part: str, steps: list[Cell]) -> None:
