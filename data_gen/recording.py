@@ -27,6 +27,7 @@ from kvalign.data_gen.store import (
 )
 from kvalign.data_gen.workers import Work, write_shards
 from kvalign.foundation import progress
+from kvalign.foundation.device import AUTO
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.folders import MANIFEST
@@ -58,7 +59,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     """
     if loaded is not None and settings.workers > 1:
         raise UserError("several workers load the model themselves: give none, or workers=1")
-    loaded = loaded or load_model(settings.model, settings.device)
+    device = "cpu" if settings.device == AUTO and settings.workers > 1 else settings.device
+    loaded = loaded or load_model(settings.model, device, "float32")
     config = new_config(settings, loaded)
     num_needed = first_val_chunk(settings.chunk_len, config.settings.stride) + 1
     needed_len = (num_needed - 1) * config.settings.stride + settings.chunk_len

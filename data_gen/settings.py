@@ -61,7 +61,11 @@ class RecordSettings(Settings):
         64.0, help="size of a file in megabytes, filled with whole chunks", above=0, at_most=1e6
     )
     batch_size: int = option(8, help="chunks encoded at once", at_least=1, at_most=MOST_ROWS)
-    device: str = option("cpu", help="cpu or cuda; several workers need a GPU each")
+    device: str = option(
+        "auto",
+        help="cpu, cuda; auto: cuda if there is one, and for several workers, which need one each, "
+        "the cpu",
+    )
     workers: int = option(
         1,
         help="processes that record, on Ray if several; each uses one thread",

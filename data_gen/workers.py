@@ -20,6 +20,7 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Shard, ShardNotes, write_shard
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
+from kvalign.foundation.device import AUTO
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel, load_model
 
@@ -76,7 +77,8 @@ class _Worker:
     def __init__(self, settings: RecordSettings, folder: str):
         os.chdir(folder)  # relative paths are those of the command
         torch.set_num_threads(1)
-        self.settings, self.loaded = settings, load_model(settings.model, settings.device)
+        device = "cpu" if settings.device == AUTO else settings.device
+        self.settings, self.loaded = settings, load_model(settings.model, device, "float32")
 
     def write(self, chunks: ShardChunks, shards: list[Shard]) -> tuple[int, str]:
         """Tokens encoded, and what went wrong."""

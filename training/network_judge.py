@@ -84,7 +84,7 @@ def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text
 def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     """The model that networks were made for; UserError if it is not there any more."""
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu")
+    loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu", "float32")
     said = next(iter(config.training.values()))["data"].get(IDENTITY)
     if not is_of(loaded.model, said, config.embedding_fingerprint):
         raise UserError(f"{config.base_model} has other weights than at the time of the recording")

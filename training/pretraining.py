@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.foundation import progress
+from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import (
     locked,
@@ -84,7 +85,7 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
         UserError: a corpus that is too short, a device that this machine does not have.
     """
     parse_mix(settings.corpus)
-    check_device(settings.device)
+    check_device(resolved(settings.device))
     hidden, num_rows = settings.hidden_size, settings.vocab_size + settings.context_len
     num_weights = hidden * (12 * hidden * settings.num_layers + num_rows)  # in round numbers
     check_room(BYTES_A_WEIGHT * num_weights, "the weights of a model of these sizes")
@@ -118,7 +119,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
-    model = first_model(settings, tokenizer).to(settings.device)
+    model = first_model(settings, tokenizer).to(resolved(settings.device))
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     loss_of: Callable[..., Tensor] = _loss_and_copies if settings.copy_weight else _loss
@@ -136,7 +137,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
             rows = replace(rows, ids=with_prefix(rows.ids, opening))
             with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(model, *rows.on(settings.device), *run.copy_weight())
+                loss = loss_of(model, *rows.on(model.device), *run.copy_weight())
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:

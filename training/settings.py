@@ -275,7 +275,7 @@ class PretrainSettings(Settings):
     eval_corpus: str | None = option(None, help="corpus for the reported bits per byte")
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
-    device: str = option("cpu", help="cpu or cuda")
+    device: str = option("auto", help="cpu, cuda; auto: cuda if there is one")
     seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
 
     def __post_init__(self) -> None:

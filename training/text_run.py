@@ -76,7 +76,7 @@ def train_on_text(
     if loaded is None:
         wanted = settings.accelerator
         on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
-        loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
+        loaded = load_model(settings.model, "cuda" if on_gpu else "cpu", "float32")
     model, longest = loaded.model, loaded.spec.context_len
     if done is not None:
         said = done.training[settings.kvs[0]]["data"].get(IDENTITY)

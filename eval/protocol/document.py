@@ -49,6 +49,10 @@ def document(
         plot: draws the file of the setting of that name.
     """
     values = settings.as_dict()
+    if "device" in values:
+        from kvalign.foundation.device import resolved
+
+        values["device"] = resolved(values["device"])
     made = {
         "kind": kind,
         "command": settings.command_line(kind),

@@ -1,8 +1,24 @@
-"""Waiting for a device. It works beside the program: a clock that is read before it has finished
-has measured only how long it took to ask.
+"""Devices: which one `auto` is, and waiting for one. It works beside the program: a clock that is
+read before it has finished has measured only how long it took to ask.
 """
 
 import torch
+
+AUTO = "auto"
+
+
+def resolved(device: str) -> str:
+    """Name of a device; `auto` is cuda if torch sees one, else the cpu."""
+    if device != AUTO:
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_room(device: str, num_bytes: int) -> bool:
+    """Return whether a device has so many bytes free; only CUDA's say so."""
+    if not device.startswith("cuda"):
+        return True
+    return num_bytes <= torch.cuda.mem_get_info(device)[0]
 
 
 def wait_for(device: torch.device) -> None:

@@ -282,9 +282,10 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 OF_WEIGHTS = (
-    "type of the weights; int8, int4: packed, on a CPU or CUDA; auto: on a CPU int4 if the file "
-    "has the weights of all products in 4 bits, else float32"
+    "type of the weights; int8, int4: packed, on a CPU or CUDA; auto: int4 if the file has the "
+    "weights of all products in 4 bits, else float32 on a CPU and the file's own on a GPU"
 )
+DEVICE = "cpu, cuda, mps, ...; auto: cuda if there is one with room for the model, else cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,7 @@ class ModelSettings(Settings):
     dtype: str = option(
         "float32", help="precision of the model: older name of --weights", choices=DTYPES
     )
-    device: str = option("cpu", help="cpu, cuda, mps, ...")
+    device: str = option("auto", help=DEVICE)
 
 
 NUM_SINKS = (

@@ -82,7 +82,7 @@ def identity_of(name: str) -> str:
         UserError: as `load_model` does.
     """
     source = loading.source_of(name)
-    return _of_folder(name, source) or identity(loading.load_model(name).model)
+    return _of_folder(name, source) or identity(loading.load_model(name, "cpu", "float32").model)
 
 
 def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]) -> bool:

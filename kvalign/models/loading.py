@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import checkpoints
 from kvalign.foundation import progress
+from kvalign.foundation.device import AUTO, has_room, resolved
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.memory import size
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, gguf_file, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of
@@ -30,8 +32,8 @@ class LoadedModel:
 @progress.shown_as("kvalign")
 def load_model(
     name: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: str = "float32",
+    device: str | torch.device = AUTO,
+    dtype: str | None = None,
     weights: str | None = None,
 ) -> LoadedModel:
     """Load a causal LM of transformers with its tokenizer and spec.
@@ -39,11 +41,12 @@ def load_model(
     Args:
         name: a shipped name (`gpt2-mini`, `llama-mini`), a fetched one (`kvalign models`), a hub
             id, a local folder or a GGUF file.
-        device, dtype: as torch names them.
+        device: as torch names it; `auto`: cuda if there is one with room for the model, else cpu.
+        dtype: as torch names it; None: float32 on a CPU, that of the file on a GPU.
         weights: how weights are stored: as a dtype, which is then the model's; packed as `int8` or
             `int4` (`kvalign.models.packed`), with everything else in float32 on a CPU and in
-            bfloat16 on CUDA; or `auto`: on a CPU `int4` if the file has all products in 4 bits, as
-            many GGUF files do, else as `dtype` says, which is the default.
+            bfloat16 on CUDA; or `auto`: `int4` if the file has all products in 4 bits, as many GGUF
+            files do, else as `dtype` says, which is the default.
 
     Raises:
         UserError: an unknown name, an architecture or RoPE scaling that cannot be shifted, or
@@ -52,6 +55,7 @@ def load_model(
     typed("model", name, Path)
     name = os.fspath(name)
     device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
+    is_auto, device = device == AUTO, resolved(device)
     dtype, weights = precision_of(device, dtype, weights)
     progress.phase(f"loading {name}")
     source = source_of(name)
@@ -60,20 +64,25 @@ def load_model(
     config = gguf_file.config_of(file) if file else model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
     if file:
-        model, tokenizer = gguf_file.read(file, config, dtype)
+        model, tokenizer = gguf_file.read(file, config, dtype or DTYPES[0])
     else:
-        model, tokenizer = model_folder.read(name, source, config, dtype)
+        model, tokenizer = model_folder.read(name, source, config, dtype or own_dtype(config))
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
     turns = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
     check_finite(turns, f"the config of {name}")
     model.eval()
     if weights == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        weights = "int4" if on_cpu and packed.is_of_4_bits(model) else dtype
-        log.info("weights of %s: %s", name, weights)
+        can_pack = torch.device(device).type in ("cpu", "cuda")
+        weights = "int4" if can_pack and packed.is_of_4_bits(model) else None
+    if file and dtype is None:
+        model.to(torch.bfloat16)
+    log.info("weights of %s: %s", name, weights or model.dtype)
+    if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
+        log.warning("%s goes to the cpu: the GPU has no %s free", name, size(num_bytes))
+        device = "cpu"
     model.to(device)
-    if weights in packed.PACKED:
+    if weights is not None:
         packed.pack(model, weights)
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
@@ -84,32 +93,44 @@ def source_of(name: str) -> str:
     return str(checkpoints.model_path(name) or fetched.model_path(name) or name)
 
 
-def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str]:
-    """The dtype in which a model is loaded, and the form of its weights; as of `load_model`.
+def own_dtype(config: PretrainedConfig) -> str:
+    """The dtype in which a checkpoint's weights are stored, as its config says."""
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in DTYPES else DTYPES[0]
+
+
+def precision_of(
+    device: str, dtype: str | None, weights: str | None
+) -> tuple[str | None, str | None]:
+    """The dtype in which a model is loaded, None: its file's own; and the form of packed weights,
+    `auto`, or None. As of `load_model`.
 
     Raises:
         UserError: an unknown name, two that contradict each other, or packed weights on another
             device than a CPU or CUDA.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
-    if weights is None:
-        return dtype, dtype
-    if weights not in WEIGHTS:
+    if weights is not None and weights not in WEIGHTS:
         raise UserError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r:.80}")
-    if weights == "auto" and dtype != DTYPES[0]:
-        return dtype, dtype
-    if dtype not in (DTYPES[0], weights):
+    default = DTYPES[0] if device.startswith("cpu") else None
+    if weights is None:
+        return dtype or default, None
+    if dtype not in (None, DTYPES[0], weights):
+        if weights == "auto":
+            return dtype, None
         raise UserError(
             f"weights {weights} and dtype {dtype} contradict each other: leave out dtype"
         )
-    if weights not in packed.PACKED:
-        return (weights if weights in DTYPES else dtype), weights
+    if weights == "auto":
+        return default, weights
+    if weights in DTYPES:
+        return weights, None
     if device.startswith("cuda"):
         return "bfloat16", weights
     if not device.startswith("cpu"):
         raise UserError(f"weights of {weights} need a cpu or cuda, got device {device}")
-    return dtype, weights
+    return DTYPES[0], weights
 
 
 # In torch's reasons that say nothing to a user, or name all that it was ever built for.

@@ -158,7 +158,7 @@ class Captured(Stepper):
             return last_logits(self.call, given.ids, cache, position_ids=decode.position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
-        with _without_padding(self.model):
+        with without_padding(self.model):
             try:
                 return self.record(run, inputs, next(others, None))
             finally:
@@ -207,7 +207,7 @@ def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _without_padding(model: PreTrainedModel) -> Iterator[None]:
+def without_padding(model: PreTrainedModel) -> Iterator[None]:
     """Context in which transformers does not look at ids to warn of padding."""
     config, before = model.config, getattr(model.config, "pad_token_id", None)
     config.pad_token_id = None

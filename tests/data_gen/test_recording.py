@@ -241,7 +241,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
 
 
 def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
-    monkeypatch.setattr("kvalign.data_gen.recording.load_model", lambda name, device: gpt2)
+    monkeypatch.setattr("kvalign.data_gen.recording.load_model", lambda *args: gpt2)
     gen_data.run(settings(), as_json=False)
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == f"recording: {settings().out}"

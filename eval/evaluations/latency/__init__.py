@@ -44,7 +44,8 @@ class LatencySettings(ComparisonSettings):
     take turns, so that a busy moment affects all. The bare step, without any eviction, is the
     floor.
 
-    `--model shape:distilgpt2` (gpt2, smollm2-135m) uses random weights, which do not change speed.
+    `--model shape:distilgpt2` (gpt2, gpt2-xl, smollm2-135m, qwen3-0.6b, llama-3-8b) uses random
+    weights, which do not change speed.
     With `--memory` steps are timed with full memories of random entries, beside the same step
     without.
 
@@ -94,7 +95,12 @@ class LatencySettings(ComparisonSettings):
     )
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(
-        False, help="compile every method's step (torch.compile); the bare step is not compiled"
+        False,
+        help="compile every method's step (torch.compile); on CUDA the bare step, too, and capture "
+        "them",
+    )
+    captured: bool = option(
+        False, help="on CUDA: capture every method's step, as generate does, and the bare step"
     )
     seed: int = seed_option("weights, tokens and draws")
     plot: Path | None = option(
@@ -118,7 +124,7 @@ class LatencySettings(ComparisonSettings):
             raise UserError("--corpus is for the comparison with a peer: give --peer, too")
 
     def _check_peer(self) -> None:
-        if self.generate or self.batch_sizes != (1,) or self.device != "cpu":
+        if self.generate or self.batch_sizes != (1,) or self.device not in ("auto", "cpu"):
             raise UserError(
                 f"--peer {self.peer} is timed on a CPU, with full caches, one stream at a time: "
                 "leave out --generate, --batch-sizes and --device"
@@ -162,8 +168,14 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
+    from kvalign.foundation.device import resolved
     from kvalign.models.packed import num_bytes
 
+    device = resolved(settings.device)
+    if settings.captured and not device.startswith("cuda"):
+        raise UserError("--captured needs --device cuda: on a CPU steps are not captured")
+    if settings.peer and device != "cpu":
+        raise UserError(f"--peer {settings.peer} is timed on a CPU: give --device cpu, too")
     started = time.perf_counter()
     num_threads = torch.get_num_threads()
     if settings.num_threads:
@@ -177,6 +189,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         methods = make_grid(settings, model, untrained_aligners(model, settings))
         if settings.compile:
             methods = [method.compile() for method in methods]
+        elif settings.captured:
+            methods = [method.take_ready_stepper() for method in methods]
         rows: list[Row] = []
         with progress.shown_as("timing") as bar:
             bar.expect(num_turns(settings, len(methods)), "turns")
@@ -224,6 +238,17 @@ COLUMNS = {
     ),
     "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}", True, weight=5),
     "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}", True),
+    "read_mb": Column(
+        "MB read", 0, about="weights, entries and tables that a step reads", is_optional=True
+    ),
+    "limit_ratio": Column(
+        "ratio to limit",
+        2,
+        "lower",
+        "mean relative to what a step reads, at the bandwidth that copies have on the same card",
+        True,
+        weight=3,
+    ),
     "tokens_per_s": Column(
         "tokens/s", 1, "higher", "of all streams together, from the mean", True, weight=2
     ),

@@ -7,6 +7,7 @@ streams nothing.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -15,19 +16,35 @@ from kvalign.aligners.base import KeysValues
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.protocol.evaluation import FLOOR
 from kvalign.methods.base import Method
+from kvalign.methods.stepper import last_logits
+from kvalign.steppers.captured import Graph, Inputs, record_cuda_graph, without_padding
+from kvalign.steppers.compiled import Compiled
 
 
 class BareStep(Method):
-    """Bare step in the form of a method, to be timed among them; `make_method` does not know it."""
+    """Bare step in the form of a method, to be timed among them; `make_method` does not know it.
+
+    Args:
+        compiled, captured: how it is made, as those of methods.
+    """
 
     name = FLOOR
     about = "one pass over C + 1 entries, nothing evicted: a lower bound, not a method"
 
-    def __init__(self, model: PreTrainedModel, cache_size: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache_size: int,
+        compiled: bool = False,
+        captured: bool = False,
+    ):
         super().__init__(model, CacheSizes(cache_size, num_sinks=0))
+        self.call: Any = (Compiled.of(model) if compiled else None) or model
+        self.is_captured = captured
         self.reset()
 
     def reset(self) -> None:
+        self.graph: Graph | None = None
         num_entries = self.sizes.first_input_len
         layers = [BareLayer(num_entries) for _ in range(self.spec.num_layers)]
         self.cache = Cache(layers=layers)
@@ -36,7 +53,23 @@ class BareStep(Method):
         """Read a first input, whose last C + 1 tokens fill the buffer, with zeros if it is shorter;
         after that one token per row, at position C, in place of the one before.
         """
-        return self.forward(ids[:, -self.sizes.first_input_len :], self.cache)
+        ids = ids[:, -self.sizes.first_input_len :]
+        if ids.shape[1] > 1:
+            return self.forward(ids, self.cache)
+        return self._replayed(ids) if self.is_captured else self._step(ids)
+
+    @torch.no_grad()
+    def _step(self, ids: Tensor) -> Tensor:
+        with self.in_eval_mode():
+            return last_logits(self.call, ids, self.cache)
+
+    def _replayed(self, ids: Tensor) -> Tensor:
+        if self.graph is None:
+            own = Inputs(ids.clone(), ids.new_empty(0))
+            with without_padding(self.model):
+                self.graph = record_cuda_graph(lambda given: self._step(given.ids), own, None)
+        self.graph.inputs.ids.copy_(ids)
+        return self.graph.replay().clone()
 
 
 class BareLayer(DynamicLayer):

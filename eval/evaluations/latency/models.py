@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.timing import random_ids
 from kvalign.eval.protocol.grid import load, trained_for
+from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.choice import lack_of_aligner
@@ -28,12 +30,27 @@ log = logging.getLogger(__name__)
 DEFAULT_KINDS = ("table", "network")
 SHAPE_PREFIX = "shape:"
 RANDOM = "random"  # of --prompts
-SMOLLM2 = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
-SMOLLM2 |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)
+SMOLLM2: dict[str, Any] = dict(
+    **dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576),
+    **dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192),
+)
+QWEN3: dict[str, Any] = dict(
+    **dict(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, hidden_size=1024),
+    **dict(intermediate_size=3072, vocab_size=151936, max_position_embeddings=40960),
+    **dict(head_dim=128, rope_theta=1000000.0),
+)
+LLAMA3: dict[str, Any] = dict(
+    **dict(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096),
+    **dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192),
+    rope_theta=500000.0,
+)
 SHAPES = {
     "distilgpt2": dict(model_type="gpt2", n_layer=6, n_head=12, n_embd=768, vocab_size=50257),
     "gpt2": dict(model_type="gpt2", n_layer=12, n_head=12, n_embd=768, vocab_size=50257),
+    "gpt2-xl": dict(model_type="gpt2", n_layer=48, n_head=25, n_embd=1600, vocab_size=50257),
     "smollm2-135m": dict(model_type="llama", tie_word_embeddings=True, **SMOLLM2),
+    "qwen3-0.6b": dict(model_type="qwen3", tie_word_embeddings=True, **QWEN3),
+    "llama-3-8b": dict(model_type="llama", tie_word_embeddings=False, **LLAMA3),
 }
 
 
@@ -47,14 +64,16 @@ def random_model(
     """Random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
-    dtype, weights = precision_of(device, dtype, weights)
+    device = resolved(device)
+    of_device, packed_as = precision_of(device, dtype, weights)
     check_device(device)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[shape])
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.device(device):  # where large ones are made in seconds
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, of_device or dtype))
     model = model.to(device).eval().requires_grad_(False)
-    if weights in PACKED:
-        pack(model, weights)
+    if packed_as in PACKED:
+        pack(model, packed_as)
     return model
 
 

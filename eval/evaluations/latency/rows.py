@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.limit import bandwidth, read_bytes
 from kvalign.eval.evaluations.latency.peer import LlamaCpp, beside, file_of
 from kvalign.eval.evaluations.latency.timing import Timed
 from kvalign.eval.protocol.evaluation import Row
@@ -49,7 +50,12 @@ def measure(
     for a peer, whose perplexity of a text [1, C + 1 or more] is compared with the model's.
     """
     reference = 1 + [method.name for method in methods].index(settings.reference)
-    methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
+    on_cuda = methods[0].model.device.type == "cuda"
+    how = dict(
+        compiled=settings.compile and on_cuda,
+        captured=settings.captured or (settings.compile and on_cuda),
+    )
+    methods = [BareStep(methods[0].model, methods[0].sizes.cache_size, **how), *methods]
     peer = None if text is None else _peer(settings, methods[reference].sizes, prompts)
     timed: list[Timed] = [*methods, *filter(None, [peer])]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
@@ -86,6 +92,7 @@ def measure(
             "tokens_per_s": 1e3 / mean,
             "ttft_ms": 1e3 * np.median(to_first),
             "peak_mb": peak,
+            **_of_limit(one, batch_size, mean * batch_size),
             **more,
         }
         for one, to_first, times, mean, median, of_memory, peak, more in zip(
@@ -150,6 +157,17 @@ def _stored(one: Timed, batch_size: int) -> Row:
         "stored_bytes": num_bytes / batch_size / num,
         "stored_ratio": num_bytes / in_cache / num,
     }
+
+
+def _of_limit(one: Timed, batch_size: int, step_ms: float) -> Row:
+    """What a step on CUDA reads, and its time relative to what that takes at least."""
+    if not isinstance(one, Method) or one.model.device.type != "cuda":
+        return {}
+    num_bytes = read_bytes(one, batch_size)
+    if num_bytes is None:
+        return {"read_mb": None, "limit_ratio": None}
+    least_ms = 1e3 * num_bytes / bandwidth(one.model.device)
+    return {"read_mb": num_bytes / 1e6, "limit_ratio": step_ms / least_ms}
 
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:

@@ -15,6 +15,7 @@ from kvalign.cache.sizes import CacheDtype
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
     CACHE_DTYPE,
+    DEVICE,
     MEMORY,
     NUM_RECALLED,
     OF_WEIGHTS,
@@ -56,7 +57,7 @@ class PageSettings(Settings):
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
     cache_dtype: str = option("model", help=CACHE_DTYPE, choices=get_args(CacheDtype))
     weights: str = option("float32", help=OF_WEIGHTS, choices=WEIGHTS)
-    device: str = option("cpu", help="cpu, cuda, mps, ...")
+    device: str = option("auto", help=DEVICE)
     open: bool = option(False, help="open the page in a browser")
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, OF_WEIGHTS, WEIGHTS, option
+from kvalign.foundation.settings import (
+    DEFAULT_MODEL,
+    DEVICE,
+    NUM_SINKS,
+    OF_WEIGHTS,
+    WEIGHTS,
+    option,
+)
 from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods import check_name
 
@@ -41,7 +48,7 @@ class VerifySettings(MethodSettings):
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
-    device: str = option("cpu", help="cpu, cuda, mps, ...")
+    device: str = option("auto", help=DEVICE)
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     cache: str | None = option(
@@ -87,7 +94,7 @@ def run(settings: VerifySettings, as_json: bool) -> None:
     from kvalign.models.loading import load_model
 
     make = settings.make()
-    loaded = load_model(settings.model, settings.device, weights=settings.weights)
+    loaded = load_model(settings.model, settings.device, "float32", settings.weights)
     outcomes = verify(
         loaded.model,
         make,

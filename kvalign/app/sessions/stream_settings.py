@@ -165,12 +165,17 @@ class StreamSettings(MethodSettings, ModelSettings):
 
     def load(self) -> LoadedModel:
         """The model and its tokenizer; an unknown method is refused before anything is loaded."""
+        from kvalign.foundation.device import AUTO as AUTO_DEVICE
         from kvalign.models.loading import load_model
         from kvalign.models.packed import PACKED, weights_of
 
         check_name(self.method)
         loaded = load_model(self.model, self.device, self.dtype, self.weights)
-        if self.weights == "auto" and (weights := weights_of(loaded.model)) in PACKED:
+        weights, device = weights_of(loaded.model), loaded.model.device
+        if device.type != "cpu" and self.device == AUTO_DEVICE:
+            same = "" if self.weights != "auto" else f", weights {weights} as in the file"
+            print(f"device {device}{same} (--device cpu, --weights float32)", file=sys.stderr)
+        elif self.weights == "auto" and weights in PACKED:
             print(f"weights {weights}: as in the file (--weights float32)", file=sys.stderr)
         return loaded
 
@@ -232,8 +237,8 @@ class StreamSettings(MethodSettings, ModelSettings):
         method = stream.method
         taken = {**asdict(method.sizes), **asdict(stream.sampling)}
         taken["compile"] = method.steps_in_a_word in ("compiled", "stored")
-        weights = weights_of(method.model)
-        return {**self.as_dict(), "method": method.name, "weights": weights, **taken}
+        taken |= {"weights": weights_of(method.model), "device": str(method.model.device)}
+        return {**self.as_dict(), "method": method.name, **taken}
 
     def sampling(self) -> dict[str, Any]:
         """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""

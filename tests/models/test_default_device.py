@@ -1,0 +1,96 @@
+"""Which device and dtype a model gets without a flag; `other_device` stands for a GPU."""
+
+import logging
+
+import pytest
+import torch
+from helpers import other_device
+
+from kvalign.app.commands.generate import GenerateSettings
+from kvalign.foundation import device
+from kvalign.foundation.errors import UserError
+from kvalign.models import loading
+from kvalign.models.loading import load_model, precision_of
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose `auto` is the other device."""
+    monkeypatch.setattr(loading, "resolved", lambda x: other_device.NAME if x == "auto" else x)
+
+
+@pytest.fixture(scope="module")
+def in_half(tmp_path_factory):
+    """A model that is stored in bfloat16."""
+    folder = tmp_path_factory.mktemp("half")
+    loaded = load_model("llama-mini", "cpu")
+    loaded.model.to(torch.bfloat16).save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, torch.bfloat16),
+        ({"weights": "auto"}, torch.bfloat16),
+        ({"weights": "float32"}, torch.float32),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": "float16"}, torch.float16),
+        ({"device": "cpu"}, torch.float32),
+    ],
+    ids=str,
+)
+def test_a_gpu_gets_the_dtype_of_the_file(gpu, in_half, flags, expected):
+    model = load_model(in_half, **flags).model
+    assert model.dtype == expected
+    assert model.device.type == flags.get("device", other_device.NAME)
+
+
+def test_without_a_gpu_nothing_changes(in_half):
+    model = load_model(in_half).model
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+
+
+def test_a_model_that_is_too_large_goes_to_the_cpu(gpu, in_half, monkeypatch, caplog):
+    monkeypatch.setattr(loading, "has_room", lambda device, num_bytes: num_bytes < 1000)
+    with caplog.at_level(logging.WARNING):
+        model = load_model(in_half).model
+    assert model.device.type == "cpu"
+    assert "goes to the cpu: the GPU has no" in caplog.text
+    assert load_model(in_half, other_device.NAME).model.device.type == other_device.NAME
+
+
+def test_a_line_says_what_was_taken(gpu, in_half, capsys):
+    GenerateSettings(model=str(in_half)).load()
+    line = "device other, weights bfloat16 as in the file (--device cpu, --weights float32)\n"
+    assert capsys.readouterr().err == line
+    GenerateSettings(model=str(in_half), device="cpu").load()
+    assert capsys.readouterr().err == ""
+
+
+def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
+    assert device.resolved("auto") == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert device.resolved("auto") == "cuda"
+    assert device.resolved("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (("cuda", None, "int4"), ("bfloat16", "int4")),
+        (("cpu", None, "int4"), ("float32", "int4")),
+        (("cuda", "float32", "auto"), (None, "auto")),
+        (("cuda", "bfloat16", "auto"), ("bfloat16", None)),
+        (("cpu", None, None), ("float32", None)),
+    ],
+    ids=str,
+)
+def test_precision(asked, expected):
+    assert precision_of(*asked) == expected
+
+
+def test_packed_weights_need_a_device_that_multiplies_them():
+    with pytest.raises(UserError, match="need a cpu or cuda, got device mps"):
+        precision_of("mps", None, "int4")
