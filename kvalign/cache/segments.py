@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.cache.recalled import Recalled
@@ -30,6 +30,7 @@ from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
 BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
+SEGMENT_ON_GPU, BLOCK_ON_GPU = 2048, 512  # there each call takes time, however little it does
 
 
 class Tables(NamedTuple):
@@ -85,9 +86,10 @@ class Segment:
         self.turns = rotation is not None and bool(self.behind.any())
         self.num_sinks = min(sizes.num_sinks, end)
         self.oldest = self.num_sinks + int(self.dropped[0])  # in sight, of those after the sinks
-        starts = range(0, num_tokens, BLOCK_LEN)
+        length = BLOCK_LEN if device.type == "cpu" else BLOCK_ON_GPU
+        starts = range(0, num_tokens, length)
         self.blocks = {  # by how many entries their queries' windows give up for what is recalled
-            n: [Block(self, x, min(x + BLOCK_LEN, num_tokens), n) for x in starts]
+            n: [Block(self, x, min(x + length, num_tokens), n) for x in starts]
             for n in {0, sizes.num_recalled or 0}
         }
         for before, block in chain.from_iterable(map(pairwise, self.blocks.values())):
@@ -113,15 +115,22 @@ class Segment:
         """
         num_heads, tables, found = keys.shape[1], self.tables(layer), []
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
+        is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
+        if is_plain and self.turns and self.num_sinks:
+            # A CPU is faster without its kernel than with one of twice the size.
+            is_plain = not on_cpu
+            if is_plain:
+                turned, keys, values = self._wide(query, turned, keys, values)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
         for block in self.blocks[num_recalled]:
             ours = turned[:, :, block.queries]
-            if tables is None and not (self.turns and self.num_sinks) and recall is None:
+            if is_plain:
                 k, v = block.entries(keys), block.entries(values)
-                mask = block.mask(query.dtype)
-                found.append(
-                    scaled_dot_product_attention(ours, k, v, mask, scale=scale, enable_gqa=True)
-                )
+                if not on_cpu:  # whose fused kernels take as many heads of each
+                    k, v = (x.repeat_interleave(ours.shape[1] // num_heads, 1) for x in (k, v))
+                mask, gqa = block.mask(query.dtype), {"enable_gqa": True} if on_cpu else {}
+                out = scaled_dot_product_attention(ours, k, v, mask, scale=scale, **gqa)
+                found.append(out[..., : query.shape[-1]])
                 continue
             # The sinks, and the tables, are where the query's place is, not where it has turned.
             placed, ours = (
@@ -139,6 +148,16 @@ class Segment:
                 out = block.read(placed, ours, k, v, tables, *of_block)
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
+
+    def _wide(
+        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of twice the size, whose one product has both forms of a query:
+        its place beside the sinks, and its turn beside the window.
+        """
+        sinks, window = keys.tensor_split([self.num_sinks], 2)
+        keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
+        return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
 
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among

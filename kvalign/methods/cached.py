@@ -210,7 +210,8 @@ class Cached(Method):
     def _chunk_len(self, num_left: int) -> int:
         stored = self.cache.num_stored
         if self.is_exact and not self._fits_at_once(num_left):
-            return segments.SEGMENT_LEN
+            on_cpu = self.model.device.type == "cpu" or self.sizes.memory  # which is there
+            return segments.SEGMENT_LEN if on_cpu else segments.SEGMENT_ON_GPU
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         if not self.sizes.is_oldest or self.sizes.memory:
