@@ -5,13 +5,14 @@ BIN := .venv/bin
 DEMO := demo
 PROMPT := = History of the island = The island was first settled
 SLOW := slow or browser or ray
+GPU_SITE := build/gpu-site
 # One thread a process: the tests' tensors are small, and the processes are as many as the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 # Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results results-gpu tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -43,9 +44,17 @@ test-all: .venv/installed
 test-slow: .venv/installed
 	$(PYTEST) --no-loadscope-reorder -m "$(SLOW)"
 
-# On a machine with a GPU: the same on it and on the CPU. PYTHON has torch and transformers; .venv is not needed.
-test-gpu:
-	$(PYTHON) tests/scripts/gpu.py
+# On a machine with a GPU: the same on it and on the CPU. PYTHON has torch and transformers; .venv is not needed. What it
+# lacks comes from wheels in a folder, without a network: WHEELS=DIR.
+test-gpu: $(if $(WHEELS),$(GPU_SITE))
+	PYTHONPATH=$(GPU_SITE) $(PYTHON) tests/scripts/gpu.py
+
+# Steps on the GPU, by the same interpreter: the documents and tables of eval/results/gpu.
+results-gpu: $(if $(WHEELS),$(GPU_SITE))
+	PYTHONPATH=$(GPU_SITE):. $(PYTHON) tests/scripts/results.py --parts gpu
+
+$(GPU_SITE):
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $@ $(WHEELS)/*.whl
 
 # Which lines all tests reach: build/coverage/html/index.html.
 coverage: .venv/installed

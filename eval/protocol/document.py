@@ -15,7 +15,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     machine: dict[str, str | int] = {
-        **{name: version(name) for name in packages},
+        **{name: _version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit(),
         **_processor(),
@@ -92,6 +92,14 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
     return machine | {"threads": torch.get_num_threads()}
 
 
+def _version(name: str) -> str:
+    """Version of a package, or "" for a checkout that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def _processor() -> dict[str, str]:
     """The processor's name, and which of its instructions make products of matrices fast."""
     try:
@@ -104,10 +112,12 @@ def _processor() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, or "" for an installed package."""
+    """The checkout's commit; of a copy without its .git, such as one on a machine with a GPU, what
+    KVALIGN_COMMIT says; "" for an installed package.
+    """
     folder = Path(kvalign.__file__).parents[1]
     if not (folder / ".git").exists():
-        return ""
+        return os.environ.get("KVALIGN_COMMIT", "")
 
     def git(*words: str) -> str:
         # `describe --dirty` writes the index, and leaves its lock where that fails.
