@@ -47,11 +47,11 @@ test-slow: .venv/installed
 # On a machine with a GPU: the same on it and on the CPU. PYTHON has torch and transformers; .venv is not needed. What it
 # lacks comes from wheels in a folder, without a network: WHEELS=DIR.
 test-gpu: $(if $(WHEELS),$(GPU_SITE))
-	PYTHONPATH=$(GPU_SITE) $(PYTHON) tests/scripts/gpu.py
+	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(PYTHON) tests/scripts/gpu.py
 
 # Steps on the GPU, by the same interpreter: the documents and tables of eval/results/gpu.
 results-gpu: $(if $(WHEELS),$(GPU_SITE))
-	PYTHONPATH=$(GPU_SITE):. $(PYTHON) tests/scripts/results.py --parts gpu
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON) tests/scripts/results.py --parts gpu
 
 $(GPU_SITE):
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $@ $(WHEELS)/*.whl

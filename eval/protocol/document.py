@@ -112,12 +112,14 @@ def _processor() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit; of a copy without its .git, such as one on a machine with a GPU, what
-    KVALIGN_COMMIT says; "" for an installed package.
+    """The checkout's commit, or "" for an installed package. KVALIGN_COMMIT says it for a copy
+    without its history, such as one on a machine that is lent for minutes.
     """
+    if said := os.environ.get("KVALIGN_COMMIT"):
+        return said
     folder = Path(kvalign.__file__).parents[1]
     if not (folder / ".git").exists():
-        return os.environ.get("KVALIGN_COMMIT", "")
+        return ""
 
     def git(*words: str) -> str:
         # `describe --dirty` writes the index, and leaves its lock where that fails.

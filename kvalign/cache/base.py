@@ -285,7 +285,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 births=births,
                 end=self.end,
                 in_order=self._reads_in_order(stored, num_new),
-                counts=counts if device.type == "cpu" else counts.to(device, non_blocking=True),
+                counts=counts,
                 is_static=self.is_static and num_new == 1,
                 segment=segment,
             )

@@ -29,7 +29,9 @@ class DecodeStep:
         hides: whether some of these are not of their row.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
-        birth: the token's place, a tensor [1] in a static pass; None if those of rows differ.
+        behind: [B, 1, 1] int64, `Step.behind_rows`.
+        birth: the token's place, a tensor [1] while a static cache fills; None if those of rows
+            differ.
         places: as of `Step.places`; None if attention does not ask for them.
         order: [W] int64, of the entries after the sinks in the order of time, each one's number
             among the slots after the sinks, and in a static pass of the slots without one behind
@@ -48,6 +50,7 @@ class DecodeStep:
     hides: bool
     position_ids: Tensor
     at: Tensor
+    behind: Tensor
     birth: slice | Tensor | None
     places: Tensor | None
     order: Tensor | None
@@ -81,8 +84,8 @@ class Step:
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
-        counts: [5, B] int64, the numbers of rows that change from pass to pass, on the device: end,
-            stored, positions, births, behind.
+        counts: [5, B] int64, the numbers of rows that change from pass to pass: end, stored,
+            positions, births, behind.
         is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass.
@@ -105,12 +108,13 @@ class Step:
 
     @cached_property
     def _count(self) -> Counts:
-        return Counts(*self.counts.unbind())
+        # A copy that does not wait may read the numbers after they are gone.
+        return Counts(*self.counts.to(self.device).unbind())
 
-    @cached_property
+    @property
     def behind_rows(self) -> Tensor:
         """`behind`, [B, 1, 1] int64."""
-        return self._count.behind[:, None, None]
+        return self._count.behind[:, None, None] if self.decode is None else self.decode.behind
 
     @property
     def num_before(self) -> int:
@@ -282,7 +286,7 @@ class Step:
 
     @property
     def _birth(self) -> slice | Tensor:
-        if self.is_static:
+        if self.is_static and self.hides:
             return self._count.births[:1]
         return slice(self.births[0], self.births[0] + 1)
 
@@ -316,6 +320,7 @@ class Step:
             hides=self.hides,
             position_ids=position_ids,
             at=position_ids[:, None],
+            behind=self.behind_rows,
             birth=self._birth if self.is_alike else None,
             places=places,
             order=order,

@@ -198,12 +198,12 @@ class Method(NotPickled, ABC):
     @torch.no_grad()
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
-        with cache.forward_pass(len(ids), ids.shape[1]) as step, self.in_eval_mode():
+        with cache.forward_pass(len(ids), ids.shape[1]) as step:
             if self.stepper is not None:
                 logits = self.stepper.logits(ids, cache)
                 if logits is not None:
                     return logits
-            return last_logits(self.model, ids, cache, **step.inputs_of(self.model, self.spec))
+            return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: Cache, **inputs: Any) -> Tensor:

@@ -23,6 +23,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper, last_logits
+from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Snapshot
 from kvalign.steppers.compiled import Compiled
 
@@ -105,7 +106,7 @@ class Captured(Stepper):
     ):
         self.model, self.call, self.record = model, call or model, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
-        self._snapshot, self._num = Snapshot(model), 0
+        self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
 
     @classmethod
     def ready(cls, method: Method) -> Self | None:
@@ -144,7 +145,9 @@ class Captured(Stepper):
             return None
         self.graphs.move_to_end(key)
         if self.graphs[key] is None:
-            self.graphs[key] = self._captured(Inputs(ids.clone(), step.counts.clone()), cache)
+            self.graphs[key] = self._captured(
+                Inputs(ids.clone(), step.counts.to(ids.device)), cache
+            )
         return self.graphs[key]
 
     def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
@@ -158,7 +161,7 @@ class Captured(Stepper):
             return last_logits(self.call, given.ids, cache, position_ids=decode.position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
-        with without_padding(self.model):
+        with without_padding(self.model), in_eval_mode(self._modules):
             try:
                 return self.record(run, inputs, next(others, None))
             finally:
@@ -200,7 +203,7 @@ def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
     rings = (ring for layer in cache.attention for ring in layer.rings)
     buffers = [x.data_ptr() for ring in rings for x in ring.data]
     sinks = [x.data_ptr() for x in cache.sinks.by_device.values()]
-    first = step.first_place if step.is_alike else None
+    first = (step.first_place, None if step.hides else step.births[0]) if step.is_alike else None
     of_rows = len(step.seen), step.is_even, step.is_alike, step.hides, step.size, first
     realigner = cache.realigner, cache.realigner.version
     return (*of_rows, step.sizes, *realigner, *buffers, *sinks)

@@ -12,6 +12,7 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.attention import install
+from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Code
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Compiled(Stepper):
     """
 
     def __init__(self, model: PreTrainedModel, compiled: Any):
-        self.model, self.compiled = model, compiled
+        self.model, self.compiled, self._modules = model, compiled, [*model.modules()]
 
     @classmethod
     def compiling(cls, method: Method, **options: Any) -> Self | None:
@@ -57,7 +58,8 @@ class Compiled(Stepper):
             return None
         decode = cache.describe().decode
         assert decode is not None
-        return last_logits(self, ids, cache, position_ids=decode.position_ids)
+        with in_eval_mode(self._modules):
+            return last_logits(self, ids, cache, position_ids=decode.position_ids)
 
     @functools.cached_property
     def _code(self) -> Code:
