@@ -58,6 +58,8 @@ class Graph(NamedTuple):
 
 Run = Callable[[Inputs], Tensor]
 
+NOT_RECORDED = "steps of this model are not captured, as one could not be recorded"
+
 MOST_GRAPHS = 16
 EVERY = 32  # steps between two comparisons of the whole model
 
@@ -106,6 +108,7 @@ class Captured(Stepper):
     ):
         self.model, self.call, self.record = model, call or model, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
+        self.is_refused = False  # something in a step cannot be recorded
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
 
     @classmethod
@@ -122,11 +125,15 @@ class Captured(Stepper):
         return cls(method.model, Compiled.of(method.model, **options))
 
     def word_for(self, num_rows: int) -> str | None:
+        if self.is_refused:
+            return None
         return "captured" if self.call is self.model else "compiled and captured"
 
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
         step = cache.step
         if step is None or not isinstance(cache, StreamingCache) or not _is_captured(step, cache):
+            return None
+        if self.is_refused:
             return None
         self._forget_if_changed()
         key = _key_of(step, cache)
@@ -145,14 +152,18 @@ class Captured(Stepper):
             return None
         self.graphs.move_to_end(key)
         if self.graphs[key] is None:
-            self.graphs[key] = self._captured(
-                Inputs(ids.clone(), step.counts.to(ids.device)), cache
-            )
+            own = Inputs(ids.clone(), step.counts.to(ids.device, copy=True))
+            try:
+                self.graphs[key] = self._captured(own, cache)
+            except RuntimeError as error:  # it reads a number of the card, say
+                self.is_refused = True
+                log.warning("%s: %s", NOT_RECORDED, next(iter(str(error).splitlines()), ""))
         return self.graphs[key]
 
     def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
         step = cache.step
         assert step is not None
+        step = replace(step, decode=None)
 
         def run(given: Inputs) -> Tensor:
             cache.step = replace(step, counts=given.counts)

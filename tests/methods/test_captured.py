@@ -12,9 +12,11 @@ from helpers.comings import come_and_go
 from helpers.methods import make, tables
 from helpers.tiny_models import tiny_model
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvalign.methods import stepper
-from kvalign.steppers.captured import Captured, Graph, not_captured
+from kvalign.models.attention import install
+from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, not_captured
 
 NUM_STEPS = 600
 
@@ -124,6 +126,32 @@ def test_a_changed_model_is_recorded_again():
         token = torch.tensor([[i + 5]])
         assert torch.equal(method.feed(token), plain.feed(token))
     assert recorder.num == 2
+
+
+def test_a_step_that_cannot_be_recorded_is_called(caplog):
+    """A line says so, once; what was recorded before does not count."""
+
+    def refuse(run, inputs, pool):
+        run(inputs)
+        raise RuntimeError("a number is read\nand more")
+
+    model = tiny_model("llama")
+    plain, (method, _) = make("streaming-llm", model), captured("streaming-llm", model)
+    method.stepper.record = refuse
+    for one in (plain, method):
+        one.feed(torch.arange(30)[None])
+    for i in range(8):
+        token = torch.tensor([[i + 5]])
+        assert torch.equal(method.feed(token), plain.feed(token))
+    assert [x.message for x in caplog.records] == [f"{NOT_RECORDED}: a number is read"]
+    assert method.steps_in_a_word is None
+
+
+def test_a_mask_of_the_tokens_so_far_is_not_one_of_slots():
+    """OPT of transformers before 5.23 made one of its own."""
+    install(model := tiny_model("opt").config)
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[model._attn_implementation]
+    assert mask(q_length=1, kv_length=17, attention_mask=torch.ones(1, 7).bool()) is None
 
 
 def test_what_differs_at_each_step_is_not_recorded():
