@@ -160,7 +160,7 @@ def _stored(one: Timed, batch_size: int) -> Row:
 
 
 def _of_limit(one: Timed, batch_size: int, step_ms: float) -> Row:
-    """What a step on CUDA reads, and its time relative to what that takes at least."""
+    """Bytes that a step on CUDA reads, and its time relative to the least that these take."""
     if not isinstance(one, Method) or one.model.device.type != "cuda":
         return {}
     num_bytes = read_bytes(one, batch_size)
