@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvalign.cache.memory_cache import MemoryCache
 from kvalign.foundation import progress
 from kvalign.invariants.base import Measured, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream
 from kvalign.invariants.subject import Subject, in_precision, once
+from kvalign.memory.cache import MemoryCache
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.cache.memory_cache import MemoryCache
-from kvalign.cache.recall import Found
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Subject, once
+from kvalign.memory.cache import MemoryCache
+from kvalign.memory.recall import Found
 from kvalign.models.attention import mark, read_of
 
 NUM_ROWS = 2

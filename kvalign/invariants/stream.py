@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.ring import KV
 from kvalign.foundation.errors import UserError
+from kvalign.memory.cache import MemoryCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding

@@ -13,16 +13,21 @@ from kvalign.cache import segments
 from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.form import Form, is_read_by_kernel
-from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import Registry
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
+
+GUESTS: Registry[type[StreamingCache]] = Registry(
+    "cache", {"memory": "kvalign.memory.cache:MemoryCache"}
+)
+"""Streaming caches that the core does not import."""
 
 
 class Cached(Method):
@@ -58,9 +63,10 @@ class Cached(Method):
             return cache
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
-    def _memory_cache(self, sizes: CacheSizes) -> MemoryCache:
+    def _memory_cache(self, sizes: CacheSizes) -> StreamingCache:
         of_model, grows = (self.model.config, self.num_positions), self.stepper is None
-        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
+        cls: Any = GUESTS["memory"]
+        return cls(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
 
     def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
         """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""

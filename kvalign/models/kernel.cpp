@@ -1,6 +1,6 @@
 // What a decode step spends its time on: products of rows with packed weights, attention of one query of
 // each row, and the search of a memory. `kvalign/models/kernel.py` builds it and says how weights lie;
-// `kvalign/cache/memory.py` says what a search finds.
+// `kvalign/memory/memory.py` says what a search finds.
 //
 // Products: the inputs of a group are rounded to 8 bits, x = d p, as in llama.cpp's Q8_0. With w = s (q - o) + z
 // a group then adds s d (sum of q p - o sum of p) + z d (sum of p) to an output: whole numbers but for

@@ -205,12 +205,12 @@ def find(
     num_recalled: int,
     alike: float,
 ) -> list[Tensor]:
-    """Search of queries in a memory (`kvalign.cache.memory`).
+    """Search of queries in a memory (`kvalign.memory.memory`).
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
-            (`kvalign.cache.form`); numbers and scales of their sketch (`kvalign.cache.sketch`);
+            (`kvalign.cache.form`); numbers and scales of their sketch (`kvalign.memory.sketch`);
             worths [A] float32 of ages, added to scores. And int64, of one row where all are alike:
             newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end; since
             [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry that is

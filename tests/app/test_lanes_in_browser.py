@@ -13,10 +13,10 @@ from helpers.real_frames import ANY, NUM_TOKENS, real_frames
 from helpers.tiny_models import KINDS
 
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
-from kvalign.cache.recall import Asking
-from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.memory.recall import Asking
+from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.cached import Cached
 from kvalign.models.architectures import FAMILIES as FAMILY_OF

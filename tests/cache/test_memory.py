@@ -10,13 +10,13 @@ from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
 from kvalign.cache.form import Form, form_of
-from kvalign.cache.memory import ALIKE, Memory
-from kvalign.cache.recall import Asking
-from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.sketch import BLOCK
 from kvalign.foundation.errors import UserError
+from kvalign.memory.memory import ALIKE, Memory
+from kvalign.memory.recall import Asking
+from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
+from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
 

@@ -12,8 +12,8 @@ from helpers.methods import anchored, network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
 from helpers.tiny_models import CONTEXT_LEN, VOCAB
-from kvalign.cache.memory import Memory
 from kvalign.foundation.errors import UserError
+from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
 from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED

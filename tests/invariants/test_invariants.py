@@ -12,7 +12,6 @@ from helpers.tiny_models import KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
-from kvalign.cache.memory import Memory
 from kvalign.cache.realign import Rotating
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.step import Step
@@ -21,6 +20,7 @@ from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.invariants import INVARIANTS
 from kvalign.invariants.stream import NotApplicableError, matches
+from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
 from kvalign.models.attention import REGISTERED
 

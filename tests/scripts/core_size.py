@@ -25,12 +25,7 @@ from kvalign.app.sessions.marks import marked
 from kvalign.app.sessions.stream_settings import pieces_of
 from kvalign.foundation.settings import DEFAULT_MODEL, Settings, option
 
-GUESTS = (
-    *("cache.memory", "cache.memory_cache", "cache.memory_layer", "cache.recall"),
-    *("cache.recall_layers", "cache.recall_places", "cache.recalled", "cache.search"),
-    *("cache.sketch", "streaming.memory_file"),
-    *("steppers.compiled", "steppers.step_file", "steppers.stored"),
-)
+GUESTS = ("memory", "steppers", "cache.recalled", "cache.recall_layers", "streaming.memory_file")
 """Modules, or packages with all their modules, that the core works without."""
 OUTSIDE = ("models", "foundation")
 """Packages that are not the core: what we know of models, and what knows nothing of them."""

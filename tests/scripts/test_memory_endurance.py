@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvalign.cache.memory import Memory
+from kvalign.memory.memory import Memory
 from scripts import memory_endurance
 from scripts.memory_endurance import MemoryEnduranceSettings
 

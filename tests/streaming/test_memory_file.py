@@ -12,7 +12,7 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 
 import kvalign
-from kvalign.cache.memory_cache import MemoryCache
+from kvalign.memory.cache import MemoryCache
 from kvalign.models.loading import load_model
 from kvalign.streaming import memory_file, stream_file
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.memory_cache import MemoryCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.peer import LlamaCpp
 from kvalign.eval.protocol.grid import title_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
+from kvalign.memory.cache import MemoryCache
 from kvalign.methods.base import Method
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling

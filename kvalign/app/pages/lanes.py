@@ -2,7 +2,7 @@
 shows places, and a strip below it the slots of the ring.
 
 It is one document that loads nothing and runs only its own script. The script repeats the
-arithmetic of `kvalign.cache.sizes.CacheSizes` and its slots, `kvalign.cache.recall` and
+arithmetic of `kvalign.cache.sizes.CacheSizes` and its slots, `kvalign.memory.recall` and
 `Reencoding.keep`. tests/app/test_lanes_in_browser.py compares the two.
 """
 

@@ -8,7 +8,7 @@ const FIXED = {
   "discard-half": { num_evicted: (cacheSize, numSinks) => Math.max(1, Math.floor((cacheSize - numSinks) / 2)) },
 };
 
-// What is evicted can be placed again where a memory can give it back: kvalign/cache/memory_cache.py.
+// What is evicted can be placed again where a memory can give it back: kvalign/memory/cache.py.
 const canRecall = (method, family) => (family === "rotary" && ["window", "streaming-llm"].includes(method)) ||
   (family !== "alibi" && method === "kvalign");
 
@@ -74,7 +74,7 @@ window.laneFrames = laneFrames;
 
 const range = (first, end) => Array.from({ length: Math.max(0, end - first) }, (_, i) => first + i);
 
-/* The frame of a token with a memory: kvalign/cache/memory_layer.py, by the sums of kvalign/cache/recall.py. Once something is lost, what
+/* The frame of a token with a memory: kvalign/memory/layer.py, by the sums of kvalign/memory/recall.py. Once something is lost, what
    is taken back stands between sinks and window, in the order of time, and the window is as much shorter. It is so many tokens `away`. */
 function memoryFrame({ method, family, num_kept, num_sinks, memory, num_recalled }, token) {
   const numInSight = num_kept - num_sinks - num_recalled;

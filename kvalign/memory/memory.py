@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.cache.form import Form
-from kvalign.cache.recall import COMPARED, Asking, Found, Lost
 from kvalign.cache.ring import KV, Part, cat
-from kvalign.cache.search import alike_newer, at, products
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.sketch import BLOCK, Sketch
 from kvalign.foundation.lasting import lasting
+from kvalign.memory.recall import COMPARED, Asking, Found, Lost
+from kvalign.memory.search import alike_newer, at, products
+from kvalign.memory.sketch import BLOCK, Sketch
 from kvalign.models import kernel
 
 TOGETHER = 32

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.recall_places import RecallPlaces
 from kvalign.cache.recalled import Recalled
 from kvalign.cache.ring import KV, cat
 from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.lasting import lasting
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.rope import Turn
 
 COMPARED = 2

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.layer import Owner
-from kvalign.cache.memory import Memory
-from kvalign.cache.recall import Asking, Found, Recalls
 from kvalign.cache.recalled import Recalled
 from kvalign.cache.ring import KV
 from kvalign.cache.saved import ReadTensor
@@ -27,6 +25,8 @@ from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
+from kvalign.memory.memory import Memory
+from kvalign.memory.recall import Asking, Found, Recalls
 from kvalign.models.attention import mark
 
 

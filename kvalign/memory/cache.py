@@ -7,12 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
-from kvalign.cache.memory import TOGETHER
-from kvalign.cache.memory_layer import MemoryLayer
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.recall import Recalls
 from kvalign.cache.recall_layers import layers_asked
-from kvalign.cache.recall_places import RecallPlaces
 from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -20,6 +16,10 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
+from kvalign.memory.layer import MemoryLayer
+from kvalign.memory.memory import TOGETHER
+from kvalign.memory.recall import Recalls
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install
 from kvalign.models.key_bases import KeyBases
