@@ -6,7 +6,7 @@ from .cache import CacheSizes as CacheSizes
 from .cache import StreamingCache as StreamingCache
 from .foundation.errors import UserError as UserError
 from .invariants import verify as verify
-from .methods import METHODS as METHODS
+from .methods.registry import METHODS as METHODS
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method
 from .models import load_model as load_model

@@ -15,9 +15,10 @@ from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.packed import PACKED, weights_of

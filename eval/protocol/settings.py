@@ -21,7 +21,7 @@ from kvalign.foundation.settings import (
     ModelSettings,
     option,
 )
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.policies import OLDEST, POLICIES
 
 

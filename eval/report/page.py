@@ -20,7 +20,7 @@ from kvalign.eval.report.findings import findings
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import write_text
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 
 PAGE = "report.html"
 

@@ -1,6 +1,4 @@
-"""Streaming methods, with one file and one line here each. The command line, reports and tests read
-this registry.
-"""
+"""Streaming methods: the registry, and how one is made."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
-from kvalign.foundation.registry import Registry, unknown
 from kvalign.foundation.settings import typed
+from kvalign.methods.registry import AUTO, METHODS, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,34 +19,6 @@ if TYPE_CHECKING:
     from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)
-
-METHODS: Registry[type[Method]] = Registry(
-    "method",
-    {
-        "dense": "kvalign.methods.dense:Dense",
-        "window": "kvalign.methods.window:Window",
-        "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
-        "recompute": "kvalign.methods.recompute:Recompute",
-        "discard-half": "kvalign.methods.discard_half:DiscardHalf",
-        "kvalign": "kvalign.methods.kvalign:KVAlign",
-    },
-)
-"""Method classes by their names on the command line."""
-
-AUTO = "auto"
-"""Default in place of a name: the method that fits the model."""
-AUTO_ABOUT = (
-    "the default: kvalign if an aligner is available; otherwise streaming-llm on rotary and "
-    "ALiBi positions, discard-half on learned ones"
-)
-
-
-def check_name(name: str) -> None:
-    """Raise UserError unless it is the name of a method, or `auto`."""
-    if not isinstance(name, str):
-        raise UserError(f"method must be one of {', '.join([AUTO, *METHODS])}, got {name!r:.80}")
-    if name != AUTO and name not in METHODS:
-        raise UserError(unknown("method", name, [AUTO, *METHODS]))
 
 
 class MethodConfig(TypedDict, total=False):

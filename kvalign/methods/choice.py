@@ -17,8 +17,8 @@ from kvalign.aligners.config import CONFIG
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
-from kvalign.methods import AUTO, METHODS
 from kvalign.methods.base import Method
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import has_fingerprint
 

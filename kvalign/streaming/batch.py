@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
 from kvalign.foundation.settings import expect, typed
-from kvalign.methods import AUTO, make_method
+from kvalign.methods import make_method
 from kvalign.methods.choice import warn_if_too_long
+from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.ends import end_ids

@@ -22,8 +22,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.methods import AUTO, MethodConfig, make_method
+from kvalign.methods import MethodConfig, make_method
 from kvalign.methods.choice import warn_if_too_long
+from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.ends import named_in

@@ -22,9 +22,10 @@ from kvalign.foundation.names import spelled_out
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import check_output, typed
 from kvalign.foundation.whole import Whole
-from kvalign.methods import AUTO, METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file

@@ -18,7 +18,7 @@ from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.inventory.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.foundation.settings import flag
-from kvalign.methods import AUTO, METHODS
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]

@@ -8,7 +8,8 @@ import pytest
 from kvalign.app.cli.main import main
 from kvalign.app.commands.lanes import LanesSettings
 from kvalign.app.pages.lanes import EVICTS, FAMILIES, MAX_CACHE_SIZE, frame, page
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
+from kvalign.methods.registry import METHODS
 
 HOSTILE = "</script><script>alert(1)</script>"
 

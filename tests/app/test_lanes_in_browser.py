@@ -17,8 +17,9 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.memory.recall import Asking
 from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import FAMILIES as FAMILY_OF
 
 pytestmark = pytest.mark.browser

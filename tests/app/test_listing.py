@@ -16,7 +16,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.inventory import listing
 from kvalign.data_gen import corpora
 from kvalign.data_gen.hub_dataset import HUB
-from kvalign.methods import AUTO, METHODS
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.policies import POLICIES

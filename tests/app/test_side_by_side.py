@@ -13,7 +13,8 @@ from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side, v
 from kvalign.eval.judging.chunks import Chunk, chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.judging.words import load_words
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
+from kvalign.methods.registry import METHODS
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import COMMANDS
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
 # What is made smaller in Python, as `SMALLER` does in commands.

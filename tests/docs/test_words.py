@@ -7,7 +7,7 @@ import pytest
 from helpers.doc_pages import ROOT, blocks, lines_of
 
 from kvalign.app.cli.main import main
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import FAMILIES
 
 PACKAGES = ("kvalign", "training", "eval", "data_gen", "docs", "examples")

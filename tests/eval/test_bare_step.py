@@ -5,7 +5,7 @@ import torch
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 
 from kvalign.eval.evaluations.latency.bare_step import BareStep
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 
 CACHE_SIZE = 20
 

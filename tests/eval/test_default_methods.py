@@ -12,7 +12,7 @@ from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.models import untrained_aligners
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.protocol.grid import make_grid
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 
 DEFAULT = PerplexitySettings.__dataclass_fields__["methods"].default

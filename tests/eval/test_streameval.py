@@ -19,8 +19,9 @@ from kvalign.eval import streameval
 from kvalign.eval.evaluations.streameval import StreamEvalSettings
 from kvalign.eval.evaluations.streameval.scores import ask, check_fits, encode, pieces, score, sees
 from kvalign.eval.protocol.evaluation import SIZES
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 from kvalign.streaming.loop import stream_tokens
 
 ROW = [*SIZES, "distance_lines"]

@@ -8,7 +8,7 @@ import pytest
 from kvalign.aligners.kinds import KINDS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
 

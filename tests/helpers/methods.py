@@ -11,8 +11,9 @@ from kvalign.aligners import (
     TableAligner,
     new_config,
 )
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 
 CACHE_SIZE = 20

@@ -12,7 +12,8 @@ from helpers.tiny_models import KINDS, tiny_model
 import kvalign
 from kvalign import load_model, make_cache, make_method
 from kvalign.aligners import Aligner
-from kvalign.methods import AUTO, METHODS, choice
+from kvalign.methods import choice
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import FAMILIES
 
 WITHOUT = {"learned": "discard-half", "rotary": "streaming-llm", "alibi": "streaming-llm"}

@@ -9,8 +9,9 @@ from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import hits, score, score_stepwise
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import kvalign
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.models import eval_mode, rotation_of
 from kvalign.steppers import compiled
 from kvalign.streaming.scoring import score

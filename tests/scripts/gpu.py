@@ -28,8 +28,8 @@ from helpers.pairwise import of_each_family
 from helpers.tiny_models import KINDS, MORE_KINDS, VOCAB, tiny_model
 
 import kvalign
-from kvalign.methods import METHODS
 from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
 CLOSE, OF_INT8, NEAR = 1e-4, 1e-2, 1e-2

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import kvalign
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
+from kvalign.methods.registry import METHODS
 from kvalign.models import identity
 from kvalign.models.loading import load_model
 

@@ -18,7 +18,7 @@ _SIZE, _TIMES = 2**28, 5  # float32 numbers of a copy: 1 GB
 @functools.cache
 def bandwidth(device: torch.device) -> float:
     """Bytes that a device reads and writes in a second, by copies of 1 GB."""
-    source = torch.empty(_SIZE, device=device)
+    source = torch.empty(_SIZE, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
     wait_for(device)

@@ -17,8 +17,8 @@ from kvalign.eval.evaluations.latency.timing import random_ids
 from kvalign.eval.protocol.grid import load, trained_for
 from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
 from kvalign.methods.choice import lack_of_aligner
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, check_device, precision_of
 from kvalign.models.packed import PACKED, pack

@@ -21,7 +21,7 @@ from kvalign.app.cli.arguments import add_arguments
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.inventory.listing import suites
 from kvalign.data_gen import corpora, prompts
-from kvalign.methods import AUTO, METHODS
+from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 
 Completer = Callable[..., Iterable[str]]

@@ -24,7 +24,7 @@ from kvalign.foundation.settings import (
     option,
 )
 from kvalign.invariants import INVARIANTS, NUM_STEPS
-from kvalign.methods import check_name
+from kvalign.methods.registry import check_name
 
 if TYPE_CHECKING:
     from kvalign.invariants.base import Outcome

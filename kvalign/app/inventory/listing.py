@@ -80,7 +80,7 @@ def architectures() -> list[Row]:
 
 def methods() -> list[Row]:
     """The method `auto`, which is the default, and the registry of methods."""
-    from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
+    from kvalign.methods.registry import AUTO, AUTO_ABOUT, METHODS
 
     rows = [{"name": name, "about": METHODS.about(name)} for name in METHODS]
     return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]

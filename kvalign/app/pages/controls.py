@@ -11,8 +11,8 @@ from kvalign.aligners import Aligner
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.cache.sizes import Positions
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
 from kvalign.methods.choice import aligners_at_hand
+from kvalign.methods.registry import METHODS
 from kvalign.models.loading import LoadedModel
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import Sampling

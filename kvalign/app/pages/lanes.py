@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from kvalign.app.pages import render, source
 from kvalign.foundation.errors import UserError
-from kvalign.methods import METHODS
 from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import Family, ModelSpec
 
 MAX_CACHE_SIZE = 24

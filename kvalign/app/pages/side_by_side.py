@@ -15,8 +15,9 @@ from kvalign.app.pages.shown_text import Piece, pieces
 from kvalign.eval.judging.rules import RULES
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.sampling import Sampling, StreamConfig
 from kvalign.streaming.text_stream import TextStream

@@ -30,7 +30,7 @@ from kvalign.foundation.settings import (
     flag,
     option,
 )
-from kvalign.methods import AUTO, check_name
+from kvalign.methods.registry import AUTO, check_name
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 

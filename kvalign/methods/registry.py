@@ -1,0 +1,41 @@
+"""Names of the streaming methods, with one file and one line here each. The command line, reports
+and tests read this registry.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import Registry, unknown
+
+if TYPE_CHECKING:
+    from kvalign.methods.base import Method
+
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    {
+        "dense": "kvalign.methods.dense:Dense",
+        "window": "kvalign.methods.window:Window",
+        "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
+        "recompute": "kvalign.methods.recompute:Recompute",
+        "discard-half": "kvalign.methods.discard_half:DiscardHalf",
+        "kvalign": "kvalign.methods.kvalign:KVAlign",
+    },
+)
+"""Method classes by their names on the command line."""
+
+AUTO = "auto"
+"""Default in place of a name: the method that fits the model."""
+AUTO_ABOUT = (
+    "the default: kvalign if an aligner is available; otherwise streaming-llm on rotary and "
+    "ALiBi positions, discard-half on learned ones"
+)
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless it is the name of a method, or `auto`."""
+    if not isinstance(name, str):
+        raise UserError(f"method must be one of {', '.join([AUTO, *METHODS])}, got {name!r:.80}")
+    if name != AUTO and name not in METHODS:
+        raise UserError(unknown("method", name, [AUTO, *METHODS]))
