@@ -29,18 +29,18 @@ def bandwidth(device: torch.device) -> float:
     return 2 * _TIMES * source.nbytes / (time.perf_counter() - start)
 
 
-def read_bytes(method: Method, batch_size: int) -> int | None:
-    """Bytes that a step of one token in each row reads: weights, except those of the embedding that
-    are not the head's, entries and tables; None for a method that re-encodes.
+def read_bytes(method: Method, batch_size: int) -> int:
+    """Bytes that a step of one token in each row reads at least: weights, except those of the
+    embedding that are not the head's, and, unless it re-encodes, entries and tables.
     """
     model, spec, sizes = method.model, method.spec, method.sizes
     is_bare, cache = isinstance(method, BareStep), getattr(method, "cache", None)
-    if not is_bare and type(cache) is not StreamingCache:
-        return None
     found = num_bytes(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
     found -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
+    if not is_bare and type(cache) is not StreamingCache:
+        return found
     width, itemsize = spec.head_dim, model.dtype.itemsize
     if isinstance(cache, StreamingCache) and cache.stores_bare:
         width, itemsize = width + 4, 1

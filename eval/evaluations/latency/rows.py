@@ -164,8 +164,6 @@ def _of_limit(one: Timed, batch_size: int, step_ms: float) -> Row:
     if not isinstance(one, Method) or one.model.device.type != "cuda":
         return {}
     num_bytes = read_bytes(one, batch_size)
-    if num_bytes is None:
-        return {"read_mb": None, "limit_ratio": None}
     least_ms = 1e3 * num_bytes / bandwidth(one.model.device)
     return {"read_mb": num_bytes / 1e6, "limit_ratio": step_ms / least_ms}
 
