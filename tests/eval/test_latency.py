@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.methods import tables
 from transformers import GPT2LMHeadModel
 
 from kvalign.app.cli.main import main
@@ -19,11 +20,13 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.eval.evaluations.latency import models as latency_models
 from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.limit import read_bytes
 from kvalign.eval.evaluations.latency.timing import memory_of
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel
+from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
@@ -449,3 +452,41 @@ def test_peaks_hold_the_cache_and_are_the_same_again(run):
     entries = 2 * spec.num_layers * spec.num_kv_heads * 201  # float32 vectors
     assert rows[0]["peak_mb"] > entries * spec.head_dim * 4 / 1e6
     assert [row["peak_mb"] for row in run(*flags)["rows"]] == [row["peak_mb"] for row in rows]
+
+
+def test_captured_steps_need_a_gpu(capsys):
+    assert main([*SHORT, "--captured"]) == 2
+    assert "--captured needs --device cuda" in capsys.readouterr().err
+
+
+def test_what_a_step_reads_is_weights_entries_and_tables(models):
+    """The embedding counts where it is the head, too; what re-encodes has no entries."""
+    model, entry = models["gpt2"], 4  # bytes of float32
+    spec = spec_of(model.config)
+    weights = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
+    size = dict(cache_size=16, warn=False)
+    of_entries = 2 * spec.num_layers * spec.num_kv_heads * 17 * spec.head_dim * entry
+    plain, int8, table = (
+        make_method(name, model, **size, **more)
+        for name, more in (
+            ("streaming-llm", {}),
+            ("streaming-llm", {"cache_dtype": "int8"}),
+            ("kvalign", {"aligner": tables(model)}),
+        )
+    )
+    assert read_bytes(make_method("recompute", model, **size), 3) == weights
+    assert read_bytes(BareStep(model, 16), 3) == weights + 3 * of_entries
+    assert read_bytes(plain, 3) == weights + 3 * of_entries
+    width = (spec.head_dim + 4) / (spec.head_dim * entry)
+    assert read_bytes(int8, 1) == weights + of_entries * width
+    of_tables = of_entries * (spec.head_dim + 1) / spec.head_dim
+    assert read_bytes(table, 1) == weights + of_entries + of_tables
+
+
+def test_the_embedding_of_its_own_is_not_read(models):
+    model = models["llama"]
+    apart = model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    assert apart
+    weights = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
+    without = weights - model.get_input_embeddings().weight.nbytes
+    assert read_bytes(make_method("recompute", model, cache_size=16, warn=False), 1) == without
