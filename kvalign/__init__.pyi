@@ -6,9 +6,9 @@ from .cache import CacheSizes as CacheSizes
 from .cache import StreamingCache as StreamingCache
 from .foundation.errors import UserError as UserError
 from .invariants import verify as verify
-from .methods.registry import METHODS as METHODS
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method
+from .methods.registry import METHODS as METHODS
 from .models import load_model as load_model
 from .streaming.batch import stream_batch as stream_batch
 from .streaming.generation import stream_generate as stream_generate

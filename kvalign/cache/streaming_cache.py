@@ -87,8 +87,9 @@ class StreamingCache(FixedSizeCache):
 
     @property
     def may_be_static(self) -> bool:
-        """Return whether attention can be told which slots have no entry yet."""
-        return self._takes_marks and not self._goes_by_order and self.config is not None
+        """Return whether attention can be told, in all layers, which slots have no entry yet."""
+        is_told = self._takes_marks and not self._goes_by_order and self.config is not None
+        return is_told and len(self.attention) == len(self.layers)
 
     def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers]

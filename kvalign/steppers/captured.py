@@ -94,7 +94,7 @@ class Captured(Stepper):
     """Decode steps of a model that are captured (`not_captured` says which are not).
 
     Args:
-        call: the model, or its compiled form.
+        compiled: the compiled model, of which steps are captured, and which makes the others.
         record: records a step as a graph.
     """
 
@@ -103,10 +103,10 @@ class Captured(Stepper):
     def __init__(
         self,
         model: PreTrainedModel,
-        call: Any = None,
+        compiled: Compiled | None = None,
         record: Callable[[Run, Inputs, Any], Graph] = record_cuda_graph,
     ):
-        self.model, self.call, self.record = model, call or model, record
+        self.model, self.compiled, self.record = model, compiled, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self.is_refused = False  # something in a step cannot be recorded
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
@@ -126,25 +126,29 @@ class Captured(Stepper):
 
     def word_for(self, num_rows: int) -> str | None:
         if self.is_refused:
-            return None
-        return "captured" if self.call is self.model else "compiled and captured"
+            return None if self.compiled is None else self.compiled.word_for(num_rows)
+        return "captured" if self.compiled is None else "compiled and captured"
 
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
         step = cache.step
-        if step is None or not isinstance(cache, StreamingCache) or not _is_captured(step, cache):
-            return None
-        if self.is_refused:
-            return None
-        self._forget_if_changed()
-        key = _key_of(step, cache)
-        if (graph := self._graph_for(key, ids, step, cache)) is None:
-            return None
+        assert step is not None
+        if (graph := self._graph_for(ids, step, cache)) is None:
+            return None if self.compiled is None else self.compiled.logits(ids, cache)
         graph.inputs.ids.copy_(ids)
         graph.inputs.counts.copy_(step.counts)
         return graph.replay().clone()
 
-    def _graph_for(self, key: Any, ids: Tensor, step: Step, cache: StreamingCache) -> Graph | None:
-        """Graph of a step; None the first time: what never comes again is not worth one."""
+    def _graph_for(self, ids: Tensor, step: Step, cache: FixedSizeCache) -> Graph | None:
+        """Graph of a step; None if it is not captured, or comes for the first time: what never
+        comes again is not worth one.
+        """
+        if self.is_refused or not isinstance(cache, StreamingCache):
+            return None
+        # Where entries are not written as they come, rows must have the same positions.
+        if not (step.is_static and cache.is_decode and (cache.stays or step.is_alike)):
+            return None
+        self._forget_if_changed()
+        key = _key_of(step, cache)
         if key not in self.graphs:
             self.graphs[key] = None
             while len(self.graphs) > MOST_GRAPHS:
@@ -169,7 +173,8 @@ class Captured(Stepper):
             cache.step = replace(step, counts=given.counts)
             decode = cache.describe().decode
             assert decode is not None
-            return last_logits(self.call, given.ids, cache, position_ids=decode.position_ids)
+            call = self.compiled or self.model
+            return last_logits(call, given.ids, cache, position_ids=decode.position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
         with without_padding(self.model), in_eval_mode(self._modules):
@@ -195,18 +200,8 @@ def not_captured(method: Cached) -> str | None:
         kind = "a memory" if method.sizes.memory else f"policy {method.sizes.policy}"
         return f"each step of {kind} does something else"
     if not cache.may_be_static:
-        return "attention of this model goes by the order of entries, or takes no marks"
+        return "attention goes by the order of entries, takes no marks, or is not in all layers"
     return None
-
-
-def _is_captured(step: Step, cache: StreamingCache) -> bool:
-    """Return whether the pass that a cache is in is captured: rows have their sinks, and, where
-    entries are written other than they come, equal positions.
-    """
-    if not cache.is_decode or step.in_order or type(cache) is not StreamingCache:
-        return False
-    has_states = len(cache.attention) < len(cache.layers)
-    return not has_states and not cache.by_kernel and (cache.stays or step.is_alike)
 
 
 def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from kvalign.methods import stepper
 from kvalign.models.attention import install
 from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, not_captured
+from kvalign.steppers.compiled import Compiled
 
 NUM_STEPS = 600
 
@@ -193,3 +194,28 @@ def test_the_first_stepper_that_is_ready_is_taken(monkeypatch):
     monkeypatch.setattr(Captured, "ready", classmethod(lambda cls, method: cls(method.model)))
     assert method.take_ready_stepper().steps_in_a_word == "captured"
     assert method.cache.is_static
+
+
+def test_what_is_not_captured_is_compiled_where_that_was_asked_for():
+    """With a memory, say, or the first step of each shape."""
+    model = tiny_model("llama")
+    called = []
+
+    def compiled(**inputs):
+        called.append(inputs)
+        return model(**inputs)
+
+    method, recorder = make("streaming-llm", model), Recorder()
+    method.stepper = Captured(model, Compiled(model, compiled), recorder)
+    method.reset()
+    method.feed(torch.arange(30)[None])
+    for i in range(6):
+        method.feed(torch.tensor([[i]]))
+    assert recorder.num == 1 and len(called) == 2  # the first step, and the one that is recorded
+    assert method.steps_in_a_word == "compiled and captured"
+    memory = make("streaming-llm", model, memory=8, num_recalled=2)
+    memory.stepper = method.stepper
+    memory.reset()
+    memory.feed(torch.arange(60)[None])
+    memory.feed(torch.tensor([[1]]))
+    assert len(called) == 3 and recorder.num == 1
