@@ -23,9 +23,9 @@ from kvalign import checkpoints
 from kvalign.aligners.config import CONFIG, AlignerConfig
 from kvalign.aligners.label import label_of
 from kvalign.foundation import hub
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
-from kvalign.foundation.lasting import lasting
 from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import typed
 from kvalign.models.architectures import ModelSpec, spec_of
@@ -166,7 +166,7 @@ class Aligner(
 
     # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod
-    @lasting()
+    @no_autograd_modes()
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
         """Load an aligner of any kind by shipped name, local folder or hub id. The weights become
         float32, whatever the precision in the file.

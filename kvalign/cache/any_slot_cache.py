@@ -116,7 +116,7 @@ class AnySlotCache(FixedSizeCache):
         self.check_room(num_new)
         super()._check_takes(num_rows, num_new, segment)
 
-    def _bring(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Step) -> Step:
         if self.attention[0].is_filled:
             for layer in self.attention:
                 layer.evict(step)

@@ -103,7 +103,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         """Return the positions in the stream of a row's entries, counted from 0."""
 
     @abstractmethod
-    def _bring(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Step) -> Step:
         """Evict entries, move the others to where a pass finds them, and return the pass."""
 
     def _hold(self, seen: list[int]) -> None:
@@ -273,7 +273,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         behind = [self.frame.num_behind(n) for n in self.seen]
         births = stored if runs_on else positions
         counts = torch.tensor([[self.end] * len(stored), stored, positions, births, behind])
-        return self._bring(
+        return self._prepare_entries(
             Step(
                 sizes=self.sizes,
                 num_new=num_new,

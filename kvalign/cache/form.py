@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import At, BareKeys
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.models import attention, kernel
 from kvalign.models.architectures import rotation_of, window_of
 
@@ -44,13 +44,13 @@ class Form:
         """Stored numbers of a key or a value."""
         return head_dim + _SCALE * self.is_int8
 
-    @lasting()
+    @no_autograd_modes()
     def empty(self, like: Tensor, length: int) -> Tensor:
         """Room for so many entries beside one another, like these [..., S, D]."""
         shape = (*like.shape[:-2], length, self.width(like.shape[-1]))
         return like.new_zeros(shape, dtype=self.stored_dtype)
 
-    def stored(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """Keys or values [..., D] as they are stored, [..., width]; in floats they stay as they are
         and are cast where they are written.
         """
@@ -61,7 +61,7 @@ class Form:
         numbers = (x / scale.clamp_min(_TINY)).round_().to(torch.int8)
         return torch.cat([numbers, scale.view(torch.int8)], -1)
 
-    def read(self, stored: Tensor) -> Tensor:
+    def decode(self, stored: Tensor) -> Tensor:
         """Values, or keys as they are bare, [..., D] from what is stored: a view, or what int8
         stands for.
         """
@@ -69,17 +69,17 @@ class Form:
             return stored
         return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
 
-    def stored_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def encode_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Entries [B, H, S, D] with keys at these positions, as they are stored."""
         keys = self.bare.of(keys.detach(), at) if self.is_int8 else keys
-        return self.stored(keys), self.stored(values)
+        return self.encode(keys), self.encode(values)
 
-    def read_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def decode_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Entries [B, H, S, D] with keys at these positions, from what is stored."""
         if not self.is_int8:
             return keys, values
         bare = keys[..., :-_SCALE] * _scales(keys)
-        return self.bare.placed(bare, at).to(self.dtype), self.read(values)
+        return self.bare.placed(bare, at).to(self.dtype), self.decode(values)
 
 
 def form_of(sizes: CacheSizes, dtype: torch.dtype, bare: BareKeys | None = None) -> Form:

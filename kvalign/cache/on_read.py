@@ -18,7 +18,7 @@ from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.models.architectures import rotation_of, window_of
 from kvalign.models.attention import install
 
@@ -57,7 +57,7 @@ class OnRead(Realigner):
         means = self.table.key
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
         if self.version != version:
-            with lasting():
+            with no_autograd_modes():
                 self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
             self.version = version
 

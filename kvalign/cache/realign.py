@@ -19,8 +19,8 @@ from kvalign.aligners.base import Birth, KeysValues
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import rotation_of
 from kvalign.models.attention import REGISTERED
 from kvalign.models.rope import Rotation
@@ -85,11 +85,13 @@ class FromBirth(Realigner):
             keys = self.rotation.at(layer).shift(keys, positions_of(at))
         return self.aligner.anchor(layer, keys, values, birth)
 
-    def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def place_without_rotation(
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
+    ) -> KeysValues:
         return self.aligner.realign(layer, keys, values, move)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        keys, values = self.unturned(layer, keys, values, move)
+        keys, values = self.place_without_rotation(layer, keys, values, move)
         if self.rotation is not None:
             keys = self.rotation.at(layer).shift(keys, -move.now)
         return keys, values
@@ -119,7 +121,7 @@ class Recursive(Realigner):
         return self.aligner.realign(layer, keys, values, move)
 
 
-@lasting()
+@no_autograd_modes()
 def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Realigner | None:
     """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
     for rotary positions and nothing elsewhere.

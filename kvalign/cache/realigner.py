@@ -87,7 +87,9 @@ class Realigner:
         """Entries [B, H, S, D] after the sinks at new positions, from their stored form."""
         return keys, values
 
-    def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def place_without_rotation(
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
+    ) -> KeysValues:
         """Same as `place`, before the rotation."""
         return keys, values
 

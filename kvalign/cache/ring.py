@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.cache.form import Form
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 
 _SHORTEST = 64
 
@@ -116,17 +116,17 @@ class Ring:
         if self.num_slots < min(num, self.most):
             self._lengthen(min(self.most, max(2 * num, _SHORTEST)))
 
-    @lasting()
+    @no_autograd_modes()
     def _lengthen(self, num: int) -> None:
         missing = num - self.num_slots
         self.data = self.data.map(lambda x: pad(x, (0, 0, 0, missing)))
 
-    @lasting()
+    @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.data = self.data.map(lambda x: x[rows.to(x.device)])
 
-    @lasting()
+    @no_autograd_modes()
     def replace(self, stored: KV) -> None:
         """Have these slots only, given as they are stored."""
         self.data = stored.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))

@@ -107,4 +107,4 @@ class Saving(Rows):
         elif name.startswith("bare."):
             ends = torch.tensor([n - self.frame.num_moved(n) for n in seen])[:, None, None]
             at = ends + torch.arange(-keys.shape[2], 0)
-        return form.stored(form.bare.of(form.read(keys), at))
+        return form.encode(form.bare.of(form.decode(keys), at))

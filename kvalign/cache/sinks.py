@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvalign.cache.ring import Part
 from kvalign.cache.step import Step
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 
 
 class SinkKeys(Part):
@@ -21,7 +21,7 @@ class SinkKeys(Part):
         self.num_layers, self.num_sinks = num_layers, num_sinks
         self.by_device: dict[torch.device, Tensor] = {}
 
-    @lasting()
+    @no_autograd_modes()
     def make(self, like: Tensor) -> None:
         """Allocate the keys of layers like this one's [B, H, ?, D]."""
         if like.device not in self.by_device:
@@ -43,12 +43,12 @@ class SinkKeys(Part):
     def reset(self) -> None:
         self.by_device.clear()
 
-    @lasting()
+    @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
         for device, keys in self.by_device.items():
             self.by_device[device] = keys[:, rows.to(device)]
 
-    @lasting()
+    @no_autograd_modes()
     def join(self, others: Sequence["SinkKeys"]) -> None:
         devices = others[0].by_device
         self.by_device = {x: torch.cat([one.by_device[x] for one in others], 1) for x in devices}

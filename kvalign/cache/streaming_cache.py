@@ -27,7 +27,7 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
 
@@ -110,7 +110,7 @@ class StreamingCache(FixedSizeCache):
         return self.realigner.rotation is not None and not self.stores_bare
 
     @cached_property
-    @lasting()
+    @no_autograd_modes()
     def turns(self) -> Tensor | None:
         """Turns of keys to all places, as our kernel takes them; None: they do not turn."""
         if (rotation := self.realigner.rotation) is None:
@@ -124,7 +124,7 @@ class StreamingCache(FixedSizeCache):
         layer = self.attention[0]
         return layer.sources is layer.entries and not self.realigner.reads
 
-    def _bring(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
         self._move_back(step)
         if step.num_new == 1 and step.end <= self.sizes.cache_size:

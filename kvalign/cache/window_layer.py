@@ -88,7 +88,7 @@ class WindowLayer(StreamingLayer):
             else:
                 self.sources.data.put_at(slot, anchored)
         if form.is_int8:
-            stored = KV(*form.stored_at(*stored, decode.at))
+            stored = KV(*form.encode_at(*stored, decode.at))
         self.entries.data.put_at(slot, stored)
         data = self.entries.data
         if decode.in_sight is not None:
@@ -99,7 +99,7 @@ class WindowLayer(StreamingLayer):
         elif self.entries.num_slots > decode.size:
             data = data.slots(0, decode.size)
         if decode.all_at is not None:
-            data = KV(*form.read_at(*data, decode.all_at))
+            data = KV(*form.decode_at(*data, decode.all_at))
         if realigner.reads or (decode.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)
             return KV(mark(data.keys.detach(), attend), data.values)
@@ -129,14 +129,14 @@ class WindowLayer(StreamingLayer):
         if segment is not None:
             new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
         anchored = self.without_position(step, new) if realigner.reads else new
-        stored = KV(*form.stored_at(*anchored, at))
+        stored = KV(*form.encode_at(*anchored, at))
         if segment is not None:
             num_sinks = min(self.sizes.num_sinks, step.seen[0])
             num = step.stored[0] - num_sinks
             sinks = self._sinks(num_sinks)
             window = self.entries.data.at(step.order(num))
             window, sinks, own = (
-                KV(*form.read_at(*x, where))
+                KV(*form.decode_at(*x, where))
                 for x, where in (
                     (window, step.at(num)),
                     (sinks, slice(0, num_sinks)),
@@ -193,7 +193,7 @@ class WindowLayer(StreamingLayer):
         """
         num, first = step.stored[0], step.first_place
         stored = self.entries.data.at(step.order(num))
-        found = KV(*self.entries.form.read_at(*stored, step.at(num)))
+        found = KV(*self.entries.form.decode_at(*stored, step.at(num)))
         return self._as_read(step, found, min(num, step.sizes.num_sinks), first)
 
     def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
@@ -201,7 +201,7 @@ class WindowLayer(StreamingLayer):
         form, num = self.entries.form, step.num_new
         if not form.is_int8:  # it is the same but for the last digits
             return [new]
-        held = KV(*form.read_at(*stored, step.at(num, num)))
+        held = KV(*form.decode_at(*stored, step.at(num, num)))
         num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
         return self._as_read(step, held, num_sinks, step.births[0] + num_sinks)
 
@@ -240,7 +240,7 @@ class WindowLayer(StreamingLayer):
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
             other = layers[0].entries
-            self.lazy_initialization(*other.data.slots(0, 0).map(other.form.read))
+            self.lazy_initialization(*other.data.slots(0, 0).map(other.form.decode))
         num_sinks = self.sizes.num_sinks
         width = max(max(layer.cache.num_stored for layer in layers) - num_sinks, 0)
         for j, ring in enumerate(self.rings):
@@ -281,7 +281,7 @@ class WindowLayer(StreamingLayer):
         width, form = max(stored), form_of(self.sizes, dtype)
         of_entries, of_sinks = _names(form)
         entries = read_kv(read, of_entries, width, head_dim, form)
-        self.lazy_initialization(*entries.slots(0, 0).map(form.read))
+        self.lazy_initialization(*entries.slots(0, 0).map(form.decode))
         sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
         if self.cache.turns_sinks:
             self.sinks.of(self.layer_idx, self.device).copy_(sinks.keys)

@@ -162,7 +162,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
     tokens = last - torch.cat([ages, of_window], -1)
     index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, held[0].shape[-1])
     keys, values = (x.gather(2, index) for x in held)
-    keys, values = recalls.born.unturned(layer, keys, values, Move(0, num_sinks, at))
+    keys, values = recalls.born.place_without_rotation(layer, keys, values, Move(0, num_sinks, at))
     query = heard.query
     if rotation is not None:
         keys = rotation.shift(keys, away.float() - place[-1])
@@ -193,7 +193,7 @@ def stored(subject: Subject) -> Measured:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
         held = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
-        read = layer.memory.form.read_at(*held, slice(0))
+        read = layer.memory.form.decode_at(*held, slice(0))
         for born, found in zip((keys, values), read, strict=True):
             born, found = born[:, :, lost], found.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.

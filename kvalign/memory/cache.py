@@ -112,14 +112,14 @@ class MemoryCache(StreamingCache):
         """Tokens that a call may have: one once any is lost, as each token takes back its own."""
         return 1 if self.sizes.num_dropped(max(self.seen, default=0)) else super().room
 
-    def _bring(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Step) -> Step:
         if not step.is_single or self._num_pending >= min(TOGETHER, self.sizes.num_in_sight):
             self._put_aside()
         self.recalls.begin(step, [n - self._num_pending for n in step.seen])
         if asking := self.recalls.of_step:
             for memory in (layer.memory for layer in self.asking):
                 memory.prepare(asking)
-        return super()._bring(step)
+        return super()._prepare_entries(step)
 
     @property
     def is_usual(self) -> bool:
@@ -173,7 +173,7 @@ class MemoryCache(StreamingCache):
         self.settle()
         first, period = self.asking[0], self.frame.move_size
         num = -(-first.memory.most // period) * period  # that leaves every position what it is
-        one = first.memory.form.read(first.memory.held.keys[:, :, :1])
+        one = first.memory.form.decode(first.memory.held.keys[:, :, :1])
         what = f"the entries of a memory of {self.sizes.memory} tokens"
         of_slot = first.memory.nbytes // first.memory.num_slots
         check_room(of_slot * num * len(self.asking), what)

@@ -26,7 +26,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.memory.memory import Memory
-from kvalign.memory.recall import Asking, Found, Recalls
+from kvalign.memory.recall import Found, QueryBatch, Recalls
 from kvalign.models.attention import mark
 
 
@@ -98,7 +98,7 @@ class MemoryLayer(WindowLayer):
     def _attend(
         self,
         step: Step,
-        asking: Asking,
+        asking: QueryBatch,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -123,7 +123,7 @@ class MemoryLayer(WindowLayer):
             seen.put_at(slots, own)
         return given
 
-    def _bias(self, asking: Asking, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
+    def _bias(self, asking: QueryBatch, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
         """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
         None: nothing.
         """

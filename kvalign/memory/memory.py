@@ -26,8 +26,8 @@ from kvalign.cache.form import Form
 from kvalign.cache.ring import KV, Part, cat
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.lasting import lasting
-from kvalign.memory.recall import COMPARED, Asking, Found, Lost
+from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.memory.recall import COMPARED, EvictedSlots, Found, QueryBatch
 from kvalign.memory.search import alike_newer, at, products
 from kvalign.memory.sketch import BLOCK, Sketch
 from kvalign.models import kernel
@@ -69,16 +69,16 @@ class Memory(Part):
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
         self.held = like.map(lambda x: self.form.empty(x, 0))
-        with lasting():
+        with no_autograd_modes():
             self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64)
-        with lasting():
+        with no_autograd_modes():
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         has_kernel = like.keys.shape[3] in kernel.DIMS and kernel.is_here()
         self.sketch = Sketch(self.base) if has_kernel else None
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
-        self.put(seen, KV(*self.form.stored_at(*new, slice(0))))
+        self.put(seen, KV(*self.form.encode_at(*new, slice(0))))
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""
@@ -98,7 +98,7 @@ class Memory(Part):
             for held, x in zip(self.held, new.slots(first, num), strict=True):
                 held[rows, :, slot : slot + num] = x
             self.digests[rows, slot : slot + num] = _digests(new.slots(first, num))
-            keys = self.form.read(new.keys[:, :, first : first + num]).float()
+            keys = self.form.decode(new.keys[:, :, first : first + num]).float()
             if not self.base[rows].any():
                 self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             if self.sketch is not None:
@@ -121,21 +121,21 @@ class Memory(Part):
             num = max(1 << (num - 1).bit_length(), _SHORTEST) if self.grows else self.most
             self._lengthen(_whole(min(num, self.most)))
 
-    @lasting()
+    @no_autograd_modes()
     def _lengthen(self, num_slots: int) -> None:
         self.held = self.held.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
         self.digests = pad(self.digests, (0, num_slots - self.digests.shape[1]))
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
-    def prepare(self, asking: Asking) -> Lost:
+    def prepare(self, asking: QueryBatch) -> EvictedSlots:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
         lost = asking.lost(self.num_slots)
         if self.sketch is None:
             _ = lost.worth, lost.newer
         return lost
 
-    def find(self, queries: Tensor, asking: Asking) -> Found:
+    def find(self, queries: Tensor, asking: QueryBatch) -> Found:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
         asked, lost = queries.to("cpu"), self.prepare(asking)
         if self.sketch is not None:
@@ -148,14 +148,14 @@ class Memory(Part):
             found = found._replace(entries=found.entries._replace(keys=keys))
         return found.to(queries.device, self.form.dtype)
 
-    def _find_by_torch(self, queries: Tensor, lost: Lost) -> Found:
+    def _find_by_torch(self, queries: Tensor, lost: EvictedSlots) -> Found:
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
         parts = [self._find(queries[:, :, :, span], lost, span) for span in spans]
         slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        return Found(self.held.map(lambda x: self.form.read(at(x, slots))), ages, visible)
+        return Found(self.held.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
 
-    def _find_by_kernel(self, queries: Tensor, sketch: Sketch, lost: Lost) -> Found:
+    def _find_by_kernel(self, queries: Tensor, sketch: Sketch, lost: EvictedSlots) -> Found:
         num = self.sizes.num_recalled
         assert num is not None
         of_ages = lost.worths, lost.newest, lost.since, lost.oldest
@@ -169,11 +169,15 @@ class Memory(Part):
         )
         return Found(KV(*found[:2]), *found[2:])
 
-    def _find(self, queries: Tensor, lost: Lost, span: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _find(
+        self, queries: Tensor, lost: EvictedSlots, span: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The slots [B, H, T, R] of what some of the queries take back, in the order of time; its
         age, and whether it is visible.
         """
-        scores = products(queries, self.form.read(self.held.keys)).amax(2) + lost.worth[:, :, span]
+        scores = (
+            products(queries, self.form.decode(self.held.keys)).amax(2) + lost.worth[:, :, span]
+        )
         num = self.sizes.num_recalled
         assert num is not None
         best = scores.topk(min(COMPARED * num, scores.shape[-1]), sorted=False)
@@ -181,7 +185,7 @@ class Memory(Part):
         ages, order = lost.ages(slots, span).sort(-1, descending=True)
         slots, worth = slots.gather(-1, order), worth.gather(-1, order)
         is_lost = None if lost.are_many else worth > -torch.inf
-        keys = self.form.read(at(self.held.keys, slots))
+        keys = self.form.decode(at(self.held.keys, slots))
         superseded = alike_newer(keys, lost.newer, is_lost) > self.alike
         best = worth.masked_fill(superseded, -torch.inf).topk(num, sorted=False)
         # What is not visible lies in front of the oldest: it moves none of the others.
@@ -190,7 +194,7 @@ class Memory(Part):
         kept = order % num_compared
         return slots.gather(-1, kept), ages.gather(-1, kept), order >= num_compared
 
-    @lasting()
+    @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
         rows = rows.to("cpu")
         self.held, self.base = self.held.rows(rows), self.base[rows]
@@ -198,7 +202,7 @@ class Memory(Part):
         if self.sketch is not None:
             self.sketch.select(rows)
 
-    @lasting()
+    @no_autograd_modes()
     def join(self, others: Sequence["Memory"]) -> None:
         for other in others:
             other._lengthen(max(x.num_slots for x in others))
@@ -223,7 +227,7 @@ def _digests(stored: KV) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-@lasting()
+@no_autograd_modes()
 def _factors(num: int) -> Tensor:
     """Random odd numbers [num] int64, the same in every process."""
     rng = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from kvalign.cache.ring import KV, cat
 from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.rope import Turn
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
         return Found(entries, self.ages.to(device), self.visible.to(device))
 
 
-class Lost:
+class EvictedSlots:
     """Entries of a ring of slots that the windows of T queries have lost; one row if all rows are
     equal.
 
@@ -102,13 +102,13 @@ class Lost:
 
 
 @lru_cache(maxsize=4)
-@lasting()
+@no_autograd_modes()
 def _worths(num: int, recency: float) -> Tensor:
     """Return what is added to a score for ages from 0 on, [num] float32."""
     return -recency * torch.arange(num).clamp_min(1).float().log()
 
 
-class Asking:
+class QueryBatch:
     """Queries that search together: those of a block of a segment, or one per row.
 
     Args:
@@ -136,17 +136,17 @@ class Asking:
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
         self.seen, self.end = seen[:num], end[:num]
-        self._lost: Lost | None = None
+        self._lost: EvictedSlots | None = None
 
     @property
     def finds_all(self) -> bool:
         """Return whether each query, of all layers, has lost as much as is compared for it."""
         return self._lost is not None and self._lost.are_many
 
-    def lost(self, num_slots: int) -> Lost:
+    def lost(self, num_slots: int) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
         if self._lost is None:
-            self._lost = Lost(self.sizes, self.recency, self.seen, self.end, num_slots)
+            self._lost = EvictedSlots(self.sizes, self.recency, self.seen, self.end, num_slots)
         return self._lost
 
 
@@ -167,7 +167,7 @@ class Recalls:
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._given_way = torch.arange(self.slots.start, self.slots.stop)  # their places
-        self._asking: dict[int, Asking] = {}  # of blocks, by the first of its queries
+        self._asking: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
 
     def begin(self, step: Step, num_aside: list[int]) -> None:
         """Another pass: other queries, of rows of which so many tokens have been put aside."""
@@ -179,14 +179,14 @@ class Recalls:
         """The pass has ended: let go of its queries."""
         self._asking, self.of_step = {}, None
 
-    def of_block(self, block: Block) -> Asking:
+    def of_block(self, block: Block) -> QueryBatch:
         """The queries of a block of this pass, for whichever layer."""
         first = block.queries.start
         if first not in self._asking:
             self._asking[first] = self._of_pass(self._step, block)
         return self._asking[first]
 
-    def _of_pass(self, step: Step, block: Block | None) -> Asking:
+    def _of_pass(self, step: Step, block: Block | None) -> QueryBatch:
         seen, end = torch.tensor(step.seen)[:, None], torch.tensor(self._num_aside)
         if block is not None:
             assert step.segment is not None
@@ -199,15 +199,15 @@ class Recalls:
         turn, rotation = None, self.born.rotation
         if rotation is not None:
             turn = rotation.turn(positions - self.places.near)
-        return Asking(self.sizes, seen, end, self.places.recency, positions, turn)
+        return QueryBatch(self.sizes, seen, end, self.places.recency, positions, turn)
 
-    def asked(self, query: Tensor, asking: Asking) -> Tensor:
+    def asked(self, query: Tensor, asking: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], turned as if what they ask for lay right before the
         window, for entries without a position.
         """
         return query if asking.turn is None else asking.turn.to(query.device)(query)
 
-    def unturned(self, layer: int, asking: Asking, found: Found) -> KV:
+    def place_without_rotation(self, layer: int, asking: QueryBatch, found: Found) -> KV:
         """Return the found entries, [B, H, T, R, D] each, at their places, before what is rotary
         turns. If any place is free, a table is read at the places of the entries that give way.
         """
@@ -220,13 +220,17 @@ class Recalls:
             at = self.places.at(found.ages, now)  # [R] or [B, H, T, R]
             at = at.transpose(1, 2).flatten(0, 1) if at.dim() > 1 else at
         entries = found.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
-        placed = KV(*self.born.unturned(layer, *entries, Move(0, self.slots.start, at)))
+        placed = KV(
+            *self.born.place_without_rotation(layer, *entries, Move(0, self.slots.start, at))
+        )
         of_rows = len(found.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
-    def recalled(self, layer: int, asked: Tensor, asking: Asking, found: Found) -> Recalled:
+    def recalled(self, layer: int, asked: Tensor, asking: QueryBatch, found: Found) -> Recalled:
         """Return what the queries of a segment take back, as each sees it."""
-        keys, values = self.unturned(layer, asking, found).map(lambda x: x.to(asked.dtype))
+        keys, values = self.place_without_rotation(layer, asking, found).map(
+            lambda x: x.to(asked.dtype)
+        )
         if self.born.rotation is not None:
             keys = self.born.rotation.shift(keys, self.places.beyond(found.ages))
         scores = (asked.transpose(2, 3) @ keys.mT).float()  # [B, H, T, G, R]
@@ -238,22 +242,22 @@ class Recalls:
         """Return what is added to the scores of found entries, [B, H, T, R] float32: -inf if one is
         not visible; None: nothing.
         """
-        loudness = self.places.loudness(found.ages)
-        if loudness is None:
+        age_bias = self.places.age_bias(found.ages)
+        if age_bias is None:
             if not torch.compiler.is_compiling() and found.visible.all():
                 return None
-            loudness = torch.zeros_like(found.ages, dtype=torch.float32)
-        return loudness.masked_fill(~found.visible, -torch.inf)
+            age_bias = torch.zeros_like(found.ages, dtype=torch.float32)
+        return age_bias.masked_fill(~found.visible, -torch.inf)
 
     def stored(
-        self, layer: int, realigner: Realigner, step: Step, asking: Asking, found: Found
+        self, layer: int, realigner: Realigner, step: Step, asking: QueryBatch, found: Found
     ) -> KV:
         """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
         has it stored in the slots of the entries that give way.
         """
         if realigner.reads and self.places.are_ranks:
             return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
-        keys, values = self.unturned(layer, asking, found)
+        keys, values = self.place_without_rotation(layer, asking, found)
         if self.born.rotation is not None:
             away = self.places.beyond(found.ages) + self.places.near
             keys = self.born.rotation.shift(keys, away - asking.positions)

@@ -65,7 +65,7 @@ class RecallPlaces:
         """Loss of an entry's score for each e-fold of its age."""
         return RECENCY_BY_AGE if self.by_age else RECENCY_BY_RANK
 
-    def loudness(self, ages: Tensor) -> Tensor | None:
+    def age_bias(self, ages: Tensor) -> Tensor | None:
         """Return what is added to the scores of entries of these ages, for want of a place that
         says how old they are: by rank what is older than a window of C entries counts C / age of
         one that is not, but no less than `LEAST_SHARE`. None: nothing.

@@ -17,7 +17,7 @@ def alike_newer(keys: Tensor, newer: Tensor, is_lost: Tensor | None) -> Tensor:
     is most like it: [..., M].
 
     Args:
-        newer: as of `Lost`.
+        newer: as of `EvictedSlots`.
         is_lost: [..., M] bool, those that are compared; None: all.
     """
     if is_lost is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 
 BLOCK = 16
 """Slots whose numbers lie together: a number of each in a register."""
@@ -55,11 +55,11 @@ class Sketch:
         self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
         self.scales = pad(self.scales, (0, num_more))
 
-    @lasting()
+    @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
         self.numbers, self.scales = self.numbers[rows], self.scales[rows]
 
-    @lasting()
+    @no_autograd_modes()
     def join(self, others: Sequence["Sketch"]) -> None:
         self.numbers = torch.cat([x.numbers for x in others])
         self.scales = torch.cat([x.scales for x in others])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.models.architectures import spec_of
 from kvalign.models.eval_mode import in_eval_mode
 
@@ -28,7 +28,7 @@ def key_bases(model: PreTrainedModel) -> KeyBases:
     return _known[model]
 
 
-@lasting()
+@no_autograd_modes()
 def _measured(model: PreTrainedModel) -> KeyBases:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvalign.foundation.lasting import lasting
+from kvalign.foundation.autograd import no_autograd_modes
 
 NUM_TURNS = 8
 """Number of whole shifts whose turns are cached."""
@@ -105,7 +105,7 @@ class Rotation:
             return self.turn(-at.to(device))
         turns = self._from_start.get(device)
         if turns is None or len(turns.cos) < at.stop:
-            with lasting():
+            with no_autograd_modes():
                 num = 1 << max(10, (at.stop - 1).bit_length())  # seldom made anew
                 positions = torch.arange(num, device=device)
                 turns = self._from_start[device] = self.turn(-positions)
@@ -121,7 +121,7 @@ class Rotation:
         if turn is None:
             if len(self._turns) >= NUM_TURNS:
                 self._turns.clear()
-            with lasting():
+            with no_autograd_modes():
                 inv_freq = self.inv_freq.to(keys.device, torch.float32)
                 turn = self._turns[key] = Turn.of(shift, inv_freq, self.layout)
         return turn(keys)

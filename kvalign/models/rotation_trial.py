@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.lasting import lasting
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.rope import LAYOUTS, Rotation, RotationByLayer
 
@@ -91,7 +91,7 @@ class _FirstLayers(DynamicCache):
         return held
 
 
-@lasting()
+@no_autograd_modes()
 def measured(
     model: PreTrainedModel,
     kinds: Sequence[Any],

@@ -89,11 +89,11 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stored = self.form.stored_at(key_states, value_states, self.at)
+        stored = self.form.encode_at(key_states, value_states, self.at)
         for x, new in zip(self.entries, stored, strict=True):
             x.index_copy_(2, self.slot, new)
         if self.seen is None:
-            return self.form.read_at(*self.entries, self.all_at)
+            return self.form.decode_at(*self.entries, self.all_at)
         attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
         return self.entries
 

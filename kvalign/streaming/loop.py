@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.lasting import lasting
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
@@ -72,7 +72,7 @@ class Row:
         is not copied at each token.
         """
         if self._len == self._ids.shape[1]:
-            with lasting():
+            with no_autograd_modes():
                 self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
         self._ids[:, self._len] = self.token = token
         self._len += 1

@@ -15,7 +15,7 @@ from helpers.tiny_models import KINDS
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.memory.recall import Asking
+from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
@@ -127,7 +127,7 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
 
 def lost_by_the_cache(sizes, token):
     """The tokens that a memory may give to a token."""
-    asking = Asking(sizes, torch.tensor([[token]]), torch.tensor([token + 1]), RECENCY_BY_AGE)
+    asking = QueryBatch(sizes, torch.tensor([[token]]), torch.tensor([token + 1]), RECENCY_BY_AGE)
     lost = asking.lost(num_slots=64)
     tokens = token - lost.ages(torch.arange(64))
     return sorted(tokens[lost.worth.isfinite()].tolist())

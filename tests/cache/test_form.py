@@ -55,12 +55,12 @@ def apart(found, expected):
 def test_each_number_is_half_a_step_off_at_most(dim):
     x = torch.randn(2, 3, 40, dim) * torch.logspace(-8, 8, 40)[:, None]
     x[0, 0, 0] = 0
-    stored = INT8.stored(x)
+    stored = INT8.encode(x)
     assert stored.shape == (2, 3, 40, dim + 4) and stored.dtype == torch.int8
     step = x.abs().amax(-1, keepdim=True) / 127
-    assert ((INT8.read(stored) - x).abs() <= 0.5001 * step).all()
-    assert torch.equal(INT8.read(stored[:, :, 5:9]), INT8.read(stored)[:, :, 5:9])
-    again = INT8.stored(INT8.read(stored))
+    assert ((INT8.decode(stored) - x).abs() <= 0.5001 * step).all()
+    assert torch.equal(INT8.decode(stored[:, :, 5:9]), INT8.decode(stored)[:, :, 5:9])
+    again = INT8.encode(INT8.decode(stored))
     assert torch.equal(again[..., :dim], stored[..., :dim])
 
 
@@ -68,7 +68,7 @@ def test_each_number_is_half_a_step_off_at_most(dim):
 def test_what_is_no_number_stays_none(other):
     x = torch.ones(1, 1, 2, 16)
     x[0, 0, 0, 3] = other
-    found = INT8.read(INT8.stored(x))
+    found = INT8.decode(INT8.encode(x))
     assert not found[0, 0, 0, 3].isfinite() and torch.equal(found[0, 0, 1], x[0, 0, 1])
 
 
@@ -100,7 +100,7 @@ def test_the_bytes_of_an_entry(models, ids):
         assert state[name].dtype == torch.int8 and state[name].shape[-1] == dim + 4
         assert state[name].shape[:3] == expected.shape[:3]
         if kind == "memory" or j == "1":  # the other keys are without their position
-            assert apart(INT8.read(state[name]), expected) < 0.2
+            assert apart(INT8.decode(state[name]), expected) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -251,11 +251,11 @@ def test_keys_that_version_0_2_stored_are_read(memory, ids):
         layer, _, kind = name.partition(".")
         bare, num = method.cache.bare_keys(int(layer)) if kind else None, x.shape[-2:][0]
         if kind == "bare.0":
-            x = INT8.stored(bare.placed(INT8.read(x), ends + torch.arange(-num, 0)))
+            x = INT8.encode(bare.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
         elif kind == "bare_sinks.0":
-            x = INT8.stored(bare.placed(INT8.read(x), slice(0, num)))
+            x = INT8.encode(bare.placed(INT8.decode(x), slice(0, num)))
         elif kind == "memory.0":
-            x = INT8.stored(INT8.read(x) + bare.base)
+            x = INT8.encode(INT8.decode(x) + bare.base)
         older[name.replace("bare_sinks", "sinks").replace("bare", "entries")] = x
     after.restore(older)
     assert apart(stepped(after, ids[:, 50:80]), stepped(method, ids[:, 50:80])) < 0.02

@@ -14,7 +14,7 @@ from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import ALIKE, Memory
-from kvalign.memory.recall import Asking
+from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
@@ -100,7 +100,7 @@ def test_our_kernel_finds_what_pytorch_finds(
     seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)
     assert all(memory.sketch is not None for memory in memories)
     memories[1].sketch = None
-    asking = (Asking(sizes, seen, end, RECENCY_BY_AGE) for _ in memories)
+    asking = (QueryBatch(sizes, seen, end, RECENCY_BY_AGE) for _ in memories)
     found, expected = (x.find(queries, asks) for x, asks in zip(memories, asking, strict=True))
     assert torch.equal(found.visible, expected.visible) and found.visible.any()
     assert found.visible.all() == (num > 30)
@@ -119,7 +119,7 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     memory.write([sizes.num_sinks], held)
     seen = torch.tensor([[928 + sizes.num_sinks]])
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
-    found = memory.find(queries, Asking(sizes, seen, seen[0], RECENCY_BY_AGE))
+    found = memory.find(queries, QueryBatch(sizes, seen, seen[0], RECENCY_BY_AGE))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
 
 
@@ -200,7 +200,8 @@ def test_what_is_found_is_what_a_loop_finds(head_dim):
     memory.select(torch.tensor([1, 0]))
     query = torch.randn(2, 2, 3, 1, head_dim, generator=rng)
     found = memory.find(
-        query, Asking(sizes, torch.tensor(seen)[:, None], torch.tensor(seen) + 1, RECENCY_BY_AGE)
+        query,
+        QueryBatch(sizes, torch.tensor(seen)[:, None], torch.tensor(seen) + 1, RECENCY_BY_AGE),
     )
     for row, n in enumerate(seen):
         for head in range(2):
@@ -233,8 +234,8 @@ def test_places():
     assert (-few.beyond(torch.tensor([40, 30, 20, 11])).diff()).tolist() == [2, 2, 2]
     by_rank = RecallPlaces(sizes, 64, by_age=False, is_free=False)
     assert by_rank.at(ages, 16).tolist() == [2, 3, 4, 5]
-    shares = by_rank.loudness(ages).exp()  # of one in a window of 16
-    assert shares.tolist() == pytest.approx([0.5, 0.5, 0.8, 1]) and free.loudness(ages) is None
+    shares = by_rank.age_bias(ages).exp()  # of one in a window of 16
+    assert shares.tolist() == pytest.approx([0.5, 0.5, 0.8, 1]) and free.age_bias(ages) is None
     looked_up = RecallPlaces(sizes, 64, by_age=True, is_free=False)
     assert looked_up.frame.cache_size == 48  # half of the positions to spare
     assert looked_up.at(torch.tensor([1000, 100, 20, 11]), 48).tolist() == [24, 29, 33, 37]

@@ -160,13 +160,13 @@ def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
     """Also where scores differ by hundreds, and each row sees slots of its own."""
     form = Form(torch.float32, is_int8)
     query = 10 * torch.randn(3, 6, 1, dim)
-    stored = form.stored(torch.randn(2, 3, 2, 300, dim))
+    stored = form.encode(torch.randn(2, 3, 2, 300, dim))
     seen, places = [torch.randperm(300)[:num] for num in (length, 77, 1)], torch.full((3, 300), -1)
     for row, slots in enumerate(seen):
         places[row, slots] = torch.arange(len(slots))
     found = kernel.attend(places, query, *stored, 0.5)
     for row, slots in enumerate(seen):
-        keys, values = form.read(stored[:, row, None][:, :, :, slots])
+        keys, values = form.decode(stored[:, row, None][:, :, :, slots])
         expected = nn.functional.scaled_dot_product_attention(
             query[row, None], keys, values, scale=0.5, enable_gqa=True
         )

@@ -150,7 +150,7 @@ def _stored(one: Timed, batch_size: int) -> Row:
         return {"stored_bytes": 0.0, "stored_ratio": 0.0}
     memories = [layer.memory for layer in cache.asking]
     num_bytes = sum(memory.nbytes for memory in memories)
-    num = 2 * memories[0].form.read(memories[0].held.keys[:, :, :1]).numel()  # a key and a value
+    num = 2 * memories[0].form.decode(memories[0].held.keys[:, :, :1]).numel()  # a key and a value
     in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize
     num = one.sizes.memory
     return {

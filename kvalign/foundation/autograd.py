@@ -7,7 +7,7 @@ import torch
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def no_autograd_modes() -> Iterator[None]:
     """Context or decorator: tensors made within it can be written and read anywhere.
 
     A tensor made within `torch.inference_mode` cannot be written outside it, nor read where
