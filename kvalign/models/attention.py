@@ -113,8 +113,8 @@ def _masking(name: str) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("q_length") == 1:
             padding, window = kwargs.get("attention_mask"), kwargs.get("local_size")
-            if padding is not None and padding.shape[-1] < kwargs["kv_length"]:
-                return None  # of the tokens so far (OPT's own): marks hide slots without an entry
+            if kwargs.get("kv_offset", 0) < 0:  # fewer tokens so far than slots
+                return None  # OPT has a mask of its own for these; marks hide the other slots
             if name == "sdpa" and padding is None and window is None:
                 return None  # as sdpa_mask does, except in a graph that is compiled
             own = None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.methods import tables
-from transformers import GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from kvalign.app.cli.main import main
 from kvalign.data_gen.prompts import conversations
@@ -384,9 +384,11 @@ def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
 @pytest.mark.slow
 def test_shapes_are_those_of_the_models():
     """Parameters in all as their authors give them, tied embeddings counted once."""
-    counts = {"distilgpt2": 81_912_576, "gpt2": 124_439_808, "smollm2-135m": 134_515_008}
-    for name in latency_models.SHAPES:
-        model = latency_models.random_model(name, dtype="bfloat16")
+    counts = {"distilgpt2": 81_912_576, "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200}
+    counts |= {"smollm2-135m": 134_515_008, "qwen3-0.6b": 596_049_920, "llama-3-8b": 8_030_261_248}
+    for name, shape in latency_models.SHAPES.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
         assert sum(x.numel() for x in model.parameters()) == counts[name]
 
 

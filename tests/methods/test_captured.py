@@ -152,7 +152,8 @@ def test_a_mask_of_the_tokens_so_far_is_not_one_of_slots():
     """OPT of transformers before 5.23 made one of its own."""
     install(model := tiny_model("opt").config)
     mask = ALL_MASK_ATTENTION_FUNCTIONS[model._attn_implementation]
-    assert mask(q_length=1, kv_length=17, attention_mask=torch.ones(1, 7).bool()) is None
+    given = dict(q_length=1, kv_length=17, kv_offset=-10)
+    assert mask(**given, attention_mask=torch.ones(1, 7).bool()) is None
 
 
 def test_what_differs_at_each_step_is_not_recorded():
