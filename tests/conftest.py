@@ -14,6 +14,7 @@ from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
 from kvalign.steppers import step_file
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `--device auto` is the CPU; `make test-gpu` is for a GPU
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
 os.environ.update(RAY_worker_niceness="0")  # at Ray's own 15 they starve beside the other tests
 gc.set_threshold(10_000)  # collecting tests makes objects that stay

@@ -129,11 +129,8 @@ class Step:
     @property
     def size(self) -> int:
         """Slots that are in use after the pass; in a static one all."""
-        return (
-            self.sizes.first_input_len
-            if self.is_static
-            else min(self.end + self.num_new, self.sizes.first_input_len)
-        )
+        most = self.sizes.first_input_len
+        return most if self.is_static else min(self.end + self.num_new, most)
 
     @property
     def length(self) -> int:

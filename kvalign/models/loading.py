@@ -32,7 +32,7 @@ class LoadedModel:
 @progress.shown_as("kvalign")
 def load_model(
     name: str | Path,
-    device: str | torch.device = AUTO,
+    device: str | torch.device = "cpu",
     dtype: str | None = None,
     weights: str | None = None,
 ) -> LoadedModel:

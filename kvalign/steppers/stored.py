@@ -117,8 +117,11 @@ class Stored(Stepper):
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
-        entries = [layer.entries for layer in cache.attention]
-        if is_read_by_kernel(self.model, entries[0].data.keys):
+        decode, entries = cache.describe().decode, [layer.entries for layer in cache.attention]
+        assert decode is not None
+        if decode.in_sight is not None:
+            places = decode.in_sight.places
+        elif is_read_by_kernel(self.model, entries[0].data.keys):
             places = cache.places(step)
         elif (
             len(ids) == 1
@@ -132,8 +135,6 @@ class Stored(Stepper):
         seen = [x for ring in entries for x in ring.data]
         if cache.stores_bare and cache.turns is not None and cache.by_kernel:
             seen.append(cache.turns)
-        decode = cache.describe().decode
-        assert decode is not None
         return [ids, decode.position_ids, decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:

@@ -42,20 +42,21 @@ def in_half(tmp_path_factory):
     ids=str,
 )
 def test_a_gpu_gets_the_dtype_of_the_file(gpu, in_half, flags, expected):
-    model = load_model(in_half, **flags).model
+    model = load_model(in_half, **{"device": "auto", **flags}).model
     assert model.dtype == expected
     assert model.device.type == flags.get("device", other_device.NAME)
 
 
 def test_without_a_gpu_nothing_changes(in_half):
-    model = load_model(in_half).model
-    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+    for given in ({}, {"device": "auto"}):
+        model = load_model(in_half, **given).model
+        assert (model.device.type, model.dtype) == ("cpu", torch.float32)
 
 
 def test_a_model_that_is_too_large_goes_to_the_cpu(gpu, in_half, monkeypatch, caplog):
     monkeypatch.setattr(loading, "has_room", lambda device, num_bytes: num_bytes < 1000)
     with caplog.at_level(logging.WARNING):
-        model = load_model(in_half).model
+        model = load_model(in_half, "auto").model
     assert model.device.type == "cpu"
     assert "goes to the cpu: the GPU has no" in caplog.text
     assert load_model(in_half, other_device.NAME).model.device.type == other_device.NAME
@@ -70,9 +71,9 @@ def test_a_line_says_what_was_taken(gpu, in_half, capsys):
 
 
 def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
-    assert device.resolved("auto") == "cpu"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert device.resolved("auto") == "cuda"
+    for is_there, expected in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
+        assert device.resolved("auto") == expected
     assert device.resolved("cpu") == "cpu"
 
 

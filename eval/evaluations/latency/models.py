@@ -71,7 +71,7 @@ def random_model(
     config = AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):  # where large ones are made in seconds
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, of_device or dtype))
-    model = model.to(device).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
     if packed_as in PACKED:
         pack(model, packed_as)
     return model
