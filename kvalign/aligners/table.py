@@ -50,10 +50,9 @@ class TableAligner(Aligner):
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
-        return (
-            (keys - self.key[layer, :, birth]) / self.key_scale[layer, :, birth, None],
-            (values - self.value[layer, :, birth]) / self.value_scale[layer, :, birth, None],
-        )
+        means = self.key[layer, :, birth], self.value[layer, :, birth]
+        scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
+        return standardised(keys, values, *means, *scales)
 
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         heads: slice | Tensor = slice(None)
@@ -65,6 +64,21 @@ class TableAligner(Aligner):
             torch.addcmul(self.key[at], keys, self.key_scale[at][..., None]),
             torch.addcmul(self.value[at], values, self.value_scale[at][..., None]),
         )
+
+
+def standardised(
+    keys: Tensor,
+    values: Tensor,
+    key_means: Tensor,
+    value_means: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+) -> KeysValues:
+    """Entries [B, H, S, D] without the means [H, S, D] and scales [H, S] of their positions."""
+    return (
+        (keys - key_means) / key_scales[..., None],
+        (values - value_means) / value_scales[..., None],
+    )
 
 
 def _floats(shape: tuple[int, ...]) -> nn.Parameter:

@@ -118,21 +118,37 @@ class OnRead(Realigner):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Attention with sinks at their own positions; rows may have unequal lengths."""
-        half, tables = keys.dtype != torch.float32, self._tables(layer, self.step_means[layer])
-        query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
+        tables = self._tables(layer, self.step_means[layer])
         placed = query
         if self.rotation is not None:
             placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
-        scores = (query @ keys.mT).float()  # [B, H_kv, G, S]
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-        of_all = scores, placed.float(), tables, num_sinks, bias, step
         decode = step.decode
-        if decode is not None and decode.scales is not None:
-            weights, out = _alike(*of_all, *(x[layer, :, None] for x in decode.scales))
-        else:
-            weights, out = _uneven(*of_all)
-        out = out + (weights.to(values.dtype) if half else weights) @ values
-        return out.flatten(1, 2)[:, None]
+        if decode is None or decode.scales is None:
+            return _read_uneven(query, placed, keys, values, tables, num_sinks, bias, scale, step)
+        assert decode.ranks is not None
+        assert decode.order is not None
+        ranks, order = (x.to(keys.device) for x in (decode.ranks, decode.order))
+        places = slice(step.first_place, step.first_place + len(order))
+        hidden = ~step.visible[:, None, None].to(keys.device) if decode.hides else None
+        key_means, value_means = tables.key_means[:, places], tables.value_means[:, places]
+        key_scales, value_scales = (x[layer, :, None] for x in decode.scales)
+        return read_alike(
+            query,
+            placed,
+            keys,
+            values,
+            key_means,
+            value_means,
+            key_scales,
+            value_scales,
+            ranks,
+            order,
+            num_sinks,
+            scale,
+            hidden,
+            bias,
+        )
 
     def _turned_means(self, layer: int) -> Tensor:
         """Mean keys [H, P, D], rotated to their positions on a rotary model."""
@@ -143,56 +159,70 @@ class OnRead(Realigner):
         return self.rotation.at(layer).shift(means, -now)
 
 
-def _alike(
-    scores: Tensor,
+def read_alike(
     query: Tensor,
-    tables: Tables,
-    num_sinks: int,
-    bias: Tensor | None,
-    step: Step,
+    placed: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_means: Tensor,
+    value_means: Tensor,
     key_scales: Tensor,
     value_scales: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Weights of stored entries [B, H, G, S], and the part of the output from positions [B, H, G,
-    D], for rows with the same places. Positions are read and written in the order of time, and
-    numbers go from there to the slots and back: no table is copied. Scores are overwritten, unless
-    gradients are recorded.
+    ranks: Tensor,
+    order: Tensor,
+    num_sinks: int,
+    scale: float,
+    hidden: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention [B, 1, H, D] of a query over entries [B, H_kv, S, D] in rows with the same places.
+    Positions are read and written in the order of time, and numbers go from there to the slots and
+    back: no table is copied.
+
+    Args:
+        query, placed: [B, H, 1, D]; where keys turn, `placed` is the query at its place.
+        key_means, value_means: [H_kv, W, D], of the places of the W entries after the sinks.
+        key_scales, value_scales: [H_kv, 1, S - num_sinks], of slots.
+        ranks, order: as of `DecodeStep`.
+        hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.
+        bias: [B, H_kv, S] float32, added to the scores; None: none.
     """
-    decode = step.decode
-    assert decode is not None
-    assert decode.ranks is not None
-    assert decode.order is not None
-    ranks, order = (x.to(scores.device) for x in (decode.ranks, decode.order))
-    in_place = not torch.is_grad_enabled()
+    in_place = not torch.is_grad_enabled()  # scores are overwritten, unless gradients are recorded
     mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
-    first = step.first_place
-    places = slice(first, first + len(order))
+    dtype, (query, placed) = query.dtype, (_grouped(x, keys, scale) for x in (query, placed))
+    scores = (query @ keys.mT).float()  # [B, H_kv, G, S]
     sinks, window = scores.tensor_split([num_sinks], -1)
     window = mul(window, key_scales)
-    of_position = _by_head(query, tables.key_means[:, places].mT)
+    of_position = _by_head(placed.float(), key_means.mT)
     window = add(window, of_position.index_select(-1, ranks))
     if not in_place:
         scores = torch.cat([sinks, window], -1)
-    if decode.hides:
-        scores = scores.masked_fill(~step.visible[:, None, None].to(scores.device), -torch.inf)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
     if bias is not None:
         scores = add(scores, bias[:, :, None])
     weights = scores.softmax(-1)
     sinks, window = weights.tensor_split([num_sinks], -1)
-    out = _by_head(window.index_select(-1, order), tables.value_means[:, places])
+    out = _by_head(window.index_select(-1, order), value_means)
     window = mul(window, value_scales)
-    return weights if in_place else torch.cat([sinks, window], -1), out
+    weights = weights if in_place else torch.cat([sinks, window], -1)
+    return (out + weights.to(values.dtype) @ values).to(dtype).flatten(1, 2)[:, None]
 
 
-def _uneven(
-    scores: Tensor,
+def _read_uneven(
     query: Tensor,
+    placed: Tensor,
+    keys: Tensor,
+    values: Tensor,
     tables: Tables,
     num_sinks: int,
     bias: Tensor | None,
+    scale: float,
     step: Step,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Same for rows whose entries have their own positions."""
+    dtype, (query, placed) = query.dtype, (_grouped(x, keys, scale) for x in (query, placed))
+    scores = (query @ keys.mT).float()
     ranks = step.places.expand(len(scores), -1).to(scores.device)
     births, stored = (
         torch.tensor(x, device=scores.device)[:, None] for x in (step.births, step.stored)
@@ -203,11 +233,12 @@ def _uneven(
         x[:, None, None] for x in ((ranks + births - stored) * inside, inside, visible)
     )
 
-    def scale(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
+    def of_slots(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
         return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
 
-    of_position = _by_head(query, tables.key_means.mT).gather(-1, places.expand_as(scores))
-    scores = torch.where(inside, scores * scale(tables.key_scales) + of_position, scores)
+    of_position = _by_head(placed.float(), tables.key_means.mT)
+    of_position = of_position.gather(-1, places.expand_as(scores))
+    scores = torch.where(inside, scores * of_slots(tables.key_scales) + of_position, scores)
     scores = scores.masked_fill(~visible, -torch.inf)
     if bias is not None:
         scores = scores + bias[:, :, None]
@@ -215,8 +246,13 @@ def _uneven(
     shares = weights.new_zeros(*weights.shape[:-1], tables.value_means.shape[1])
     shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
     out = _by_head(shares, tables.value_means)
-    weights = torch.where(inside, weights * scale(tables.value_scales), weights)
-    return weights, out
+    weights = torch.where(inside, weights * of_slots(tables.value_scales), weights)
+    return (out + weights.to(values.dtype) @ values).to(dtype).flatten(1, 2)[:, None]
+
+
+def _grouped(query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Query [B, H, 1, D] by the heads of keys, scaled: [B, H_kv, G, D]."""
+    return query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale
 
 
 def _by_head(x: Tensor, table: Tensor) -> Tensor:

@@ -42,12 +42,7 @@ class KV(NamedTuple):
 
     def put_at(self, slots: Tensor, new: "KV") -> None:
         """Overwrite the entries of some slots: [T], the same in all rows, or [B, 1]."""
-        for x, y in zip(self, new, strict=True):
-            y = y.detach().to(x.dtype)
-            if slots.dim() == 1:
-                x.index_copy_(2, slots, y)
-            else:
-                x.scatter_(2, slots[:, None, :, None].expand_as(y), y)
+        write(*self, slots, *new)
 
     def at(self, slots: Tensor | slice) -> "KV":
         """Entries of some slots: a slice, [T] or, if those of rows differ, [B, T]."""
@@ -71,6 +66,18 @@ class KV(NamedTuple):
         """Entries padded to `width` with zeros in front."""
         missing = width - self.keys.shape[2]
         return self.map(lambda x: pad(x, (0, 0, missing, 0)))
+
+
+def write(
+    keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor
+) -> None:
+    """Overwrite the entries of some slots, as of `KV.put_at`."""
+    for x, y in ((keys, new_keys), (values, new_values)):
+        y = y.detach().to(x.dtype)
+        if slots.dim() == 1:
+            x.index_copy_(2, slots, y)
+        else:
+            x.scatter_(2, slots[:, None, :, None].expand_as(y), y)
 
 
 class Part(ABC):

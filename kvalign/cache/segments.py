@@ -15,9 +15,11 @@ results as decode steps. This needs no code for a single architecture (`kvalign.
 BLOOM: through its mask).
 """
 
+import functools
+import inspect
 from collections.abc import Callable
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
 BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
-SEGMENT_ON_GPU, BLOCK_ON_GPU = 2048, 512  # there each call takes time, however little it does
+SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
 
 
 class Tables(NamedTuple):
@@ -74,7 +76,7 @@ class Segment:
         num_tokens: int,
         device: torch.device,
     ):
-        self.sizes, self.rotation, self.tables = sizes, rotation, tables
+        self.sizes, self.rotation, self.tables, self.num_seen = sizes, rotation, tables, num_seen
         end = num_seen + num_tokens
         self.t = torch.arange(num_seen, end, device=device)
         self.dropped = sizes.num_dropped(self.t)  # E(t): of the entries before token t
@@ -83,18 +85,26 @@ class Segment:
         self.birth = self.t - self.moved
         self.at = self.t - frame.num_moved(num_seen) if rotation else self.birth
         self.behind = self.at - self.birth
-        self.turns = rotation is not None and bool(self.behind.any())
+        # What Python decides by is computed here: to ask a GPU would be to wait for it.
+        self.num_dropped = sizes.num_dropped(num_seen)
+        last_dropped = sizes.num_dropped(end - 1)
+        self.turns = rotation is not None and last_dropped > frame.num_moved(num_seen)
         self.num_sinks = min(sizes.num_sinks, end)
-        self.oldest = self.num_sinks + int(self.dropped[0])  # in sight, of those after the sinks
-        length = BLOCK_LEN if device.type == "cpu" else BLOCK_ON_GPU
-        starts = range(0, num_tokens, length)
-        self.blocks = {  # by how many entries their queries' windows give up for what is recalled
-            n: [Block(self, x, min(x + length, num_tokens), n) for x in starts]
-            for n in {0, sizes.num_recalled or 0}
-        }
-        for before, block in chain.from_iterable(map(pairwise, self.blocks.values())):
-            if torch.equal(before.now, block.now):
-                block.now = before.now
+        self.oldest = self.num_sinks + self.num_dropped  # in sight, of those after the sinks
+        self._blocks: dict[int, list[Block]] = {}
+
+    def blocks(self, num_recalled: int) -> list["Block"]:
+        """Blocks whose queries' windows give up so many entries for what is recalled."""
+        if num_recalled not in self._blocks:
+            num_tokens, on_cpu = len(self.t), self.t.device.type == "cpu"
+            length = BLOCK_LEN if on_cpu else BLOCK_ON_GPU
+            starts = range(0, num_tokens, length)
+            blocks = [Block(self, x, min(x + length, num_tokens), num_recalled) for x in starts]
+            for before, block in pairwise(blocks):
+                if torch.equal(before.now, block.now):
+                    block.now = before.now
+            self._blocks[num_recalled] = blocks
+        return self._blocks[num_recalled]
 
     def turned(self, layer: int, x: Tensor) -> Tensor:
         """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
@@ -116,13 +126,15 @@ class Segment:
         num_heads, tables, found = keys.shape[1], self.tables(layer), []
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
         is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
+        if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
+            return self._by_band(query, turned, keys, values, scale)
         if is_plain and self.turns and self.num_sinks:
             # A CPU is faster without its kernel than with one of twice the size.
             is_plain = not on_cpu
             if is_plain:
                 turned, keys, values = self._wide(query, turned, keys, values)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
-        for block in self.blocks[num_recalled]:
+        for block in self.blocks(num_recalled):
             ours = turned[:, :, block.queries]
             if is_plain:
                 k, v = block.entries(keys), block.entries(values)
@@ -148,6 +160,32 @@ class Segment:
                 out = block.read(placed, ours, k, v, tables, *of_block)
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
+
+    def _by_band(
+        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Same as `attend`, in two parts that are merged by the logarithms of their sums of
+        exponentials: the window, a band of fixed width, and the sinks.
+        """
+        num_sinks, num_early = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0)
+        sinks, window = keys.tensor_split([num_sinks], 2)
+        of_sinks, of_window = values.tensor_split([num_sinks], 2)
+        out, sums = band(turned, window, of_window, self.sizes.window_size, scale)
+        if not num_sinks:
+            return out
+        if num_early:  # tokens before the end of the sinks see no window
+            out[:, :num_early], sums[:, :, :num_early] = 0, -torch.inf
+        scores = _by_head(query.unflatten(1, (sinks.shape[1], -1)), sinks.mT[:, :, None]).float()
+        scores = scores.flatten(1, 2) * scale  # [B, H, T, num_sinks]
+        if num_early:
+            unseen = torch.arange(num_sinks, device=scores.device) > self.t[:, None]
+            scores = scores.masked_fill(unseen, -torch.inf)
+        both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
+        weights = (scores - both[..., None]).exp().to(values.dtype)
+        weights = weights.unflatten(1, (sinks.shape[1], -1))
+        given = _by_head(weights, of_sinks[:, :, None]).flatten(1, 2).transpose(1, 2)
+        share = (sums - both).exp().transpose(1, 2)[..., None]
+        return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
 
     def _wide(
         self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor
@@ -188,7 +226,8 @@ class Block:
         t, dropped, moved = (
             x[self.queries, None] for x in (segment.t, segment.dropped, segment.moved)
         )
-        first, end = int(dropped[0] - segment.dropped[0]), int(t[-1]) + 1 - segment.oldest
+        first = sizes.num_dropped(segment.num_seen + start) - segment.num_dropped
+        end = segment.num_seen + stop - segment.oldest
         self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
         j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
         sinks = torch.arange(self.num_sinks, device=t.device)
@@ -262,6 +301,51 @@ class Block:
         both = torch.cat([scores, recalled.scores], -1).softmax(-1)
         weights, of_recalled = both.tensor_split([scores.shape[-1]], -1)
         return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)
+
+
+def has_band_kernel(query: Tensor) -> bool:
+    """Return whether `band` has a kernel for such queries: on CUDA, in half precision."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and is_half and _flash() is not None
+
+
+def band(
+    query: Tensor, keys: Tensor, values: Tensor, width: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of the queries of the last tokens, [B, H, T, D], over keys [B, H_kv, S, D]: each
+    over its own token's and those of `width` tokens before. It is 0 or not a number where there is
+    none.
+
+    Returns:
+        its output [B, T, H, D], and the logarithms of the sums of exponentials, [B, H, T] float32.
+    """
+    num_rows, _, num, _ = query.shape
+    num_keys = keys.shape[2]
+    ends = (
+        torch.arange(0, (num_rows + 1) * n, n, dtype=torch.int32, device=query.device)
+        for n in (num, num_keys)
+    )
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
+    kernel = _flash()
+    assert kernel is not None
+    out, sums = kernel(*packed, *ends, num, num_keys, scale=scale, window_size=(width, 0))
+    return out.unflatten(0, (num_rows, num)), sums.unflatten(1, (num_rows, num)).transpose(0, 1)
+
+
+@functools.cache
+def _flash() -> Callable[..., Any] | None:
+    """PyTorch's flash attention over bands, which also returns the logarithms of sums; None: this
+    version has none.
+    """
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:
+        return None
+    options = inspect.signature(varlen_attn).parameters
+    if "window_size" not in options:
+        return None
+    of_groups: Any = {"enable_gqa": True} if "enable_gqa" in options else {}
+    return functools.partial(varlen_attn, return_aux=AuxRequest(lse=True), **of_groups)
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Stepper(ABC):
 
     @classmethod
     @abstractmethod
-    def compiling(cls, method: Any, **options: Any) -> Self | None:
+    def compiling(cls, method: Any, **options: Any) -> Stepper | None:
         """Stepper that compiles, with options of `torch.compile`; None without a compiler."""
 
     @abstractmethod

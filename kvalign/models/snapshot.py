@@ -69,7 +69,7 @@ class Snapshot:
         self._held = [*chain.from_iterable(map(dict.values, self._parts))]
         self._tensors = [one for one in self._held if isinstance(one, Tensor)]
         files = [vars(sys.modules[name]) for name in {type(one).__module__ for one in modules}]
-        functions = (([k for k, x in one.items() if type(x) is FunctionType], one) for one in files)
+        functions = ((_names_of_functions(one), one) for one in files)
         self._functions = [(itemgetter(*names), values) for names, values in functions if names]
         # Nothing reads the numbers of nn.Linear, of which there are most.
         read = ((names_of(one), vars(one)) for one in modules if type(one) is not nn.Linear)
@@ -99,6 +99,12 @@ class Snapshot:
             [read(values) for read, values in self._read],
             self._configs,
         )
+
+
+def _names_of_functions(file: dict[str, Any]) -> list[str]:
+    """Return the names of a file's functions, without those that PyTorch's compiler adds."""
+    named = [name for name, x in file.items() if type(x) is FunctionType]
+    return [name for name in named if not name.startswith("__")]
 
 
 def names_of(module: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ What differs otherwise has a graph of its own: another number of rows, a cache t
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Self, final
 
@@ -25,7 +25,8 @@ from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Snapshot
-from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.compiled import Compiled, has_compiler
+from kvalign.steppers.regions import Regions
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Captured(Stepper):
     """Decode steps of a model that are captured (`not_captured` says which are not).
 
     Args:
-        compiled: the compiled model, of which steps are captured, and which makes the others.
+        regions: those of the model that are compiled; None: none.
         record: records a step as a graph.
     """
 
@@ -103,10 +104,10 @@ class Captured(Stepper):
     def __init__(
         self,
         model: PreTrainedModel,
-        compiled: Compiled | None = None,
+        regions: Regions | None = None,
         record: Callable[[Run, Inputs, Any], Graph] = record_cuda_graph,
     ):
-        self.model, self.compiled, self.record = model, compiled, record
+        self.model, self.regions, self.record = model, regions, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self.is_refused = False  # something in a step cannot be recorded
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
@@ -121,19 +122,21 @@ class Captured(Stepper):
         return cls(method.model)
 
     @classmethod
-    def compiling(cls, method: Method, **options: Any) -> Self | None:
-        return cls(method.model, Compiled.of(method.model, **options))
+    def compiling(cls, method: Method, **options: Any) -> Stepper | None:
+        if isinstance(method, Cached) and not_captured(method):
+            return Compiled.compiling(method, **options)
+        return cls(method.model, Regions(method.model, **options) if has_compiler() else None)
 
     def word_for(self, num_rows: int) -> str | None:
         if self.is_refused:
-            return None if self.compiled is None else self.compiled.word_for(num_rows)
-        return "captured" if self.compiled is None else "compiled and captured"
+            return None
+        return "captured" if self.regions is None else "compiled and captured"
 
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
         step = cache.step
         assert step is not None
         if (graph := self._graph_for(ids, step, cache)) is None:
-            return None if self.compiled is None else self.compiled.logits(ids, cache)
+            return None
         graph.inputs.ids.copy_(ids)
         graph.inputs.counts.copy_(step.counts)
         return graph.replay().clone()
@@ -173,11 +176,11 @@ class Captured(Stepper):
             cache.step = replace(step, counts=given.counts)
             decode = cache.describe().decode
             assert decode is not None
-            call = self.compiled or self.model
-            return last_logits(call, given.ids, cache, position_ids=decode.position_ids)
+            return last_logits(self.model, given.ids, cache, position_ids=decode.position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
-        with without_padding(self.model), in_eval_mode(self._modules):
+        compiled = nullcontext() if self.regions is None else self.regions.called()
+        with without_padding(self.model), in_eval_mode(self._modules), compiled:
             try:
                 return self.record(run, inputs, next(others, None))
             finally:

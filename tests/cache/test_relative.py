@@ -38,6 +38,30 @@ def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch
         assert abs(found.mean().exp() / expected.mean().exp() - 1) < 1e-4
 
 
+def plain_band(query, keys, values, width, scale):
+    """`segments.band`, by all scores; 7 where a query sees nothing, which nobody may read."""
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
+    ends = torch.arange(query.shape[2])[:, None] + keys.shape[2] - query.shape[2]
+    ages = ends - torch.arange(keys.shape[2])
+    hidden = (ages < 0) | (ages > width)
+    scores = (query @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+    out = scores.softmax(-1).nan_to_num(7.0) @ values
+    return out.transpose(1, 2).contiguous(), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize(("kind", "num_sinks"), [("llama", 4), ("gpt2", 2), ("qwen3", 0)])
+def test_a_band_and_the_sinks_are_one_attention(models, kind, num_sinks, ids, monkeypatch):
+    """As on CUDA: a kernel reads the window, and the sinks are merged with what it gives."""
+    sizes = {"num_sinks": num_sinks} if num_sinks else {}
+    method = method_of("streaming-llm" if num_sinks else "window", models[kind], **sizes)
+    expected = score_stepwise(method, ids[:, :120])
+    monkeypatch.setattr(segments, "has_band_kernel", lambda query: True)
+    monkeypatch.setattr(segments, "band", plain_band)
+    for segment_len in (3, 256):
+        monkeypatch.setattr(segments, "SEGMENT_LEN", segment_len)
+        assert torch.allclose(score(method, ids[:, :120]), expected, atol=2e-4)
+
+
 def test_nothing_else_is_taken(models):
     """Other models step: attention of their own, sliding windows inside the cache, networks."""
     for kind in set(KINDS) - set(EXACT):

@@ -11,6 +11,7 @@ import torch
 from helpers.comings import come_and_go
 from helpers.methods import make, tables
 from helpers.tiny_models import tiny_model
+from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -18,6 +19,7 @@ from kvalign.methods import stepper
 from kvalign.models.attention import install
 from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, not_captured
 from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.regions import Regions
 
 NUM_STEPS = 600
 
@@ -198,25 +200,53 @@ def test_the_first_stepper_that_is_ready_is_taken(monkeypatch):
 
 
 def test_what_is_not_captured_is_compiled_where_that_was_asked_for():
-    """With a memory, say, or the first step of each shape."""
+    """With a memory, say."""
     model = tiny_model("llama")
-    called = []
-
-    def compiled(**inputs):
-        called.append(inputs)
-        return model(**inputs)
-
-    method, recorder = make("streaming-llm", model), Recorder()
-    method.stepper = Captured(model, Compiled(model, compiled), recorder)
-    method.reset()
-    method.feed(torch.arange(30)[None])
-    for i in range(6):
-        method.feed(torch.tensor([[i]]))
-    assert recorder.num == 1 and len(called) == 2  # the first step, and the one that is recorded
-    assert method.steps_in_a_word == "compiled and captured"
+    stepper = Captured.compiling(make("streaming-llm", model))
+    assert stepper.word_for(1) == "compiled and captured"
     memory = make("streaming-llm", model, memory=8, num_recalled=2)
-    memory.stepper = method.stepper
-    memory.reset()
-    memory.feed(torch.arange(60)[None])
-    memory.feed(torch.tensor([[1]]))
-    assert len(called) == 3 and recorder.num == 1
+    assert isinstance(Captured.compiling(memory), Compiled)
+
+
+class RegionsCalled(Recorder):
+    """Records nothing: each step is a call of the model with its compiled regions."""
+
+    def __init__(self, regions):
+        super().__init__()
+        self.regions = regions
+
+    def __call__(self, run, inputs, pool):
+        self.num += 1
+
+        def replay():
+            self.num_made += 1
+            with self.regions.called():
+                return run(inputs)
+
+        return Graph(inputs, replay)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_regions"),
+    [
+        ("learned with tables", 6),
+        pytest.param("rotary", 9, marks=pytest.mark.slow),
+        pytest.param("rotary with tables", 9, marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_regions_of_the_model_are_compiled(kind, num_regions):
+    """Steps with them are those without, and the model is as it was afterwards."""
+    name, model, sizes = of_kind(kind)
+    before = [*model.modules()], [vars(one).get("forward") for one in model.modules()]
+    method, regions = make(name, model, **sizes), Regions(model)
+    method.stepper = Captured(model, regions, recorder := RegionsCalled(regions))
+    method.reset()
+    eager = make(name, model, **sizes)
+    torch._dynamo.reset()
+    counters.clear()
+    for ids in torch.randint(5, 90, (1, 45)).split([30] + 15 * [1], 1):
+        torch.testing.assert_close(method.feed(ids), eager.feed(ids), atol=1e-4, rtol=1e-4)
+    assert recorder.num == 1 and recorder.num_made == 14
+    assert counters["stats"]["unique_graphs"] >= num_regions
+    assert before == ([*model.modules()], [vars(one).get("forward") for one in model.modules()])

@@ -5,6 +5,7 @@ one of which is overwritten. It is the lower bound for methods that see C + 1 en
 streams nothing.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,14 +19,16 @@ from kvalign.eval.protocol.evaluation import FLOOR
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import last_logits
 from kvalign.steppers.captured import Graph, Inputs, record_cuda_graph, without_padding
-from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.compiled import has_compiler
+from kvalign.steppers.regions import Regions
 
 
 class BareStep(Method):
     """Bare step in the form of a method, to be timed among them; `make_method` does not know it.
 
     Args:
-        compiled, captured: how it is made, as those of methods.
+        captured: whether it is captured, and `compiled` whether regions of the model are compiled
+            before, as those of methods are.
     """
 
     name = FLOOR
@@ -39,7 +42,7 @@ class BareStep(Method):
         captured: bool = False,
     ):
         super().__init__(model, CacheSizes(cache_size, num_sinks=0))
-        self.call: Any = (Compiled.of(model) if compiled else None) or model
+        self.regions = Regions(model) if compiled and has_compiler() else None
         self.is_captured = captured
         self.reset()
 
@@ -61,12 +64,13 @@ class BareStep(Method):
     @torch.no_grad()
     def _step(self, ids: Tensor) -> Tensor:
         with self.in_eval_mode():
-            return last_logits(self.call, ids, self.cache)
+            return last_logits(self.model, ids, self.cache)
 
     def _replayed(self, ids: Tensor) -> Tensor:
         if self.graph is None:
             own = Inputs(ids.clone(), ids.new_empty(0))
-            with without_padding(self.model):
+            compiled = nullcontext() if self.regions is None else self.regions.called()
+            with without_padding(self.model), compiled:
                 self.graph = record_cuda_graph(lambda given: self._step(given.ids), own, None)
         self.graph.inputs.ids.copy_(ids)
         return self.graph.replay().clone()

@@ -1,0 +1,94 @@
+"""Regions of a model that are compiled once for all its layers: norms, MLPs, products, the rotation
+of queries and keys, and what we do with entries.
+
+To compile a whole model takes minutes, since each layer is compiled by itself. Its regions take
+seconds: attention between them is a call of a library anyway.
+"""
+
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvalign.aligners import table
+from kvalign.cache import on_read, ring
+
+_ROTATION = "apply_rotary_pos_emb"  # of queries and keys, in the file of a model
+_OURS = (ring.write, table.standardised, on_read.read_alike)
+MOST_SHAPES = 64  # of inputs and weights that a region is compiled for
+_OF_PRODUCTS = {"coordinate_descent_tuning": True}  # with it products of one row are fused, too
+
+
+class Regions:
+    """Compiled regions of a model.
+
+    Args:
+        options: of `torch.compile`.
+    """
+
+    def __init__(self, model: PreTrainedModel, **options: Any):
+        compiled = functools.partial(torch.compile, dynamic=False, **options)
+        of_products = compiled
+        if not options and model.device.type == "cuda":
+            of_products = functools.partial(compiled, options=_OF_PRODUCTS)
+        modules = [*_regions(model)]
+        of_classes = {
+            type(one): (of_products if _multiplies(one) else compiled)(type(one).forward)
+            for one in {type(one): one for one in modules}.values()
+        }
+        self._forwards = [(one, functools.partial(of_classes[type(one)], one)) for one in modules]
+        files = {sys.modules[type(one).__module__] for one in model.modules()}
+        functions = [(sys.modules[one.__module__], one.__name__) for one in _OURS]
+        functions += [(file, _ROTATION) for file in files if hasattr(file, _ROTATION)]
+        self._functions = [
+            (file, name, (of_products if file is on_read else compiled)(getattr(file, name)))
+            for file, name in functions
+        ]
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Context in which calls of the model call its compiled regions."""
+        with ExitStack() as stack, torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+            for file, name, function in self._functions:
+                stack.enter_context(patch.object(file, name, function))
+            for module, forward in self._forwards:
+                module.forward = forward
+            try:
+                yield
+            finally:
+                for module, _ in self._forwards:
+                    del module.forward
+
+
+def _regions(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Children with weights of the model's layers, or of their attention, that take no cache."""
+    for layer in model.modules():
+        if type(layer).__name__ not in (model._no_split_modules or ()):
+            continue
+        for child in layer.children():
+            if _takes_cache(child):
+                yield from (one for one in child.children() if [*_weights(one)])
+            elif [*_weights(child)]:
+                yield child
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return whether it has a matrix."""
+    return any(x.dim() > 1 for x in _weights(module))
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    names = inspect.signature(module.forward).parameters
+    return "past_key_values" in names or "layer_past" in names
