@@ -82,7 +82,7 @@ def public() -> str:
     )
     for name in kvalign.__all__:
         found = package[name]
-        if found.is_module:
+        if found.is_module or name.startswith("_"):
             continue
         found = found.final_target if found.is_alias else found
         about = found.docstring.value.split("\n\n")[0] if found.docstring else ""

@@ -46,7 +46,11 @@ def draw_pictures(results: Path = RESULTS) -> None:
                 continue
             document = read_json(first)
             evaluation = _evaluation_of(document)
-            rows = [row for row, _ in _rows(wanted, results / name)]
+            named = wanted.rename
+            rows = [
+                row | {"method": named.get(row["method"], row["method"])}
+                for row, _ in _rows(wanted, results / name)
+            ]
             drawn = evaluation.figure(document | {"rows": rows})
             assert drawn is not None, picture
             save(drawn[0], results / picture)
@@ -124,7 +128,8 @@ def markdown(table: Table, folder: Path) -> str:
             continue
         heading = table.across.format(**known)
         heading = table.rename.get(heading, heading)
-        text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
+        texts = (table.values.get(name) for name in (row["method"], document["kind"], "*"))
+        text = next(filter(None, texts), "").format(**known)
         if line.setdefault(heading, text) != text:
             raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
         headings += [heading] * (heading not in headings)
@@ -140,7 +145,11 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     for cell in wanted.cells:
         document = read_json(folder / f"{cell}.json")
         for row in _rows_of(document):
-            if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
+            known = _known(row, document)
+            if not any(
+                (name.format(**known) if "{" in name else row.get(name)) in values
+                for name, values in wanted.leave_out.items()
+            ):
                 yield row, document
 
 
