@@ -54,6 +54,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for line, make in made.items():
         if line in markdown.splitlines():
             markdown = markdown.replace(line, make())
+    if markdown.startswith("## "):  # a page of its own begins with a heading of the first level
+        markdown = re.sub(r"^#(?=#+ )", "", markdown, flags=re.MULTILINE)
     here = ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return _LINK.sub(lambda match: _link(match, here, page.file.src_uri), markdown)
 
