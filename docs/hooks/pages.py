@@ -3,12 +3,12 @@
 A link of a page leads to a file of the repository, so that it works in a clone. Here it becomes a
 link to the page that shows this file, to the picture, or to the reference of the module.
 
-Parts that only the site has, in docs/reference/ and where a page has `<!-- lanes -->`:
+Parts that only the site has:
 
 | line | becomes |
 |---|---|
-| `{{ public }}` | a table of what `import kvalign` offers |
-| `{{ commands }}` | every command with its flags |
+| `<!-- public -->` | a table of what `import kvalign` offers |
+| `<!-- commands -->` | every command with its flags |
 | `<!-- lanes -->` | the page of a cache at work, in a frame |
 """
 
@@ -47,8 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     made: dict[str, Callable[[], str]] = {
-        "{{ public }}": public,
-        "{{ commands }}": command_line.reference,
+        "<!-- public -->": public,
+        "<!-- commands -->": command_line.reference,
         "<!-- lanes -->": lanes,
     }
     for line, make in made.items():
