@@ -5,6 +5,7 @@ from .aligners import Aligner as Aligner
 from .cache import CacheSizes as CacheSizes
 from .cache import StreamingCache as StreamingCache
 from .foundation.errors import UserError as UserError
+from .foundation.version import __version__ as __version__
 from .invariants import verify as verify
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method

@@ -1,24 +1,22 @@
-"""Parts of the pages that are made from the sources at build time, so that they stay up to date.
+"""The site: pages of docs/ and pages that lie elsewhere in the repository, as they stand.
 
-A line `{{ WORD ARGUMENT }}` of a page becomes:
+A link of a page leads to a file of the repository, so that it works in a clone. Here it becomes a
+link to the page that shows this file, to the picture, or to the reference of the module.
+
+Parts that only the site has:
 
 | line | becomes |
 |---|---|
-| `{{ source DOTTED.NAME }}` | the source of a function or method |
-| `{{ file PATH }}` | a Markdown file of the repository |
-| `{{ public }}` | a table of what `import kvalign` offers |
-| `{{ commands }}` | every command with its flags |
-| `{{ architectures }}` | the table of architectures |
-| `{{ lanes }}` | the page of a cache at work, in a frame |
-
-Pictures come from eval/results, which has the only copy.
+| `<!-- public -->` | a table of what `import kvalign` offers |
+| `<!-- commands -->` | every command with its flags |
+| `<!-- lanes -->` | the page of a cache at work, in a frame |
 """
 
+import posixpath
 import re
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 
-import architectures
 import command_line
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -28,80 +26,65 @@ from mkdocs.structure.pages import Page
 import kvalign
 
 ROOT = Path(__file__).parents[2]
-PICTURES = (
-    "gpt2-mini.png",
-    "memory.png",
-    "policies-recall-gpt2.png",
-    "policies-recall-llama.png",
-    "recall-gpt2.png",
-    "recall-llama.png",
-    "paper-distilgpt2.png",
-    "paper-smollm2.png",
-    "report.png",
-    "sinks.png",
-    "smollm2-attention.png",
-    "smollm2.png",
-    "speed.png",
-)
+RESULTS = ROOT / "eval" / "results"
+# Pages and pictures that lie outside docs/: where they lie, by their place in the site.
+ELSEWHERE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+ELSEWHERE |= {f"results/{page.name}": f"eval/results/{page.name}" for page in RESULTS.glob("*.md")}
+ELSEWHERE |= {f"images/{one.name}": f"eval/results/{one.name}" for one in RESULTS.glob("*.png")}
 LANES = "lanes.html"
 
-_LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the pictures and the page of a cache at work."""
-    for name in PICTURES:
-        picture = ROOT / "eval" / "results" / name
-        files.append(File.generated(config, f"images/{name}", abs_src_path=str(picture)))
+    """Add what lies elsewhere, and the page of a cache at work."""
+    for place, path in ELSEWHERE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     from kvalign.app.pages.lanes import page
 
     files.append(File.generated(config, LANES, content=page()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    words = {
-        "source": source,
-        "file": file,
-        "public": public,
-        "architectures": architectures.table,
-        "commands": command_line.reference,
-        "lanes": lanes,
+    made: dict[str, Callable[[], str]] = {
+        "<!-- public -->": public,
+        "<!-- commands -->": command_line.reference,
+        "<!-- lanes -->": lanes,
     }
-
-    def replace(match: re.Match) -> str:
-        word, argument = match.groups()
-        return words[word](*([argument] if argument else []))
-
-    return _LINE.sub(replace, markdown)
-
-
-def file(path: str) -> str:
-    """Markdown file of the repository; its links into docs/ become links of the site, its pictures
-    the site's.
-    """
-    text = (ROOT / path).read_text(encoding="utf-8")
-    text = re.sub(r"\]\((\.\./)*docs/", "](", text)
-    return re.sub(r"\]\(([\w-]+\.png)\)", r"](images/\1)", text)
+    for line, make in made.items():
+        if line in markdown.splitlines():
+            markdown = markdown.replace(line, make())
+    if markdown.startswith("## "):  # a page of its own begins with a heading of the first level
+        markdown = re.sub(r"^#(?=#+ )", "", markdown, flags=re.MULTILINE)
+    here = ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return _LINK.sub(lambda match: _link(match, here, page.file.src_uri), markdown)
 
 
-def source(name: str) -> str:
-    """Source of `kvalign.module.name` without its docstring, with its file and line above it."""
-    found = _package()[name.removeprefix("kvalign.")]
-    lines = found.source.splitlines()
-    if found.docstring:
-        first, end = found.docstring.lineno - found.lineno, found.docstring.endlineno - found.lineno
-        del lines[first : end + 1]
-    file = Path(found.filepath).resolve().relative_to(ROOT)  # where a link leads
-    title = f"{file.as_posix()}, line {found.lineno}"
-    return "\n".join([f'```python title="{title}"', *lines, "```"]) + "\n"
+def _link(match: re.Match[str], here: str, place: str) -> str:
+    """Link of a page, which lies at `here` in the repository and has that place in the site."""
+    text, target, anchor = match.groups()
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
+    if not (ROOT / path).exists():
+        return match[0]  # code
+    if module := re.fullmatch(r"(?:kvalign/)?((?:\w+/)*\w+)\.py", path):
+        name = module[1].removesuffix("/__init__").replace("/", ".")
+        return f"[{text}][kvalign.{name}]"
+    places = {path: place for place, path in ELSEWHERE.items()}
+    to = places.get(path) or path.removeprefix("docs/")
+    if to == path:
+        return text  # the site has no such file
+    return f"[{text}]({posixpath.relpath(to, posixpath.dirname(place) or '.')}{anchor or ''})"
 
 
 def public() -> str:
     """Row for each public name: a link to its reference, and the first line of its docstring."""
     rows = ["| `kvalign.` | |", "|---|---|"]
+    package = griffe.load(
+        "kvalign", search_paths=[ROOT], try_relative_path=False, resolve_aliases=True
+    )
     for name in kvalign.__all__:
-        found = _package()[name]
-        if found.is_module:
+        found = package[name]
+        if found.is_module or name.startswith("_"):
             continue
         found = found.final_target if found.is_alias else found
         about = found.docstring.value.split("\n\n")[0] if found.docstring else ""
@@ -113,12 +96,3 @@ def public() -> str:
 def lanes() -> str:
     """Frame with the page of a cache at work."""
     return f'<iframe src="{LANES}" title="A cache at work"></iframe>\n'
-
-
-@lru_cache(maxsize=1)
-def _package() -> griffe.Module:
-    package = griffe.load(
-        "kvalign", search_paths=[ROOT], try_relative_path=False, resolve_aliases=True
-    )
-    assert isinstance(package, griffe.Module)
-    return package

@@ -70,14 +70,15 @@ def document(
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
-    """Versions, the commit (in a checkout), the processor with its flags, the GPU, if that is the
-    device, and threads; without a device no model has run, and torch is not asked.
+    """Versions, the commit (of an installed package its version), the processor with its flags,
+    the GPU, if that is the device, and threads; without a device no model has run, and torch is not
+    asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     machine: dict[str, str | int] = {
         **{name: _version(name) for name in packages},
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": _commit() or f"none: kvalign {kvalign.__version__}, installed",
         **_processor(),
         "cores": os.cpu_count() or 1,
     }

@@ -12,7 +12,7 @@ PAGES += sorted((ROOT / "eval" / "results").glob("*.md"))
 UNITS = r"(?:ms|µs|s|seconds?|minutes?|hours?|[kMG]i?B|times)\b|%"
 FIGURE = re.compile(rf"(?<![\w.-])(?!95 %)(?:\d+\.\d+(?!\w|\.\d)|\d[\d ]*(?:\.\d+)? ?(?:{UNITS}))")
 # What is made from documents, a block of commands, a link, a command or a file in a sentence.
-MARKED = r"<!-- (?:table|commands|index|texts): "
+MARKED = r"<!-- (?:table|commands|index|texts|list): "
 SOURCE = re.compile(
     rf"{MARKED}|^```(?:bash|python)|\]\((?!#)\S+\)|\]\[\w+\]"
     r"|`(?:OMP_NUM_THREADS=\d )?(?:kvalign|make|python|pytest) [^`]+`|`[\w/]+\.(?:py|yaml)`",

@@ -28,14 +28,16 @@ class Selection(BaseModel):
     """Rows of some cells.
 
     Attributes:
-        cells: names of the documents, in order.
-        leave_out: rows with one of these values.
+        cells: names of the documents, in order; `../PART/CELL` is one of another part.
+        leave_out: rows with one of these values of a field, or of a format string.
+        rename: a heading, a label or a picture's method, and what stands in its place.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     cells: list[str]
     leave_out: dict[str, list[Any]] = {}
+    rename: dict[str, str] = {}
 
 
 class Table(Selection):
@@ -47,14 +49,12 @@ class Table(Selection):
     Attributes:
         columns: text by heading; rows of equal texts are one line.
         across: a heading; each of its values is one more column, with `values` in its lines.
-        values: text by method, "*" for the others.
-        rename: a heading or a label, and what stands in its place.
+        values: text by method or by kind of document, "*" for the others.
     """
 
     columns: dict[str, str]
     across: str | None = None
     values: dict[str, str] = {}
-    rename: dict[str, str] = {}
 
 
 class Part(Suite, frozen=True):

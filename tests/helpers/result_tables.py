@@ -1,19 +1,25 @@
-"""Tables of README and the pages, written between their markers from the documents of eval/results.
+"""What is made of README and the pages, written between markers: tables from the documents of
+eval/results, excerpts of the code, and lists of what there is.
 
 <!-- table: PART/TABLE -->        as the part's suite.yaml has it
 <!-- commands: PART/CELL ... -->  the commands of cells
 <!-- texts: NAME -->              files of a text and their SHA-256
 <!-- index: parts -->             a line a part: on what, how much, when
+<!-- source: kvalign.MODULE.NAME --> its file and its code; on a page in docs/
+<!-- list: architectures -->      as the code's own tables have them; policies; findings of pages
 <!-- end -->
 """
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from textwrap import wrap
 from typing import Any
 
+from helpers import doc_lists
+from helpers.doc_pages import MARKED
+from helpers.excerpts import excerpt
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
 from kvalign.eval.drawing.plots import save
 from kvalign.eval.evaluations import EVALUATIONS
@@ -23,10 +29,12 @@ from kvalign.foundation.files import read_json, write_text
 
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
-_MARKED = re.compile(
-    r"(^<!-- (table|commands|texts|index): ([^\n]+) -->\n)(.*?)(<!-- end -->)",
-    re.DOTALL | re.MULTILINE,
-)
+WORDS = ("table", "commands", "texts", "index", "source", "list")
+LISTS = {
+    "architectures": doc_lists.architectures,
+    "findings": doc_lists.findings,
+    "policies": doc_lists.policies,
+}
 
 
 def draw_pictures(results: Path = RESULTS) -> None:
@@ -38,7 +46,11 @@ def draw_pictures(results: Path = RESULTS) -> None:
                 continue
             document = read_json(first)
             evaluation = _evaluation_of(document)
-            rows = [row for row, _ in _rows(wanted, results / name)]
+            named = wanted.rename
+            rows = [
+                row | {"method": named.get(row["method"], row["method"])}
+                for row, _ in _rows(wanted, results / name)
+            ]
             drawn = evaluation.figure(document | {"rows": rows})
             assert drawn is not None, picture
             save(drawn[0], results / picture)
@@ -49,20 +61,30 @@ def write_pages(results: Path = RESULTS) -> list[Path]:
     changed = []
     for path in PAGES:
         old = path.read_text(encoding="utf-8")
-        if (new := filled(old, results)) != old:
+        try:
+            new = filled(old, results)
+        except UserError as error:
+            raise UserError(f"{path.relative_to(ROOT)}: {error}") from None
+        if new != old:
             write_text(path, new)
             changed.append(path)
     return changed
 
 
-def filled(page: str, results: Path = RESULTS) -> str:
-    """A page with each marked piece made anew of the documents in `results`; a table that lacks a
-    document stays as it is, or says so.
+def filled(page: str, results: Path = RESULTS, words: Collection[str] = WORDS) -> str:
+    """A page with each piece made anew that is marked with one of the words; a table that lacks a
+    document in `results` stays as it is, or says so.
     """
     known = parts()
 
     def replace(match: re.Match[str]) -> str:
         begin, word, argument, old, end = match.groups()
+        if word not in words:
+            return match[0]
+        if word == "source":
+            return begin + excerpt(argument) + end
+        if word == "list":
+            return begin + LISTS[argument]() + end
         if word == "index":
             return begin + _index(known, old, results) + end
         if word == "texts":
@@ -76,15 +98,13 @@ def filled(page: str, results: Path = RESULTS) -> str:
             return begin + (old or f"*Not made yet: `make results PART={todo}`.*\n") + end
         return begin + markdown(table, results / part) + end
 
-    return _MARKED.sub(replace, page)
+    return MARKED.sub(replace, page)
 
 
 def marked(page: str) -> list[str]:
     """The arguments of a page's markers, each of which must have an end."""
-    found = [match[3] for match in _MARKED.finditer(page)]
-    assert len(found) == len(
-        re.findall(r"^<!-- (?:table|commands|texts|index): ", page, re.MULTILINE)
-    )
+    found = [match[3] for match in MARKED.finditer(page)]
+    assert len(found) == len(re.findall(r"^<!-- \w+: ", page, re.MULTILINE))
     return found
 
 
@@ -108,7 +128,8 @@ def markdown(table: Table, folder: Path) -> str:
             continue
         heading = table.across.format(**known)
         heading = table.rename.get(heading, heading)
-        text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
+        texts = (table.values.get(name) for name in (row["method"], document["kind"], "*"))
+        text = next(filter(None, texts), "").format(**known)
         if line.setdefault(heading, text) != text:
             raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
         headings += [heading] * (heading not in headings)
@@ -124,7 +145,11 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     for cell in wanted.cells:
         document = read_json(folder / f"{cell}.json")
         for row in _rows_of(document):
-            if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
+            known = _known(row, document)
+            if not any(
+                (name.format(**known) if "{" in name else row.get(name)) in values
+                for name, values in wanted.leave_out.items()
+            ):
                 yield row, document
 
 

@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
         if settings.results == RESULTS:
             draw_pictures()
             for page in write_pages():
-                print(f"tables of {page.relative_to(ROOT)} written", file=sys.stderr)
+                print(f"{page.relative_to(ROOT)} written", file=sys.stderr)
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

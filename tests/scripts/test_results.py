@@ -80,11 +80,13 @@ def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
         shutil.copy(folder / "python-docs.json", folder / f"{name}.json")
     monkeypatch.setattr("helpers.result_tables.save", lambda fig, path: drawn.update({path: fig}))
     draw_pictures(tmp_path)
-    (figure,) = drawn.values()
-    assert [*drawn] == [tmp_path / "gpt2-mini.png"]
+    assert [*drawn] == [tmp_path / "learned.png", tmp_path / "gpt2-mini.png"]
     rows = json.loads((folder / "perplexity.json").read_text())["rows"]
-    shown = {y for line in figure.axes[0].lines for y in line.get_ydata()}
-    assert {row["perplexity"] for row in rows} <= shown
+    for figure in drawn.values():
+        shown = {y for line in figure.axes[0].lines for y in line.get_ydata()}
+        assert {row["perplexity"] for row in rows} <= shown
+    labels = [text.get_text() for text in drawn[tmp_path / "learned.png"].legends[0].get_texts()]
+    assert any("streaming-llm" in label for label in labels)  # the window, by another name
 
 
 def test_every_table_is_shown_and_no_other():

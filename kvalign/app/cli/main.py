@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+import kvalign
 from kvalign.app.cli import catalogue, help
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS
@@ -134,9 +135,7 @@ def _help(args: Sequence[str]) -> int | None:
         print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
         return 0 if args[1:] else 2
     if args[0] == "--version":
-        from importlib.metadata import version
-
-        print("kvalign", version("kvalign"))
+        print("kvalign", kvalign.__version__)
         return 0
     return None
 
