@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -41,7 +42,9 @@ def load_model(
     Args:
         name: a shipped name (`gpt2-mini`, `llama-mini`), a fetched one (`kvalign models`), a hub
             id, a local folder or a GGUF file.
-        device: as torch names it; `auto`: cuda if there is one with room for the model, else cpu.
+        device: as torch names it; `auto`: cuda if there is one with room for the model, or several
+            with room together, else cpu. With accelerate weights go to a GPU as they are read; a
+            model on several GPUs needs it.
         dtype: as torch names it; None: float32 on a CPU, that of the file on a GPU.
         weights: how weights are stored: as a dtype, which is then the model's; packed as `int8` or
             `int4` (`kvalign.models.packed`), with everything else in float32 on a CPU and in
@@ -63,10 +66,15 @@ def load_model(
     file = gguf_file.find(source)
     config = gguf_file.config_of(file) if file else model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
+    device_map: dict[str, str] | str | None = None
     if file:
         model, tokenizer = gguf_file.read(file, config, dtype or DTYPES[0])
     else:
-        model, tokenizer = model_folder.read(name, source, config, dtype or own_dtype(config))
+        of_file = dtype or own_dtype(config)
+        if device.startswith("cuda"):
+            num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
+            device_map = device_map_for(name, device, num_bytes, is_auto)
+        model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
     turns = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
@@ -78,14 +86,32 @@ def load_model(
     if file and dtype is None:
         model.to(torch.bfloat16)
     log.info("weights of %s: %s", name, weights or model.dtype)
-    if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
-        log.warning("%s goes to the cpu: the GPU has no %s free", name, size(num_bytes))
-        device = "cpu"
-    model.to(device)
+    if device_map is None:
+        if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
+            log.warning("%s goes to the cpu: the GPU has no %s free", name, size(num_bytes))
+            device = "cpu"
+        model.to(device)
     if weights is not None:
         packed.pack(model, weights)
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
+
+
+def device_map_for(
+    name: str, device: str, num_bytes: int, is_auto: bool
+) -> dict[str, str] | str | None:
+    """accelerate's map of weights of so many bytes: to one GPU, or, with `auto`, to several if one
+    has no room; None: they are read to the CPU, without accelerate or where no GPU has room.
+    """
+    if find_spec("accelerate") is None:
+        return None
+    if not is_auto or has_room(device, num_bytes):
+        return {"": device}
+    num = torch.cuda.device_count()
+    if num_bytes < sum(torch.cuda.mem_get_info(i)[0] for i in range(num)):
+        log.warning("%s lies on %s GPUs: one has no %s free", name, num, size(num_bytes))
+        return "auto"
+    return None
 
 
 def source_of(name: str) -> str:

@@ -47,9 +47,16 @@ def config_of(name: str, source: str) -> PretrainedConfig:
 
 
 def read(
-    name: str, source: str, config: PretrainedConfig, dtype: str
+    name: str,
+    source: str,
+    config: PretrainedConfig,
+    dtype: str,
+    device_map: dict[str, str] | str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer.
+
+    Args:
+        device_map: of accelerate: where weights go as they are read; None: to the CPU.
 
     Raises:
         UserError: weights that are damaged, missing or differ from the config, or no tokenizer.
@@ -63,6 +70,7 @@ def read(
             dtype=getattr(torch, dtype),
             use_safetensors=True,
             output_loading_info=True,
+            device_map=device_map,
             **_local(source),
         )
         if missing := sorted(found["missing_keys"]):
@@ -133,13 +141,18 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
     num_found = sum(check_header(path, any_type=is_packed) for path in paths)
     if is_packed:
         num_found = 8 * sum(path.stat().st_size for path in paths)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    num_needed = sum(x.numel() for x in model.parameters())
+    num_needed = num_weights(config)
     if 0 < num_found < num_needed:
         raise UserError(
             f"config.json asks for {num_needed} weights, but its files have {num_found}"
         )
+
+
+def num_weights(config: PretrainedConfig) -> int:
+    """Return the number of weights of a model with this config."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(x.numel() for x in model.parameters())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from helpers import other_device
 from kvalign.app.commands.generate import GenerateSettings
 from kvalign.foundation import device
 from kvalign.foundation.errors import UserError
-from kvalign.models import loading
+from kvalign.models import loading, model_folder
 from kvalign.models.loading import load_model, precision_of
 
 
@@ -60,6 +60,33 @@ def test_a_model_that_is_too_large_goes_to_the_cpu(gpu, in_half, monkeypatch, ca
     assert model.device.type == "cpu"
     assert "goes to the cpu: the GPU has no" in caplog.text
     assert load_model(in_half, other_device.NAME).model.device.type == other_device.NAME
+
+
+@pytest.mark.parametrize(
+    ("free", "is_auto", "expected"),
+    [
+        ([200], True, {"": "cuda"}),
+        ([50, 100], True, "auto"),
+        ([50, 40], True, None),
+        ([50, 40], False, {"": "cuda"}),
+    ],
+)
+def test_weights_go_to_gpus_with_room(free, is_auto, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(free))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda i: (free[i if type(i) is int else 0], 0))
+    assert loading.device_map_for("large", "cuda", 100, is_auto) == expected
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    assert loading.device_map_for("large", "cuda", 100, is_auto) is None
+
+
+def test_a_model_that_is_read_to_a_device_is_the_same(in_half):
+    config = model_folder.config_of("half", str(in_half))
+    of_file = ("half", str(in_half), config, "bfloat16")
+    plain, _ = model_folder.read(*of_file)
+    mapped, _ = model_folder.read(*of_file, {"": "cpu"})
+    assert model_folder.num_weights(config) == mapped.num_parameters()
+    for x, y in zip(plain.parameters(), mapped.parameters(), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_a_line_says_what_was_taken(gpu, in_half, capsys):
