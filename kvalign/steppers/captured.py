@@ -138,7 +138,9 @@ class Captured(Stepper):
         if (graph := self._graph_for(ids, step, cache)) is None:
             return None
         graph.inputs.ids.copy_(ids)
-        graph.inputs.counts.copy_(step.counts)
+        # From pinned memory, which is not used again before the copy was made, nobody waits for it.
+        counts = step.counts.pin_memory() if ids.is_cuda else step.counts
+        graph.inputs.counts.copy_(counts, non_blocking=True)
         return graph.replay().clone()
 
     def _graph_for(self, ids: Tensor, step: Step, cache: FixedSizeCache) -> Graph | None:
