@@ -13,12 +13,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.turn import Row, Turn, states_of
-from kvalign.foundation.errors import RunError, UserError
+from kvalign.app.serve.turn import OUR_FAULT, Row, Turn, states_of
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
 from kvalign.streaming.loop import Batch
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 PART = 512
 GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
-NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
-OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 
 
 def _shutting_down() -> RequestError:
@@ -118,7 +115,7 @@ class Engine(threading.Thread):
                 turns.remove(turn)
         for batch in self._batches.values():
             try:
-                batch.keep([not row.turn.is_cancelled for row in batch.rows])
+                batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
         self._drop_empty()
@@ -150,8 +147,10 @@ class Engine(threading.Thread):
                     self._feeding.append(turn)
                     continue
                 rows = turn.begin()
-                self._take(rows, logits.expand(len(rows), -1), turn.method)
-                if going := [row for row in rows if row.goes_on]:
+                for row in rows:
+                    row.take(logits, turn.method)
+                self._report(rows, turn.method)
+                if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:
                         turn.method.select([0] * len(going))
                     begun[turn.method.sizes.num_sinks].append((turn.method, going))
@@ -170,29 +169,26 @@ class Engine(threading.Thread):
         for batch in self._batches.values():
             try:
                 if batch.rows:
-                    self._take(batch.rows, batch.feed(), batch.method)
-                    batch.keep([row.goes_on for row in batch.rows])
+                    self._report(batch.step(), batch.method)
+                    batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
         self._drop_empty()
         self._step_s = time.perf_counter() - begun_s
 
-    def _take(self, rows: Sequence[Row], logits: Tensor, method: Method) -> None:
-        """Let rows take their next tokens, from logits [B, V], and notify the turns of those that
-        end; a failed row ends with its turn.
+    def _report(self, rows: Sequence[Row], method: Method) -> None:
+        """Count the tokens that rows have taken, and notify the turns of those that end; a failed
+        row ends with its turn.
         """
         now = time.perf_counter()
-        for i, row in enumerate(rows):
-            try:
-                row.take(logits[i : i + 1], method)
-            except Exception as error:
-                log.error("a token could not be taken", exc_info=error)
-                row.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
-                continue
-            self.metrics.generated.inc()
-            is_first = len(row.token_ids) == 1
-            (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
-            row.since_s = now
+        for row in rows:
+            if row.failure is None:
+                self.metrics.generated.inc()
+                is_first = len(row.token_ids) == 1
+                (self.metrics.first if is_first else self.metrics.between).observe(
+                    now - row.since_s
+                )
+                row.since_s = now
         whole = [i for i, row in enumerate(rows) if row.turn.keeps and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):

@@ -1,5 +1,6 @@
 """One request to the engine: its answers, and the states of rows to store."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.streaming import loop
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.sampling import Sampling
+
+log = logging.getLogger(__name__)
+NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
+OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 
 State = dict[str, Tensor]
 
@@ -61,9 +67,8 @@ class Row(loop.Row):
         """Return whether it has ended without a failure."""
         return bool(self.finish) and self.failure is None
 
-    @property
-    def goes_on(self) -> bool:
-        return not self.finish and self.failure is None
+    def has_ended(self) -> bool:
+        return bool(self.finish) or self.failure is not None or self.turn.is_cancelled
 
     @property
     def num_evicted(self) -> int:
@@ -72,11 +77,16 @@ class Row(loop.Row):
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
     def take(self, logits: Tensor, method: Method) -> None:
-        """Choose the next token and show its text."""
-        _, shown = self._answer.take(self.advance(logits, method))
-        if shown:
-            self.text += shown
-            self._show(self.index, shown)
+        """Choose the next token and show its text. A failure is this row's alone."""
+        try:
+            super().take(logits, method)
+            _, shown = self._answer.take(int(self.token))
+            if shown:
+                self.text += shown
+                self._show(self.index, shown)
+        except Exception as error:
+            log.error("a token could not be taken", exc_info=error)
+            self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
 
 
 @dataclass(eq=False)
