@@ -17,7 +17,7 @@ from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Subject, once
 from kvalign.memory.cache import MemoryCache
 from kvalign.memory.recall import Found
-from kvalign.models.attention import mark, read_of
+from kvalign.models.attention import MARK, mark
 
 NUM_ROWS = 2
 NUM_TIMES = 8  # that what is taken back is looked at
@@ -97,7 +97,7 @@ def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
         found = update(keys, values, layer, *args, **kwargs)
         if layer not in asking:
             return found
-        read = read_of(found[0])
+        read = getattr(found[0], MARK, None)
         memory: Any = asking[layer].memory
         assert read is not None
         find, took = memory.find, []

@@ -35,7 +35,7 @@ class Answer:
         self.finish = ""
         self._pieces: list[str] = []
         self._most, self._end_ids = sampling.max_new_tokens, end_ids
-        self._stops = StopStrings(sampling.stop_strings)
+        self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
         self._decoder = Decoder(tokenizer, before)
 
     def take(self, token: int) -> tuple[str, str]:
@@ -49,12 +49,13 @@ class Answer:
         piece = self._decoder.step(token)
         self._pieces.append(piece)
         is_end = token in self._end_ids
-        shown = "" if is_end else self._stops.read(piece)
-        if is_end or self._stops.has_stopped:
+        stops = self._stops
+        shown = "" if is_end else stops.read(piece) if stops else piece
+        if is_end or (stops and stops.has_stopped):
             self.finish = "stop"
         elif self._most and len(self.token_ids) >= self._most:
             self.finish = "length"
-        return piece, shown + self._stops.rest() if self.finish else shown
+        return piece, shown + stops.rest() if stops and self.finish else shown
 
     @property
     def text(self) -> str:

@@ -68,7 +68,9 @@ class Row:
         is none. The buffer of ids doubles when it is full, so an endless stream is not copied at
         each token.
         """
-        scores = self.processors(self.ids, logits) if self.processors else logits
+        scores = logits
+        if self.processors:
+            scores = self.processors(self._ids[:, : self._len], logits)
         best, token = scores.max(-1)  # NaN counts as the greatest number
         if not best.isfinite().all():
             raise no_token(logits, method)

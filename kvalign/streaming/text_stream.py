@@ -106,15 +106,17 @@ class TextStream(NotPickled):
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
         while not self._answer.finish:
             start = time.perf_counter()
-            with self._whole.change():
-                token = next(self._tokens, None)
-                if token is None:
-                    return
+            self._whole.begin()
+            token = next(self._tokens, None)
+            if token is not None:
                 chosen = int(token)  # waits for the device
                 self.times_s.append(time.perf_counter() - start)
                 self.num_fed = len(self.ids)
                 self.ids.append(chosen)
                 piece, _ = self._answer.take(chosen)
+            self._whole.end()
+            if token is None:
+                return
             if piece:
                 yield piece
 

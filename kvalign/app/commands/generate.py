@@ -84,8 +84,8 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     text_stream = settings.stream(
         loaded, prompt, settings.sinks_for(prompt, loaded), settings.length_of(prompt, loaded)
     )
-    pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
     with suppress(KeyboardInterrupt):
+        pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
         first = next(pieces)
         if not as_json:
             print(prompt, end="", flush=True)

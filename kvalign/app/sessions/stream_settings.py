@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
@@ -257,7 +258,7 @@ def kept_of(keep: str, all_of: str) -> int | None:
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
-    """The pieces of a stream, with a named progress bar while the input before the first is read;
+    """The pieces of a stream, once the input before the first is read, with a named progress bar;
     the first may be empty.
     """
     pieces = iter(stream)
@@ -266,5 +267,4 @@ def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
         bar.expect(len(stream.ids) - stream.num_fed, "tokens")
         stream.method.on_tokens = bar.update
         first = next(pieces, "")
-    yield first
-    yield from pieces
+    return chain([first], pieces)
