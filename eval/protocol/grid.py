@@ -17,7 +17,7 @@ from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
+from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
@@ -66,10 +66,12 @@ def make_grid(
     Raises:
         UserError: as `kvalign.make_method`.
     """
-    aligners = aligners or _named(settings, model)
-    left_out = set() if aligners else _left_out(settings, model)
-    if not aligners and (shipped := checkpoints.default_aligner(model.config.name_or_path)):
-        aligners = [shipped]
+    left_out = set[tuple[str, int]]()
+    if not aligners:
+        names = aligners_of(settings, model)
+        if not settings.aligner and {*names} <= {*checkpoints.ALIGNERS}:
+            left_out = _left_out(settings, model)
+        aligners = [Aligner.from_pretrained(name) for name in names]
     methods = [
         make_method(
             name,
@@ -156,30 +158,22 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     ]
 
 
-def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
-    """The aligners that the settings name, each once, or what was trained here; none: the shipped
-    one, or no method takes any.
+def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[str]:
+    """The aligners that the settings name, each once; else the one that ships, or that was trained
+    here, for named methods even if it did not help. Empty if there is none, or no method takes any.
     """
     if not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return []
-    names: dict[Path, str] = {}
-    wanted = settings.aligner or ()
-    if not wanted and (trained := trained_for(settings, model)):
-        log.warning("using %s, trained here: none ships for %s", trained, settings.model)
-        wanted = (str(trained),)
-    for name in wanted:
-        names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
-    return [Aligner.from_pretrained(name) for name in names.values()]
-
-
-def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
-    """Return the aligners that were trained here, if none ships; for named methods, even if they
-    did not help.
-    """
-    if not lack_of_aligner(model):
-        return None
-    is_named = "methods" in settings.changed()
-    return trained_here(model, at_least="any" if is_named else "used")
+    if settings.aligner:
+        by_path: dict[Path, str] = {}
+        for name in settings.aligner:
+            by_path.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
+        return [*by_path.values()]
+    merit: Merit = "any" if "methods" in settings.changed() else "used"
+    names = aligners_at_hand(model, at_least=merit)[:1]
+    if names and names[0] not in checkpoints.ALIGNERS:
+        log.warning("using %s, trained here: none ships for %s", names[0], settings.model)
+    return names
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
