@@ -94,8 +94,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
 
-    kept = partial(_kept, settings.folder)
-    with locked(settings.folder, kept), keeping(kept):
+    summary = partial(_summary, settings.folder)
+    with locked(settings.folder, summary), keeping(summary):
         if run.state() == "new":
             run.begin()
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
@@ -149,7 +149,7 @@ def _record_shards(
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
 
 
-def _kept(folder: Path) -> str:
+def _summary(folder: Path) -> str:
     """Return what an interrupted recording has."""
     num_shards = len(list(folder.glob("[!.]*.safetensors")))
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""

@@ -176,10 +176,10 @@ def _check_fit(
     with torch.device("meta"):
         fitting = RealignNet(spec.head_dim, longest, spec.num_layers, heads, **sizes)
     for name, weight in fitting.state_dict().items():
-        found, needed = tuple(net[name].shape), tuple(weight.shape)
-        if found != needed:
+        shape, needed = tuple(net[name].shape), tuple(weight.shape)
+        if shape != needed:
             raise UserError(
-                f"{path}: {_NAMES[name]} is {found}, needed {needed} for {spec.name} "
+                f"{path}: {_NAMES[name]} is {shape}, needed {needed} for {spec.name} "
                 f"({spec.num_layers} layers, {heads} KV heads of size {spec.head_dim})"
             )
     if num_positions > longest:

@@ -74,13 +74,13 @@ def train_on_text(
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
-        wanted = settings.accelerator
-        on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+        accelerator = settings.accelerator
+        on_gpu = accelerator == "gpu" or (accelerator == "auto" and torch.cuda.is_available())
         loaded = load_model(settings.model, "cuda" if on_gpu else "cpu", "float32")
     model, longest = loaded.model, loaded.spec.context_len
     if done is not None:
-        said = done.training[settings.kvs[0]]["data"].get(IDENTITY)
-        if not is_of(model, said, done.embedding_fingerprint):
+        digest = done.training[settings.kvs[0]]["data"].get(IDENTITY)
+        if not is_of(model, digest, done.embedding_fingerprint):
             raise ExistsError(
                 f"{out} holds an aligner that was trained with other weights than "
                 f"{settings.model} has now: {OVERWRITE}"

@@ -115,8 +115,8 @@ def _commit() -> str:
     """The checkout's commit, or "" for an installed package. KVALIGN_COMMIT says it for a copy
     without its history, such as one on a machine that is lent for minutes.
     """
-    if said := os.environ.get("KVALIGN_COMMIT"):
-        return said
+    if commit := os.environ.get("KVALIGN_COMMIT"):
+        return commit
     folder = Path(kvalign.__file__).parents[1]
     if not (folder / ".git").exists():
         return ""

@@ -245,8 +245,8 @@ class Evaluation:
         from kvalign.eval.protocol.tables import means
 
         rows = self.rows(document)
-        is_told_apart = any(column.is_key for column in self.columns.values())
-        return means(rows, self.in_summary) if is_told_apart else rows
+        has_keys = any(column.is_key for column in self.columns.values())
+        return means(rows, self.in_summary) if has_keys else rows
 
     def title(self, document: Document) -> str:
         """Return the title of its tables."""

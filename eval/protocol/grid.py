@@ -47,8 +47,8 @@ def _check_sizes(settings: ComparisonSettings) -> None:
     """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
     sinks, evicted = settings.num_sinks or (None,), settings.num_evicted or (None,)
     for name, num_sinks, num_evicted in product(settings.methods, sinks, evicted):
-        cls, given = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
-        free: dict[str, Any] = {size: x for size, x in given.items() if size not in cls.fixed}
+        cls, numbers = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
+        free: dict[str, Any] = {size: x for size, x in numbers.items() if size not in cls.fixed}
         for cache_size in () if cls.takes_aligner else settings.cache_sizes:
             cls.sizes_for(cache_size, **free)
 

@@ -98,11 +98,12 @@ def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
 
 
 def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:
-    kept = [0, *sorted(columns)]
+    indices = [0, *sorted(columns)]
     rows = [
-        [row[i] if i in intervals else replace(row[i], more="") for i in kept] for row in table.rows
+        [row[i] if i in intervals else replace(row[i], more="") for i in indices]
+        for row in table.rows
     ]
-    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+    return replace(table, columns=[table.columns[i] for i in indices], rows=rows)
 
 
 def _widths(table: Table, width: int) -> list[int]:

@@ -31,7 +31,7 @@ DEFAULT_MODEL = "gpt2-mini"
 # then does not fit into memory is said where it is allocated.
 MOST = 10**12  # tokens, steps, entries: what may take long
 MOST_ROWS = 2**20  # of a batch, of a vocabulary
-MOST_HELD = 10**7  # lines, questions: what is made before there is work
+MOST_ITEMS = 10**7  # lines, questions: what is made before there is work
 MOST_SIZE = 2**16  # of a layer, of a chunk
 MOST_PROCESSES = 1024
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
@@ -266,8 +266,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
                 settings = cls(**keywords)
                 check_outputs(settings)
             elif keywords or not isinstance(settings, cls):
-                given = ", ".join(keywords) or repr(settings)
-                raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")
+                words = ", ".join(keywords) or repr(settings)
+                raise TypeError(f"give {cls.__name__} or keywords, not both, got {words:.80}")
             return function(settings, **more)
 
         hints, of_class = typing.get_type_hints(cls), inspect.signature(cls).parameters.values()

@@ -83,7 +83,7 @@ def evicting_chunks(subject: Subject) -> Measured:
     """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
-    if isinstance(stream.held, FixedSizeCache):
+    if isinstance(stream.keeper, FixedSizeCache):
         raise NotApplicableError("a full cache takes one token at a time")
     if not is_exact(stream):
         raise NotApplicableError("by design, tokens of one input see the same older entries")
@@ -119,7 +119,7 @@ def repeat(subject: Subject) -> Measured:
 def save(subject: Subject) -> Measured:
     (before, after), stream = _before_and_after(subject, 2), subject.stream()
     stream.feed_singly(before)
-    again = stream.loaded(subject.stream().held)
+    again = stream.loaded(subject.stream().keeper)
     return Measured(_apart(again.feed, stream.feed, _parts(after)), subject.exact)
 
 

@@ -96,13 +96,13 @@ def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int
     ):
         return []
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = []
+    spans = []
     for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
         inner = text[start:end].strip()
         if inner and token in special and (is_changed or inner == special[token].content):
             start += text[start:end].index(inner)
-            found.append((start, start + len(inner), token))
-    return found
+            spans.append((start, start + len(inner), token))
+    return spans
 
 
 @lru_cache(maxsize=4)

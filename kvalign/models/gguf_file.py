@@ -99,7 +99,7 @@ def read(
         UserError: a file without all weights, such as one part of several, or without a tokenizer.
     """
     with _reading(path):
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             config=config,
             dtype=getattr(torch, dtype),
@@ -107,7 +107,7 @@ def read(
             quantization_config=transformers.GgufConfig(dequantize=True),
             **_in_folder(path),
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_folder(path))
     # A plain model, which can be saved.

@@ -119,8 +119,8 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
     attended = ("places", "query", "keys", "values", "turns", "bases")
-    given = ", ".join(f"Tensor {name}" for name in attended)
-    library.define(f"attend({given}, float scale) -> Tensor")
+    parameters = ", ".join(f"Tensor {name}" for name in attended)
+    library.define(f"attend({parameters}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -263,8 +263,8 @@ def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
     after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
     at = torch.cat([fours.flatten() + 4 * place, after.flatten() + 2 * place], 1)
-    found = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
-    q, scales = found.split([4 * num_fours, 2 * num_scales], 2)
+    codes = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
+    q, scales = codes.split([4 * num_fours, 2 * num_scales], 2)
     if num_scales == 2:
         q = q.unflatten(2, (-1, 4))
         q = torch.stack([q & 15, q >> 4], 3).flatten(2)

@@ -140,10 +140,10 @@ _NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module n
 def check_device(device: str) -> None:
     """Raise UserError for a device that this machine does not have, or that stores nothing."""
     try:
-        wanted = torch.device(device)
-        if wanted.type == "cpu" and wanted.index:
+        target = torch.device(device)
+        if target.type == "cpu" and target.index:
             raise UserError(f"device {device!r} is not available here: there is one cpu")
-        torch.zeros(1, dtype=torch.float32, device=wanted).item()
+        torch.zeros(1, dtype=torch.float32, device=target).item()
     except UserError:
         raise
     except Exception as error:  # each backend that is not there has a way of its own to say so

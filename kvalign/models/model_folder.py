@@ -57,7 +57,7 @@ def read(
     with _reading(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=getattr(torch, dtype),
@@ -65,7 +65,7 @@ def read(
             output_loading_info=True,
             **_local(source),
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
@@ -130,15 +130,15 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
     """
     is_packed = hasattr(config, "quantization_config")
     paths = list(folder.glob("*.safetensors"))
-    num_found = sum(check_header(path, any_type=is_packed) for path in paths)
+    num_weights = sum(check_header(path, any_type=is_packed) for path in paths)
     if is_packed:
-        num_found = 8 * sum(path.stat().st_size for path in paths)
+        num_weights = 8 * sum(path.stat().st_size for path in paths)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     num_needed = sum(x.numel() for x in model.parameters())
-    if 0 < num_found < num_needed:
+    if 0 < num_weights < num_needed:
         raise UserError(
-            f"config.json asks for {num_needed} weights, but its files have {num_found}"
+            f"config.json asks for {num_needed} weights, but its files have {num_weights}"
         )
 
 
@@ -155,12 +155,12 @@ def _reading(name: str, source: str) -> Iterator[None]:
 
 def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
-        said = " ".join(str(error).split()) or type(error).__name__
-        if "'NoneType' object" in said:
-            said = "transformers has no class for its architecture"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "'NoneType' object" in reason:
+            reason = "transformers has no class for its architecture"
         if isinstance(error, KeyError):
-            said = f"it lacks {said}"
-        return f"cannot load a model from folder {source!r}: {said:.{_LONGEST}}"
+            reason = f"it lacks {reason}"
+        return f"cannot load a model from folder {source!r}: {reason:.{_LONGEST}}"
     if not isinstance(error, OSError | ValueError):
         return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
     if name in fetched.MODELS:

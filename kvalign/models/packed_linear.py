@@ -200,8 +200,8 @@ def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
     block = _block_of_kernel()
     bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
     place = outputs % block
-    found = bytes_of[outputs // block, :, place % (block // 2)]  # [T, K]
-    return torch.where(place[:, None] < block // 2, found & 15, found >> 4)
+    codes = bytes_of[outputs // block, :, place % (block // 2)]  # [T, K]
+    return torch.where(place[:, None] < block // 2, codes & 15, codes >> 4)
 
 
 def unpacked_levels(packed: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ def _block_of_kernel() -> int:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
     for block in (64, 32, 16):
         bytes_of = packed.view(_BLOCK // block, GROUP, block // 2)
-        found = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
-        if torch.equal(found.reshape(_BLOCK, GROUP).int(), q):
+        levels = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
+        if torch.equal(levels.reshape(_BLOCK, GROUP).int(), q):
             return block
     raise AssertionError("unknown layout of 4-bit weights")
 

@@ -52,19 +52,19 @@ def fault_of(template: object, values: Mapping[str, object]) -> str:
         values: special tokens, by their names in templates.
     """
     templates = template.values() if isinstance(template, dict) else [template]
-    asked = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
-    if all(map(_is_small, asked)):
+    requests = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
+    if all(map(_is_small, requests)):
         return ""
     most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
     return f"it needs over {most} for a word"
 
 
 @lru_cache(maxsize=16)
-def _is_small(asked: str) -> bool:
+def _is_small(request: str) -> bool:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _PROGRAM],
-            input=asked,
+            input=request,
             encoding="utf-8",
             capture_output=True,
             timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time

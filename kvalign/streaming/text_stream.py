@@ -245,7 +245,7 @@ def stream(
     if keep is not None:
         if rest.get("num_sinks") is not None:
             raise UserError("keep and num_sinks set the same number: give one of them")
-        rest["num_sinks"] = _num_kept(keep, prompt, model, tokenizer)
+        rest["num_sinks"] = _num_sinks(keep, prompt, model, tokenizer)
     streaming = make_method(method, model, cache_size=cache_size, **rest)
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
@@ -253,7 +253,7 @@ def stream(
     return text_stream
 
 
-def _num_kept(
+def _num_sinks(
     keep: int | str, prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> int:
     if isinstance(keep, str) and keep != "prompt":
@@ -301,8 +301,8 @@ def load_stream(
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
-        taken = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
-        sizes = {name: getattr(saved, name) for name in taken}
+        names = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
+        sizes = {name: getattr(saved, name) for name in names}
         if aligner is None and saved.aligner is not None:
             aligner = _aligner_of(saved, unwrapped(model))
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)

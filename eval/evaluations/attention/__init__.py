@@ -30,7 +30,7 @@ from kvalign.eval.protocol.evaluation import (
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -53,7 +53,7 @@ class AttentionSettings(ComparisonSettings):
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_texts: int = option(
-        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_HELD
+        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_ITEMS
     )
     num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")

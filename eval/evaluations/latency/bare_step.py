@@ -67,7 +67,7 @@ class BareStep(Method):
         if self.graph is None:
             own = Inputs(ids.clone(), ids.new_empty(0))
             with without_padding(self.model):
-                self.graph = record_cuda_graph(lambda given: self._step(given.ids), own, None)
+                self.graph = record_cuda_graph(lambda inputs: self._step(inputs.ids), own, None)
         self.graph.inputs.ids.copy_(ids)
         return self.graph.replay().clone()
 

@@ -67,11 +67,11 @@ def server_of(params: dict[str, Any]) -> Any:
     """The package's server."""
     import xllamacpp
 
-    told = xllamacpp.CommonParams()
+    parameters = xllamacpp.CommonParams()
     for name, value in params.items():
         *within, last = name.split(".")
-        setattr(functools.reduce(getattr, within, told), last, value)
-    return xllamacpp.Server(told)
+        setattr(functools.reduce(getattr, within, parameters), last, value)
+    return xllamacpp.Server(parameters)
 
 
 def answers_of(server: Any, request: dict[str, Any]) -> Answers:

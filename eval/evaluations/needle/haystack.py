@@ -87,7 +87,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     return haystacks
 
 
-def is_found(method: Method, needle: Needle) -> dict[str, bool]:
+def writes_code(method: Method, needle: Needle) -> dict[str, bool]:
     """Return whether greedy decoding writes a code when it is asked for."""
     new = needle.question
     for token in needle.code:

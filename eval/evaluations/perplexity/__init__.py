@@ -120,7 +120,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
         UserError: a corpus that ends before the last label.
     """
     from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
-    from kvalign.eval.evaluations.perplexity.loss_store import about_kept
+    from kvalign.eval.evaluations.perplexity.loss_store import summary_of
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
     from kvalign.eval.protocol.grid import load, make_grid
     from kvalign.foundation.runs import keeping
@@ -129,7 +129,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     ids = read_ids(loaded, settings)
-    with keeping(lambda: about_kept(settings.keep)):
+    with keeping(lambda: summary_of(settings.keep)):
         rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
     return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)

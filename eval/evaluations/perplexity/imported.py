@@ -117,8 +117,8 @@ def import_losses(settings: ImportLossesSettings) -> Document:
     times = [_time_of(row, one, seconds) for row, one in zip(rows, files, strict=True)]
     if all(times):
         rows = [row | {"seconds": s} for row, s in zip(rows, times, strict=True)]
-    given = replace(settings, model=model, corpus=corpus)
-    made = document("eval import-losses", given, rows, started=started)
+    of_file = replace(settings, model=model, corpus=corpus)
+    made = document("eval import-losses", of_file, rows, started=started)
     made |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
     made["settings"]["stepwise"] = all(times)  # theirs have no faster way
     return made

@@ -53,8 +53,8 @@ def score_methods(
         first_label = settings.first_label_of(cache_size)
         streamed = ids[:, : first_label + num_labels]
         after, key = streamed[0, first_input_len:], key_of(method, streamed, settings.stepwise)
-        if settings.keep and (kept := read_losses(settings.keep, key, after)):
-            nll, seconds = kept
+        if settings.keep and (record := read_losses(settings.keep, key, after)):
+            nll, seconds = record
             bar.skip(num_ids)
         else:
             bar.skip(num_ids - len(after))

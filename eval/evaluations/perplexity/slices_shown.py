@@ -46,7 +46,7 @@ SHOWN = {
         "labels whose token is new. Beyond C only a memory still has the token, so this shows "
         "its benefit.",
         "labels that occurred before",
-        conclusions.last_said,
+        conclusions.on_old_tokens,
     ),
 }
 

@@ -25,7 +25,7 @@ from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, ends
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -49,7 +49,7 @@ class RecallSettings(ComparisonSettings):
         2000,
         help="questions for each quarter of the cache, and beyond it",
         at_least=1,
-        at_most=MOST_HELD,
+        at_most=MOST_ITEMS,
     )
     farthest: int = option(
         0,

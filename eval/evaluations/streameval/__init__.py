@@ -32,7 +32,7 @@ from kvalign.eval.protocol.evaluation import (
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -53,7 +53,7 @@ class StreamEvalSettings(ComparisonSettings):
         at_least=0,
     )
     num_lines: int = option(
-        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_HELD
+        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_ITEMS
     )
     query_every: int = option(10, help="lines from one query to the next", at_least=1)
     seed: int = seed_option("the values, the same for each method and distance")

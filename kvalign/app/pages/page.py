@@ -29,7 +29,7 @@ SIZES = (
     *("has_memory", "policy", "positions", "methods", "model", "aligner"),
     *("cache_size", "num_evicted"),
 )
-ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
+INPUTS = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
 IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
@@ -75,7 +75,7 @@ def build(
         return begin(load(model), prompt, chosen, cache_dtype=cache_dtype, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
-        settings = dict(zip(ASKED, values, strict=True))
+        settings = dict(zip(INPUTS, values, strict=True))
         this_run = newest[request.session_hash] = object()
         yield gr.skip(), *_buttons(is_running=True)
         try:

@@ -98,12 +98,14 @@ class SessionUpdate:
     def _keep(self, row: Row, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
         how = self.session.compared
-        asked, said = digest(self.session.said, [*self.messages, answer], how)[-2:]
+        turn_digest, messages_digest = digest(
+            self.session.messages_digest, [*self.messages, answer], how
+        )[-2:]
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
-            said=said,
-            asked=asked,
+            messages_digest=messages_digest,
+            turn_digest=turn_digest,
             answer=row.text,
             finish=row.finish,
             ids=ids,

@@ -81,7 +81,7 @@ class Engine(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
-        given_back_s = time.monotonic()
+        last_return_s = time.monotonic()
         while True:
             pause_s: float | None = GIVE_BACK_S
             with self._wakes:
@@ -96,9 +96,9 @@ class Engine(threading.Thread):
             self._feed()
             self._step_all()
             self._count()
-            if time.monotonic() - given_back_s > GIVE_BACK_S:
+            if time.monotonic() - last_return_s > GIVE_BACK_S:
                 give_back()  # prompts and rows of any length leave holes
-                given_back_s = time.monotonic()
+                last_return_s = time.monotonic()
         turns = [*self._waiting, *self._feeding]
         turns += [row.turn for batch in self._batches.values() for row in batch.rows]
         for turn in dict.fromkeys(turns):

@@ -21,7 +21,17 @@ from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
-_WORDS = ("compared", "said", "asked", "request", "fields", "key", "answer", "finish")
+_NOTES = {
+    "compared": "compared",
+    "said": "messages_digest",
+    "asked": "turn_digest",
+    "request": "request",
+    "fields": "fields",
+    "key": "key",
+    "answer": "answer",
+    "finish": "finish",
+}
+"""Fields of a session by the names of a file's notes."""
 _SUFFIX = ".safetensors"
 
 
@@ -88,7 +98,7 @@ class InFolder(Store):
         notes[_OF] = _digest(session.ids)
         self.last += 1
         notes[_NUMBER] = str(self.last)
-        notes |= {name: getattr(session, name) for name in _WORDS}
+        notes |= {note: getattr(session, name) for note, name in _NOTES.items()}
         if session.system is not None:
             notes[SYSTEM] = session.system
         checksum = stream_file.save(
@@ -165,7 +175,7 @@ class InFolder(Store):
         return Session(
             id=saved.notes[_ID],
             state=None,
-            **{name: saved.notes.get(name, "") for name in _WORDS},
+            **{name: saved.notes.get(note, "") for note, name in _NOTES.items()},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
             ids=tensors["ids"],

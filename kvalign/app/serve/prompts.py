@@ -12,7 +12,7 @@ from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
 from kvalign.app.serve.wire import Message, Sent
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
-from kvalign.streaming.turns import asked_from, evict_turns, message_ids, opening_len
+from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Prompts:
         if not session.turns or not session.turns[0]:
             return 0
         how = {"special_tokens": self.special_tokens}
-        first, begin = asked_from(self.tokenizer, (0, session.turns[0]), session.system, **how)
+        first, begin = word_starts(self.tokenizer, (0, session.turns[0]), session.system, **how)
         return begin - first
 
     def _opening_len(self, system: str | None) -> int:
@@ -112,8 +112,8 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     if session.is_new:
         return messages
     digests = digest("", messages, session.compared)
-    if session.said in digests[:-1]:
-        return messages[digests.index(session.said) + 1 :]
+    if session.messages_digest in digests[:-1]:
+        return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
     turns = messages[1:] if system is not None else messages
     if len(turns) == 1 and (system is None or as_read(system) == as_read(session.system or "")):
@@ -160,6 +160,6 @@ def going_on(
         return None
     is_whole = any(message.role == "assistant" for message in messages)
     is_other_turn = bool(sent.key and session.key and not is_whole)
-    if turn == session.asked and not is_other_turn:
+    if turn == session.turn_digest and not is_other_turn:
         return None if is_same else session.anew()
     return None if sent.is_retry and is_same_request and not is_other_turn else session

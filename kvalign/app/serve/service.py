@@ -104,7 +104,7 @@ class Service:
         self.engine.stop()
         self._writer.shutdown()
 
-    def said_of_folder(self) -> str:
+    def folder_notes(self) -> str:
         """Return the ignored files in the folder of sessions, a line each; "" for none."""
         store = self.sessions.store
         left = store.left if isinstance(store, InFolder) else []
@@ -118,13 +118,13 @@ class Service:
             new = prompts.begun(Session(""), request.messages)
             ids = prompts.of_messages(new, request.messages)
             return self._submit([(new, ids)], sampling, request.num_choices, put)
-        with self._taken(name, request.messages) as taken:
-            session = going_on(taken, request.messages, request.fields, sent)
+        with self._session(name, request.messages) as former:
+            session = going_on(former, request.messages, request.fields, sent)
             if session is None:
-                return self._again(taken, put)
+                return self._again(former, put)
             messages = unheard(session, request.messages)
             begun = prompts.begun(session, messages) if session.is_new else session
-            begun = begun.asked_by(request.messages, request.fields, sent.key)
+            begun = begun.with_request(request.messages, request.fields, sent.key)
             ids = prompts.of_messages(begun, messages)
             return self._submit([(begun, ids)], sampling, 1, put, messages)
 
@@ -140,17 +140,17 @@ class Service:
             pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, request.num_choices, put)
         messages = [Message(role="user", content=str(texts[0]))]
-        with self._taken(name) as taken:
-            session = going_on(taken, messages, request.fields, sent)
+        with self._session(name) as former:
+            session = going_on(former, messages, request.fields, sent)
             if session is None:
-                return self._again(taken, put)
+                return self._again(former, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            begun = begun.asked_by(messages, request.fields, sent.key)
+            begun = begun.with_request(messages, request.fields, sent.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
             return self._submit([(begun, ids)], sampling, 1, put, messages)
 
     @contextmanager
-    def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
+    def _session(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
         """Session for a turn, released if that cannot begin."""
         session = self.sessions.take(name, messages)
         try:
@@ -205,14 +205,14 @@ class Service:
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
         drawn = {"temperature": request.temperature, "top_p": request.top_p}
-        given: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
-        if given:
-            given["do_sample"] = True
+        own: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
+        if own:
+            own["do_sample"] = True
         if request.seed is not None:
-            given["seed"] = request.seed % 2**62
+            own["seed"] = request.seed % 2**62
         if request.stops:
-            given["stop_strings"] = request.stops
-        return Sampling(**{**self.defaults, **given, "max_new_tokens": most})
+            own["stop_strings"] = request.stops
+        return Sampling(**{**self.defaults, **own, "max_new_tokens": most})
 
     def _submit(
         self,

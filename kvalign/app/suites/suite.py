@@ -52,10 +52,12 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
-    def kept() -> str:
-        num_kept = sum(is_finished(cell, settings.out) for cell in cells)
+    def summary() -> str:
+        num_finished = sum(is_finished(cell, settings.out) for cell in cells)
         return (
-            f"{num_kept} of {len(cells)} cells are finished in {settings.out}" if num_kept else ""
+            f"{num_finished} of {len(cells)} cells are finished in {settings.out}"
+            if num_finished
+            else ""
         )
 
     if lacks := lacks_of(missing):
@@ -65,12 +67,12 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
             raise UserError(message)
         print(message, file=sys.stderr)
     to_run = [cell for cell in missing if cell.name not in lacks]
-    with locked(settings.out, kept), keeping(kept):
+    with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
             _run(to_run, settings)
         except UserError as error:
-            if kept():
+            if summary():
                 raise RunError(str(error)) from error
             raise
     ran = {cell.name: "run" for cell in to_run}
