@@ -38,7 +38,7 @@ from kvalign.foundation.files import (
     write_whole,
 )
 from kvalign.foundation.memory import check_room
-from kvalign.foundation.runs import ResumableRun, deferred, keeping
+from kvalign.foundation.runs import ResumableRun, defer_signals, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import identity_of
 from kvalign.models.loading import check_device
@@ -131,7 +131,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
-    with keeping(run.summary), deferred() as interrupted:
+    with keeping(run.summary), defer_signals() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)

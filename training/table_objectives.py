@@ -188,8 +188,8 @@ def stream_loss(
         return cross_entropy(logits, labels)
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     if counted is not None:
-        places = counted.view(num_rows, num_logits).nonzero()
-        row, column = places[torch.randint(len(places), (num_queries,), generator=rng)].T
+        indices = counted.view(num_rows, num_logits).nonzero()
+        row, column = indices[torch.randint(len(indices), (num_queries,), generator=rng)].T
     else:
         row = torch.arange(num_queries) % num_rows
         column = torch.randint(num_logits, (num_queries,), generator=rng)

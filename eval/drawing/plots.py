@@ -183,8 +183,8 @@ def draw(
         handles = {handle.get_label(): handle for handle in legends}
         longest = max(map(len, handles), default=0) + 6  # with its line
         columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
-        place: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
-        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
+        layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
+        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
     return figure
 
 

@@ -213,7 +213,7 @@ def sizes_of(method: Method) -> Row:
     }
 
 
-def in_turn(
+def one_by_one(
     methods: Sequence[Method], num_each: int, units: str
 ) -> Iterator[tuple[Method, progress.Bar]]:
     """Each method, with the progress bar, which expects `num_each` units of work of it."""

@@ -72,7 +72,7 @@ _MOST = 1e15
 _Figure = Annotated[StrictInt | StrictFloat, Field(ge=-_MOST, le=_MOST)]
 _Positive = Annotated[StrictInt | StrictFloat, Field(ge=1 / _MOST, le=_MOST)]
 _Name = Annotated[str, Field(max_length=200)]
-_Place = Annotated[str, Field(max_length=4096)]
+_Path = Annotated[str, Field(max_length=4096)]
 # Beyond them no table is read, and none is drawn in seconds.
 _MOST_ROWS, _MOST_METHODS = 1000, 100
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
@@ -87,12 +87,12 @@ class _Row(BaseModel, extra="allow"):
         return {k: None if v == math.inf else v for k, v in values} or row
 
     method: _Name
-    aligner: _Place | None
+    aligner: _Path | None
     cache_size: Annotated[_Count, Field(ge=1)]
     num_sinks: _Count
     num_evicted: _Count
     aligner_label: _Name | None = None
-    aligner_path: _Place | None = None
+    aligner_path: _Path | None = None
     aligner_revision: _Name | None = None
     realign_every: _Count | None = None
     policy: _Name | None = None
@@ -104,7 +104,7 @@ class _Row(BaseModel, extra="allow"):
 
 
 class _Settings(BaseModel, extra="allow"):
-    model: _Place | None
+    model: _Path | None
 
 
 class _Document(BaseModel):

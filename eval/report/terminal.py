@@ -80,12 +80,12 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     droppable = [(table.columns[i].weight, -i, "") for i in columns - keys]
     droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
     left_out = list[str]()
-    for _, place, what in sorted(droppable):
+    for _, column, what in sorted(droppable):
         shown = _part(table, columns, intervals)
         if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
             break
-        (intervals if what else columns).discard(-place)
-        title = table.columns[-place].title
+        (intervals if what else columns).discard(-column)
+        title = table.columns[-column].title
         left_out = [name for name in left_out if name != f"intervals of {title}"]
         left_out.append(what + title)
     return _part(table, columns, intervals), left_out

@@ -97,7 +97,7 @@ def keeping(summary: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def deferred(*stops: signal.Signals) -> Iterator[Event]:
+def defer_signals(*stops: signal.Signals) -> Iterator[Event]:
     """Context in which Ctrl-C and `kill`, or the given signals, only set the event: in the middle
     of a step they would leave no usable state. A second signal stops at once.
     """

@@ -59,14 +59,14 @@ def identity(model: PreTrainedModel) -> str:
     such a change is not noticed.
     """
     weights = [*_weights(model)]
-    places = [(name, *_place(x)) for name, _, x in weights]
+    storages = [(name, *_storage_of(x)) for name, _, x in weights]
     known = _KNOWN.get(model)
-    if known is None or known[0] != places:
+    if known is None or known[0] != storages:
         abouts: dict[int, str] = {}  # by tensor, each of which is read once
         for name, module, x in weights:
             if id(x) not in abouts:
                 abouts[id(x)] = _about(_without_layout(module, name, x))
-        known = places, _digest((name, abouts[id(x)]) for name, _, x in weights)
+        known = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
         _KNOWN[model] = known
     return known[1]
 
@@ -150,8 +150,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 def _of_folder(name: str, source: str) -> str | None:
     """Identity of the model in a folder; None if its files do not have the tensors as they are."""
-    places = _places(Path(source))
-    if not places:
+    files_by_name = _files_of(Path(source))
+    if not files_by_name:
         return None
     config = model_folder.config_of(name, source)
     if hasattr(config, "quantization_config"):
@@ -166,14 +166,16 @@ def _of_folder(name: str, source: str) -> str | None:
     abouts: dict[str, str] = {}  # by name in the files
     pairs = []
     with ExitStack() as stack:
-        files = {path: stack.enter_context(opened(path, path.name)) for path in {*places.values()}}
+        files = {
+            path: stack.enter_context(opened(path, path.name)) for path in {*files_by_name.values()}
+        }
         for name, x in weights:
             names = [n for one in (name, *shared[id(x)]) for n in (one, one.removeprefix(prefix))]
-            there = next((n for n in names if n in places), None)
+            there = next((n for n in names if n in files_by_name), None)
             if there is None:
                 return None
             if there not in abouts:
-                stored = files[places[there]].get_tensor(there)
+                stored = files[files_by_name[there]].get_tensor(there)
                 abouts[there] = _about(stored.float() if stored.is_floating_point() else stored)
             pairs.append((name, abouts[there]))
     return _digest(pairs)
@@ -185,7 +187,7 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _files_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a model's folder; none without safetensors."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
@@ -203,7 +205,7 @@ def _is_plain(x: Any) -> bool:
     return type(x) in (Tensor, nn.Parameter) and not x.is_quantized
 
 
-def _place(x: Any) -> tuple[object, ...]:
+def _storage_of(x: Any) -> tuple[object, ...]:
     """Place of a tensor: another one after it was written or replaced. An address alone may be used
     again.
     """

@@ -258,11 +258,11 @@ def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """The q [T, K] and scales [T, K / 32, 2 or 1] of outputs [T], as `packed_of` was given them."""
     num_scales = 2 if packed.shape[2] == 320 else 1
     num_fours = (packed.shape[2] - 32 * num_scales) // 64
-    block, place = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
+    block, index = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
     # Where the bytes of an output lie in each group; a copy of all scales would take too long.
     fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
     after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
-    at = torch.cat([fours.flatten() + 4 * place, after.flatten() + 2 * place], 1)
+    at = torch.cat([fours.flatten() + 4 * index, after.flatten() + 2 * index], 1)
     codes = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
     q, scales = codes.split([4 * num_fours, 2 * num_scales], 2)
     if num_scales == 2:

@@ -69,8 +69,8 @@ def load_model(
         model, tokenizer = model_folder.read(name, source, config, dtype or own_dtype(config))
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
-    turns = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
-    check_finite(turns, f"the config of {name}")
+    tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
+    check_finite(tensors, f"the config of {name}")
     model.eval()
     if weights == "auto":
         can_pack = torch.device(device).type in ("cpu", "cuda")

@@ -199,9 +199,9 @@ def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
     """The packed levels of outputs [T], [T, K] uint8, from [N', K / 2]."""
     block = _block_of_kernel()
     bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
-    place = outputs % block
-    codes = bytes_of[outputs // block, :, place % (block // 2)]  # [T, K]
-    return torch.where(place[:, None] < block // 2, codes & 15, codes >> 4)
+    index = outputs % block
+    codes = bytes_of[outputs // block, :, index % (block // 2)]  # [T, K]
+    return torch.where(index[:, None] < block // 2, codes & 15, codes >> 4)
 
 
 def unpacked_levels(packed: Tensor) -> Tensor:

@@ -80,10 +80,10 @@ class StopStrings:
     def read(self, piece: str) -> str:
         """Return the text that can be shown now: up to the first stop string."""
         text, self._tail = self._tail + piece, ""
-        places = [place for string in self._strings if (place := text.find(string)) >= 0]
-        if places:
+        starts = [start for string in self._strings if (start := text.find(string)) >= 0]
+        if starts:
             self.has_stopped = True
-            return text[: min(places)]
+            return text[: min(starts)]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):
                 self._tail = text[start:]

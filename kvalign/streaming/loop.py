@@ -177,7 +177,7 @@ def stream_tokens(
         prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
         processors: transformers' logits processors; they see the whole history.
         criteria: transformers' stopping criteria, checked after each token.
-        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        do_sample: draw from the processed distribution, instead of the most likely token.
         eos_token_ids: tokens that end a row; empty: none.
         pad_token_id: yielded for an ended row; default: the first end token.
         generator: source of random numbers; default: torch's global one.

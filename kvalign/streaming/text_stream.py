@@ -168,10 +168,10 @@ class TextStream(NotPickled):
         A stream without input can be saved, too, and begins when it is fed.
         """
         self._whole.check()
-        place = Path(typed("path", path, Path))
-        check_output(place, "file", "path")
+        file = Path(typed("path", path, Path))
+        check_output(file, "file", "path")
         stream_file.save(
-            place,
+            file,
             self.method,
             Digests.of(self.method, self.tokenizer),
             self.sampling,

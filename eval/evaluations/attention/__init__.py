@@ -84,7 +84,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
         UserError: a corpus shorter than the texts.
     """
     from kvalign.eval.evaluations.attention.weights import num_tokens, read_texts, row, watch
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -92,7 +92,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
     ids = read_texts(loaded, settings)
     rows = []
     num_each = max(settings.cache_sizes) + 2 * settings.num_steps
-    for method, bar in in_turn(methods, num_each, "steps"):
+    for method, bar in one_by_one(methods, num_each, "steps"):
         start = time.perf_counter()
         texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
         before, after = watch(method, texts, settings.num_steps, bar.update)

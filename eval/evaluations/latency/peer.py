@@ -157,11 +157,11 @@ class LlamaCpp:
         assert fastest is not None
         return fastest
 
-    def _server(self, num_places: int, num_ubatch: int = UBATCHES[0]) -> PeerProcess:
+    def _server(self, num_positions: int, num_ubatch: int = UBATCHES[0]) -> PeerProcess:
         """A context of so many places."""
         threads = {"cpuparams.n_threads": self.num_threads}
         threads |= {"cpuparams_batch.n_threads": self.num_threads}
-        window = dict(n_ctx=num_places, n_keep=self.sizes.num_sinks, ctx_shift=True)
+        window = dict(n_ctx=num_positions, n_keep=self.sizes.num_sinks, ctx_shift=True)
         alone = dict(n_gpu_layers=0, n_parallel=1, verbosity=0)
         fixed = dict(fit_params=False, cache_ram_mib=0)  # neither other sizes nor old prompts
         model = {"model.path": str(self.file), "n_ubatch": num_ubatch}

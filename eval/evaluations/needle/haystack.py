@@ -48,13 +48,13 @@ class Haystack:
         """Places where each code is asked for: at each distance, in cache sizes, from its end."""
         pairs = [(needle, distance) for needle in self.needles for distance in distances]
         stops, num_read = list[Stop[Needle]](), 0
-        for place, distance, needle in sorted(
+        for end, distance, needle in sorted(
             ((needle.end + distance * cache_size, distance, needle) for needle, distance in pairs),
             key=lambda stop: stop[:2],
         ):
             room = len(needle.question) + len(needle.code)
-            stops.append(Stop(distance, self.ids[num_read:place], [needle], room))
-            num_read = place
+            stops.append(Stop(distance, self.ids[num_read:end], [needle], room))
+            num_read = end
         return stops
 
 

@@ -95,7 +95,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a model that was not trained on such streams.
     """
     from kvalign.eval.evaluations.recall.scores import check_words, read_stream, score_method
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -106,7 +106,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
     streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
     longest = max(stream.ages.numel() for stream in streams.values())
     rows = []
-    for method, bar in in_turn(methods, longest, "tokens"):
+    for method, bar in one_by_one(methods, longest, "tokens"):
         stream = streams[method.sizes.cache_size]
         rows.append(score_method(method, stream, bar.update, settings.farthest))
         bar.skip(longest - stream.ages.numel())

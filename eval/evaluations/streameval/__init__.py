@@ -83,7 +83,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
         UserError: a stream too long for a method that does not evict.
     """
     from kvalign.eval.evaluations.streameval import scores
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -98,7 +98,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     num_all = sum(one.piece.is_query for stream in streams for one in stream)
     rows = [
         scores.score(method, stream, bar.update)
-        for method, bar in in_turn(methods, num_all, "queries")
+        for method, bar in one_by_one(methods, num_all, "queries")
         for stream in streams
     ]
     return document("eval streameval", settings, rows, started=started)

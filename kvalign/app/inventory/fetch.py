@@ -31,9 +31,9 @@ def fetch(name: str) -> Path:
     """Fetch a model of `fetched.MODELS` unless it is present. Its folder is complete or absent. A
     folder from before GGUF files were kept gets its file.
     """
-    source, place = fetched.MODELS[name], fetched.cache_dir() / name
+    source, folder = fetched.MODELS[name], fetched.cache_dir() / name
     if fetched.gguf_path(name):
-        return place
+        return folder
     gguf_file.check_readers()
 
     def download(folder: Path) -> Path:
@@ -52,13 +52,13 @@ def fetch(name: str) -> Path:
         write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
 
     # Other models and compiled steps, which lie beside it, are for others to write.
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with lock_file(place.parent / f".{name}.lock", place):
-        if not place.is_dir():  # another run may have been first
-            write_whole(place, make)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(folder.parent / f".{name}.lock", folder):
+        if not folder.is_dir():  # another run may have been first
+            write_whole(folder, make)
         elif not fetched.gguf_path(name):
-            write_whole(place / Path(source.member).name, lambda file: download(file.parent))
-    return place
+            write_whole(folder / Path(source.member).name, lambda file: download(file.parent))
+    return folder
 
 
 def _download(source: Source, folder: Path) -> Path:

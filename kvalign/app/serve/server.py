@@ -140,13 +140,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
-    stock = (
-        f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
-    )
+    note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
     if left := service.folder_notes():
         print(left, file=sys.stderr)
     print(
-        f"{service.method.spec.name} with {service.method.in_words}{stock}: "
+        f"{service.method.spec.name} with {service.method.in_words}{note}: "
         f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
         flush=True,
     )

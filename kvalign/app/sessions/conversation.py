@@ -15,7 +15,7 @@ from kvalign.app.sessions.stream_settings import StreamSettings, num_of_keep, pi
 from kvalign.app.sessions.turns_in_cache import EVICT, NUM_GONE, TURNS, make_room, note_turn
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
-from kvalign.foundation.runs import deferred
+from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
 from kvalign.streaming.sampling import DRAWS, Sampling
 
@@ -157,7 +157,7 @@ class Conversation:
         from kvalign.streaming.turns import turn_ids
 
         stream = self.stream
-        with deferred(signal.SIGINT) as interrupted:  # in a step, it would break the cache
+        with defer_signals(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
             new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
             stream.feed(new)
