@@ -128,21 +128,23 @@ def _record_shards(
     num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
     num_chunks, shards = 0, []
 
-    def missing() -> Work:
+    def jobs() -> Work:
         nonlocal num_chunks
         for of_shard in by_shard(chunks, config.settings, config.chunks_per_shard):
             shifts, tokens = config.settings.num_evicted, of_shard.sha256()
             expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
             shards.extend(expected)
             num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
-            if left := [shard for shard in expected if not _is_recorded(shard, config, tokens)]:
-                yield of_shard, left
+            if new_shards := [
+                shard for shard in expected if not _is_recorded(shard, config, tokens)
+            ]:
+                yield of_shard, new_shards
             else:
                 progress.skip(of_shard.ids.numel())
 
     progress.phase("recording")
     progress.expect(num_expected * settings.chunk_len, "tokens")
-    write_shards(settings, loaded, missing())
+    write_shards(settings, loaded, jobs())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)

@@ -168,7 +168,9 @@ class Streams:
 
 
 @torch.no_grad()
-def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int) -> Streams:
+def new_streams(
+    aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
+) -> Streams:
     """Streams that have been fed ids [B, N], N >= size: all of them, with the tables alone, if
     tables are applied on read; else the last `size`.
     """
@@ -191,7 +193,7 @@ def streamed_losses(
     objective: str, aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
 ) -> Iterator[Tensor]:
     """Losses of the last n tokens of rows [B, 2 C + n + 1] of text."""
-    streams = begun(aligner, model, ids[:, : 2 * size], size)
+    streams = new_streams(aligner, model, ids[:, : 2 * size], size)
     for end in range(2 * size, ids.shape[1] - 1):
         logits = streams.step(ids[:, end])
         yield loss_of(objective, model, ids[:, end - size : end + 2], logits)

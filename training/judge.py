@@ -93,15 +93,15 @@ def judge(
     nll = {one: loss.mean().item() for one, loss in choosing.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    chosen = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
-    use_parts(aligner, trained, untrained, chosen[0])
-    half = streamed(model, text, rows, "discard-half", num_sinks=chosen[1])
+    choice = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
+    use_parts(aligner, trained, untrained, choice[0])
+    half = streamed(model, text, rows, "discard-half", num_sinks=choice[1])
     plain = min(sinks, key=lambda n: nll[(), n])
     val_nll = {one: by_label(losses).mean().item() for one, losses in reported.items()}
     return {
-        "parts": list(chosen[0]),
-        "num_sinks": chosen[1],
-        "val_nll": val_nll[chosen],
+        "parts": list(choice[0]),
+        "num_sinks": choice[1],
+        "val_nll": val_nll[choice],
         "without": {"num_sinks": plain, "val_nll": val_nll[(), plain]},
         "discard_half": by_label(half[:, 1::2]).mean().item(),
         "shipped": _shipped(model, text, rows),

@@ -86,8 +86,8 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     with lock, keeping(lambda: _summary(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
-        left = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
-        progress.expect(sum(left.values()), "rows")
+        plans = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
+        progress.expect(sum(plans.values()), "rows")
         for kv, run in runs.items():
             net = getattr(aligner, kv)
             if results[kv]:

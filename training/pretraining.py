@@ -45,7 +45,7 @@ from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.context_rows import ContextRows, share_left
+from kvalign.training.context_rows import ContextRows, decay
 from kvalign.training.copy_heads import copy_loss, show_attention
 from kvalign.training.first_model import first_model
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
@@ -218,7 +218,7 @@ class Run:
 
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""
-        weight = self.settings.copy_weight * share_left(self.step, self.num_steps)
+        weight = self.settings.copy_weight * decay(self.step, self.num_steps)
         return (torch.tensor(weight, dtype=torch.float32),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:

@@ -122,15 +122,15 @@ def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
     these has another marker, and dashes.
     """
     styles: dict[str, Style] = {}
-    drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
+    counts, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
     for label, (row, *_) in grouped(rows, label_of).items():
         name = row.get("aligner_label") or row["aligner"] or row["method"]
         names = (name, name.partition("-every-")[0], name.partition("-")[0])
         color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
         dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
-        again = drawn[first]
+        again = counts[first]
         styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]
-        drawn[first] += 1
+        counts[first] += 1
     return styles
 
 

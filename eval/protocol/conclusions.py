@@ -144,15 +144,15 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
             if row["cache_size"] == last and new["perplexity"]
         ]
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(parts)}."
-    lost: dict[str, list[str]] = {}
+    by_label: dict[str, list[str]] = {}
     for label, row, old, new in slices_of:
         if (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf):
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
-            lost.setdefault(label, []).append(figures)
+            by_label.setdefault(label, []).append(figures)
     what = "on bigrams of 0.75 to 1 C tokens back"
-    if not lost:
+    if not by_label:
         return f"No method is shown to be further from {reference} {what} than on new ones."
-    parts = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    parts = [f"{label} {', '.join(figures)}" for label, figures in by_label.items()]
     return f"Further from {reference} {what} than on new ones: {'; '.join(parts)}."
 
 

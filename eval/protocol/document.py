@@ -53,7 +53,7 @@ def document(
         from kvalign.foundation.device import resolved
 
         values["device"] = resolved(values["device"])
-    made = {
+    result = {
         "kind": kind,
         "command": settings.command_line(kind),
         "settings": values,
@@ -65,8 +65,8 @@ def document(
     if plot and values["plot"]:
         from kvalign.eval.drawing.plots import save
 
-        save(plot(made), Path(values["plot"]))
-    return made
+        save(plot(result), Path(values["plot"]))
+    return result
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:

@@ -66,11 +66,11 @@ def make_grid(
     Raises:
         UserError: as `kvalign.make_method`.
     """
-    left_out = set[tuple[str, int]]()
+    exclusions = set[tuple[str, int]]()
     if not aligners:
         names = aligners_of(settings, model)
         if not settings.aligner and {*names} <= {*checkpoints.ALIGNERS}:
-            left_out = _left_out(settings, model)
+            exclusions = _exclusions(settings, model)
         aligners = [Aligner.from_pretrained(name) for name in names]
     methods = [
         make_method(
@@ -86,9 +86,9 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
-        for num_sinks in _num_sinks(settings, model, aligners, left_out)
+        for num_sinks in _num_sinks(settings, model, aligners, exclusions)
         for name in settings.methods
-        if (name, cache_size) not in left_out
+        if (name, cache_size) not in exclusions
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
         for which in _policies(settings, METHODS[name])
@@ -105,7 +105,7 @@ def _num_sinks(
     settings: ComparisonSettings,
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str],
-    left_out: set[tuple[str, int]],
+    exclusions: set[tuple[str, int]],
 ) -> Sequence[int | None]:
     """Numbers of sinks of all methods: those that were asked for, or one: the most that an aligner
     has, with which `kvalign` streams, or without aligners the most that a method has by default.
@@ -117,7 +117,7 @@ def _num_sinks(
         (METHODS[name], size)
         for name in settings.methods
         for size in settings.cache_sizes
-        if (name, size) not in left_out
+        if (name, size) not in exclusions
     ]
     for cls, size in there:
         if cls.takes_aligner:
@@ -176,24 +176,24 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
     return names
 
 
-def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
+def _exclusions(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
     """Default methods that lack an aligner at which cache sizes, unless asked for."""
     if "methods" in settings.changed():
         return set()
     reference = getattr(settings, "reference", None)
-    lacking = {
+    reasons = {
         (name, size): why
         for size in settings.cache_sizes
         for name, why in obstacles(model, cache_size=size).items()
         if name in settings.methods and name != reference
     }
-    for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
+    for name, why in dict.fromkeys((name, why) for (name, _), why in reasons.items()):
         if spec_of(model.config).family == "learned":
             todo = f"{how_to_train(model, max(settings.cache_sizes))} makes one"
         else:
             todo = "streaming-llm needs none here"
         log.warning("%s is left out: %s (%s; --aligner names one)", name, why, todo)
-    return set(lacking)
+    return set(reasons)
 
 
 def sizes_of(method: Method) -> Row:

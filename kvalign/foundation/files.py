@@ -170,7 +170,7 @@ def locked(folder: Path, summary: Callable[[], str] = str) -> Iterator[None]:
     Raises:
         UserError: another run is writing to it.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
     with lock_file(folder / LOCK, folder):
@@ -183,7 +183,7 @@ def locked(folder: Path, summary: Callable[[], str] = str) -> Iterator[None]:
             if (is_refused or summary is not str) and not summary():
                 _remove(set(folder.iterdir()) - before)
                 with suppress(OSError):
-                    for path in made:
+                    for path in new_folders:
                         path.rmdir()
             raise
 

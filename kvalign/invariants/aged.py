@@ -54,19 +54,19 @@ def age(subject: Subject) -> Aged:
     if isinstance(stream.cache, FixedSizeCache):
         while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
             num += 1
-    ids, done = subject.ids(1, num), 0
+    ids, num_fed = subject.ids(1, num), 0
     aged = Aged(stream, fault=0, where=0, num_sinks=None, seen=[], hidden=[])
     with first_layer_outputs(subject.model) as outputs:
-        while done < num:
-            size = min(FIRST_INPUT, capacity) if done == 0 else 1
-            stream.feed(ids[:, done : done + size])
-            fault = _fault(stream.watched, done, size, done > capacity)
+        while num_fed < num:
+            size = min(FIRST_INPUT, capacity) if num_fed == 0 else 1
+            stream.feed(ids[:, num_fed : num_fed + size])
+            fault = _fault(stream.watched, num_fed, size, num_fed > capacity)
             if fault > aged.fault:
-                aged.fault, aged.where = fault, done
-            done += size
-            if aged.num_sinks is None and stream.num_read < done - size:
+                aged.fault, aged.where = fault, num_fed
+            num_fed += size
+            if aged.num_sinks is None and stream.num_read < num_fed - size:
                 aged.num_sinks = _num_sinks(stream.watched)
-            if done > capacity + 1 and done % max(1, capacity // 4) == 0 and not aged.no_seen:
+            if num_fed > capacity + 1 and num_fed % max(1, capacity // 4) == 0 and not aged.no_seen:
                 try:
                     aged.seen.append(stream.seen())
                     aged.hidden.append(outputs[-1][0, -1])

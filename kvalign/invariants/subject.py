@@ -176,8 +176,8 @@ class Subject:
             out = self.model(input_ids=last, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             probabilities = out.logits[:, -1, self._words].float().softmax(-1).cpu()
-            drawn = torch.multinomial(probabilities, 1, generator=rng)
-            last = self._words[drawn].to(ids.device)
+            index = torch.multinomial(probabilities, 1, generator=rng)
+            last = self._words[index].to(ids.device)
             parts.append(last)
         return torch.cat(parts, 1).flatten()[: num_rows * num_tokens].view(num_rows, num_tokens)
 

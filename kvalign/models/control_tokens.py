@@ -33,13 +33,13 @@ def masked(
     free, without = unused_in(texts), []
     for text in texts:
         check_text(text)
-        pieces, done = [], 0
+        pieces, position = [], 0
         for start, end, _ in _special_in(text, tokenizer):
             if text[start:end] not in masks:
                 masks[text[start:end]] = next(free)
-            pieces += [text[done:start], masks[text[start:end]]]
-            done = end
-        without.append("".join([*pieces, text[done:]]))
+            pieces += [text[position:start], masks[text[start:end]]]
+            position = end
+        without.append("".join([*pieces, text[position:]]))
     return without, {mask: token for token, mask in masks.items()}
 
 
@@ -58,11 +58,11 @@ def encoder_of_masked(
     own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
 
     def encode(text: str) -> list[int]:
-        pieces, done = [], 0
+        pieces, position = [], 0
         for start, end, token in _special_in(text, tokenizer):
-            pieces += [text[done:start], placeholders[token]]
-            done = end
-        whole = "".join([*pieces, text[done:]])
+            pieces += [text[position:start], placeholders[token]]
+            position = end
+        whole = "".join([*pieces, text[position:]])
         for mask, stands_for in masks.items():
             whole = whole.replace(mask, stands_for)
         return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]

@@ -103,12 +103,14 @@ def _build(file: Path, needed: Sequence[str]) -> None:
     libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
 
     def write(partial: Path) -> None:
-        made = partial / file.name
+        library_file = partial / file.name
         sets = (x.replace("_", "").replace("fma3", "fma") for x in needed)
         flags = [*_FLAGS, *(f"-m{x}" for x in sets), f"-Wl,-soname,{file.name}"]
         command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCES[0])]
-        subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
-        write_json(partial / about.name, {"sha256": sha256(made)})
+        subprocess.run(
+            [*command, "-o", str(library_file), *libraries], check=True, capture_output=True
+        )
+        write_json(partial / about.name, {"sha256": sha256(library_file)})
 
     write_together(file.parent, write, about.name)
 
@@ -245,8 +247,8 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [blocks of 16 outputs, K / 32, bytes] uint8, filled up with zeros.
     """
-    missing = -len(q) % _BLOCK
-    q, scales = pad(q, (0, 0, 0, missing)), pad(scales, (0, 0, 0, 0, 0, missing))
+    num_pad = -len(q) % _BLOCK
+    q, scales = pad(q, (0, 0, 0, num_pad)), pad(scales, (0, 0, 0, 0, 0, num_pad))
     fours = q.view(-1, _BLOCK, q.shape[1] // _GROUP, 8, 4).permute(0, 2, 3, 1, 4)
     if scales.shape[2] == 2:
         fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4

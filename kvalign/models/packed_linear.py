@@ -237,5 +237,5 @@ def _multiplies_bfloat16() -> bool:
 
 def _filled(x: Tensor) -> Tensor:
     """Zeros after the last output, up to whole blocks."""
-    missing = -len(x) % _BLOCK
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    num_pad = -len(x) % _BLOCK
+    return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x

@@ -62,7 +62,7 @@ def fault_of(template: object, values: Mapping[str, object]) -> str:
 @lru_cache(maxsize=16)
 def _is_small(request: str) -> bool:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", _PROGRAM],
             input=request,
             encoding="utf-8",
@@ -74,4 +74,4 @@ def _is_small(request: str) -> bool:
         return False
     except OSError:  # no such process can be started: nothing is known
         return True
-    return 0 <= done.returncode != _REFUSED  # below: killed by a limit
+    return 0 <= process.returncode != _REFUSED  # below: killed by a limit

@@ -273,8 +273,8 @@ def stream_rows(
 
     waiting, batch = enumerate(prompts), Batch[_NumberedRow](method)
     while True:
-        begun: list[tuple[_NumberedRow, Method]] = []
-        while max_rows is None or len(batch.rows) + len(begun) < max_rows:
+        new: list[tuple[_NumberedRow, Method]] = []
+        while max_rows is None or len(batch.rows) + len(new) < max_rows:
             number, ids = next(waiting, (None, None))
             if number is None or ids is None:
                 break
@@ -289,9 +289,9 @@ def stream_rows(
             row.take(alone.feed(prompt), method)
             yield number, int(row.token)
             if not row.has_ended():
-                begun.append((row, alone))
-        if begun:
-            batch.join((row for row, _ in begun), [alone for _, alone in begun])
+                new.append((row, alone))
+        if new:
+            batch.join((row for row, _ in new), [alone for _, alone in new])
         if not batch.rows:
             return
         for row in batch.step():

@@ -109,11 +109,11 @@ class TextStream(NotPickled):
             self._whole.begin()
             token = next(self._tokens, None)
             if token is not None:
-                chosen = int(token)  # waits for the device
+                token_id = int(token)  # waits for the device
                 self.times_s.append(time.perf_counter() - start)
                 self.num_fed = len(self.ids)
-                self.ids.append(chosen)
-                piece, _ = self._answer.take(chosen)
+                self.ids.append(token_id)
+                piece, _ = self._answer.take(token_id)
             self._whole.end()
             if token is None:
                 return

@@ -342,8 +342,8 @@ class Latency(Evaluation):
 
     def plot(self, document: Document) -> Figure:
         """Figure of tokens per second for several batch sizes, else of the time per token."""
-        drawn = self.batches_figure(document)
-        return drawn[0] if drawn else self._by_size(document)
+        figure = self.batches_figure(document)
+        return figure[0] if figure else self._by_size(document)
 
     def _by_size(self, document: Document) -> Figure:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""

@@ -139,9 +139,9 @@ class LlamaCpp:
         for i in range(num_context, len(tokens)):
             sure = dict(logit_bias=[[tokens[i], _SURE]], logprobs=1, cache_prompt=True)
             answer = _checked(*self.stream.ask(self._request(tokens[:i], 1, **sure)))
-            (drawn,) = answer["choices"][0]["logprobs"]["content"]
-            assert drawn["id"] == tokens[i], (drawn, tokens[i])
-            nll.append(-drawn["logprob"])
+            (token,) = answer["choices"][0]["logprobs"]["content"]
+            assert token["id"] == tokens[i], (token, tokens[i])
+            nll.append(-token["logprob"])
         return nll
 
     def _fastest(self, ids: Tensor) -> PeerProcess:

@@ -123,8 +123,8 @@ def time_generation(
         for _, i in rounds(methods, 1, bar, *seeds, 0):
             first[i].append(clocked(model.device, next, streams[i]))
         for number, i in rounds(methods, num_rounds(settings), bar, *seeds, 1):
-            left = settings.generate - number * settings.trial_len
-            each = range(min(left, settings.trial_len))
+            num_left = settings.generate - number * settings.trial_len
+            each = range(min(num_left, settings.trial_len))
             later[i].append([clocked(model.device, next, streams[i]) for _ in each])
     return first, later
 

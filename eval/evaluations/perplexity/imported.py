@@ -118,10 +118,10 @@ def import_losses(settings: ImportLossesSettings) -> Document:
     if all(times):
         rows = [row | {"seconds": s} for row, s in zip(rows, times, strict=True)]
     of_file = replace(settings, model=model, corpus=corpus)
-    made = document("eval import-losses", of_file, rows, started=started)
-    made |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
-    made["settings"]["stepwise"] = all(times)  # theirs have no faster way
-    return made
+    result = document("eval import-losses", of_file, rows, started=started)
+    result |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
+    result["settings"]["stepwise"] = all(times)  # theirs have no faster way
+    return result
 
 
 def _files(folder: Path) -> list[_File]:

@@ -187,7 +187,7 @@ class Readability(JudgedText):
         if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
             raise UserError("rows.prompt: must be the index of one of `prompts`")
 
-    def chosen(self, documents: Documents) -> Documents:
+    def select(self, documents: Documents) -> Documents:
         """Documents of methods, without those of finished texts."""
         return {name: one for name, one in documents.items() if one["settings"]["model"]}
 

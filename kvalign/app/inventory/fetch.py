@@ -66,10 +66,12 @@ def _download(source: Source, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
-    done = subprocess.run(command, capture_output=True, text=True, env=here)
+    process = subprocess.run(command, capture_output=True, text=True, env=here)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+    if process.returncode or not wheels:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or [
+            "it says nothing"
+        ]
         of_pip = [line for line in lines if line.startswith("ERROR:")]
         is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
         why = of_pip[-1] if is_reason else lines[-1]

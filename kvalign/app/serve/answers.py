@@ -88,7 +88,7 @@ class SessionUpdate:
         if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
-    def left(self, error: RequestError | None = None) -> None:
+    def release(self, error: RequestError | None = None) -> None:
         """The turn failed, or the client has left."""
         if self._end.acquire(blocking=False):
             self.sessions.release(self.session)

@@ -130,20 +130,20 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        begun = defaultdict[int, list[tuple[Method, list[Row]]]](list)
+        by_sinks = defaultdict[int, list[tuple[Method, list[Row]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
                 break
             turn = self._feeding.popleft()
-            part, turn.left = turn.left[:PART], turn.left[PART:]
+            part, turn.rest = turn.rest[:PART], turn.rest[PART:]
             try:
                 if turn.state is not None:
                     turn.method.restore(turn.state)
                     turn.state = None
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
-                if len(turn.left):
+                if len(turn.rest):
                     self._feeding.append(turn)
                     continue
                 rows = turn.begin()
@@ -153,10 +153,10 @@ class Engine(threading.Thread):
                 if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:
                         turn.method.select([0] * len(going))
-                    begun[turn.method.sizes.num_sinks].append((turn.method, going))
+                    by_sinks[turn.method.sizes.num_sinks].append((turn.method, going))
             except Exception as error:
                 self._fail([turn], error)
-        for num_sinks, pairs in begun.items():
+        for num_sinks, pairs in by_sinks.items():
             methods = [method for method, _ in pairs]
             batch = self._batches.setdefault(num_sinks, Batch(methods[0]))
             try:
@@ -165,7 +165,7 @@ class Engine(threading.Thread):
                 self._fail_all(batch, error)
 
     def _step_all(self) -> None:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         for batch in self._batches.values():
             try:
                 if batch.rows:
@@ -174,7 +174,7 @@ class Engine(threading.Thread):
             except Exception as error:
                 self._fail_all(batch, error)
         self._drop_empty()
-        self._step_s = time.perf_counter() - begun_s
+        self._step_s = time.perf_counter() - start_s
 
     def _report(self, rows: Sequence[Row], method: Method) -> None:
         """Count the tokens that rows have taken, and notify the turns of those that end; a failed

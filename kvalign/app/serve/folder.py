@@ -48,7 +48,7 @@ class InFolder(Store):
     read nor overwritten.
 
     Attributes:
-        left: why files in the folder are ignored, a line each.
+        notes: why files in the folder are ignored, a line each.
         last: the highest number of a file. Clocks that were changed may not tell which file is
             newer.
     """
@@ -58,7 +58,7 @@ class InFolder(Store):
     digests: Digests
     sampling: Sampling
     has_unnamed: bool = False  # whether sessions that no request named are taken up
-    left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     last: int = 0
 
     def load(self) -> list[Session]:
@@ -69,7 +69,7 @@ class InFolder(Store):
             try:
                 session = self._read(path)
             except DamagedError as error:
-                self.left.append(str(error))
+                self.notes.append(str(error))
                 continue
             if session.is_named or self.has_unnamed:
                 sessions.append(session)
@@ -79,7 +79,7 @@ class InFolder(Store):
         self.last = sessions[-1].number if sessions else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
-            self.left.append(
+            self.notes.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
                 f"{self.folder}: --keep-unnamed continues them"
             )

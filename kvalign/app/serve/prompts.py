@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
-from kvalign.app.serve.wire import Message, Sent
+from kvalign.app.serve.wire import Headers, Message
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
@@ -26,7 +26,7 @@ class Prompts:
     most_tokens: int  # that one request may bring
     special_tokens: bool  # whether those in messages steer the model
 
-    def begun(self, session: Session, messages: Sequence[Message]) -> Session:
+    def new_session(self, session: Session, messages: Sequence[Message]) -> Session:
         """A new session from messages, with as many sinks as its system prompt has tokens."""
         sizes, system = self.method.sizes, None
         if messages[0].role == "system":
@@ -84,7 +84,7 @@ class Prompts:
         if session.is_new or not self.keeps_turns:
             return replace(session, turns=turns if self.keeps_turns else ()), None
         text = torch.cat([before, new])
-        num, left = evict_turns(
+        num, rest = evict_turns(
             self.tokenizer,
             turns,
             text.tolist(),
@@ -93,7 +93,7 @@ class Prompts:
             num_answer=num_answer,
             special_tokens=self.special_tokens,
         )
-        return replace(session, turns=turns[num:]), torch.tensor(left) if num else None
+        return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
     def num_gone(self, session: Session) -> int:
         """Tokens of the session's evicted turns."""
@@ -107,7 +107,7 @@ class Prompts:
         return opening_len(self.tokenizer, system, special_tokens=self.special_tokens)
 
 
-def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
+def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     """The messages that are new to a session; RequestError if the others differ from its own."""
     if session.is_new:
         return messages
@@ -126,8 +126,8 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     )
 
 
-def going_on(
-    session: Session, messages: Sequence[Message], fields: str, sent: Sent
+def session_for(
+    session: Session, messages: Sequence[Message], fields: str, headers: Headers
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
@@ -149,7 +149,7 @@ def going_on(
         return session
     turn, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
     is_same_request = is_same and turn == session.request
-    if sent.key and sent.key == session.key:
+    if headers.key and headers.key == session.key:
         if not is_same_request:
             raise RequestError(
                 "this Idempotency-Key was used with another request: use a new one for a new "
@@ -159,7 +159,7 @@ def going_on(
             )
         return None
     is_whole = any(message.role == "assistant" for message in messages)
-    is_other_turn = bool(sent.key and session.key and not is_whole)
+    is_other_turn = bool(headers.key and session.key and not is_whole)
     if turn == session.turn_digest and not is_other_turn:
-        return None if is_same else session.anew()
-    return None if sent.is_retry and is_same_request and not is_other_turn else session
+        return None if is_same else session.reset()
+    return None if headers.is_retry and is_same_request and not is_other_turn else session

@@ -63,7 +63,7 @@ class Session:
         request = digest("", messages, self.compared)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
-    def anew(self) -> "Session":
+    def reset(self) -> "Session":
         """Return the session before its first turn. Its next one is stored in place of this."""
         return Session(self.id, checksum=self.checksum, number=self.number)
 

@@ -99,7 +99,7 @@ class Turn:
 
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
-    left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
+    rest: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
     rows: Sequence[Row]  # the answers, drawn from one prompt; none once they have begun
     ended: Callable[[Row, State | None], None]
     failed: Callable[[RequestError], None]

@@ -260,7 +260,7 @@ class Completion(Request):
 
 
 @dataclass(frozen=True)
-class Sent:
+class Headers:
     """Information in the headers of a request about how it was sent."""
 
     session: str | None = None
@@ -268,7 +268,7 @@ class Sent:
     is_retry: bool = False  # OpenAI's client says so
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> "Sent":
+    def of(cls, headers: Mapping[str, str]) -> "Headers":
         """Return the information in headers with lower-case names; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():

@@ -107,12 +107,12 @@ def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell
         with progress.shown_as("eval run") as bar:
             bar.expect(len(cells), "cells")
             while waiting:
-                (done,), _ = ray.wait(list(waiting), num_returns=1)
-                output, error = ray.get(done)
+                (task,), _ = ray.wait(list(waiting), num_returns=1)
+                output, error = ray.get(task)
                 if error:
                     raise RunError(error)
                 bar.update(1)
-                yield waiting.pop(done), output
+                yield waiting.pop(task), output
 
 
 def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
@@ -181,12 +181,12 @@ def run_cell(command: str, out: Path) -> str:
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
-    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
-    if done.returncode:
+    process = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
+    if process.returncode:
         command = shlex.join(words[2:])
-        error = UserError if done.returncode == 2 else RunError
-        raise error(f"exit code {done.returncode} of {command}; finished cells are kept")
-    return done.stdout
+        error = UserError if process.returncode == 2 else RunError
+        raise error(f"exit code {process.returncode} of {command}; finished cells are kept")
+    return process.stdout
 
 
 def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = "") -> None:
