@@ -48,8 +48,8 @@ def asked(service, turn, name, **more):
     """The queue to which a turn's events come."""
     events = queue.Queue()
     fields = dict(model="any", messages=[{"role": "user", "content": turn}], session=name)
-    sent = Headers(key=secrets.token_hex(8))  # a turn that is said twice is no turn sent again
-    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), sent, events.put)
+    headers = Headers(key=secrets.token_hex(8))  # a turn that is said twice is no turn sent again
+    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), headers, events.put)
     return events
 
 

@@ -12,7 +12,7 @@ from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.needle import EVALUATION, NAMES, NeedleSettings
 from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
-from kvalign.eval.protocol.asked import on_copies, rows_of
+from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 

@@ -14,7 +14,7 @@ import torch
 
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
-from kvalign.eval.protocol.asked import Stop
+from kvalign.eval.protocol.questions import Stop
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids

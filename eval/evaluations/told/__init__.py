@@ -88,7 +88,7 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
     from kvalign.eval.evaluations.told.conversation import conversations, is_right
-    from kvalign.eval.protocol.asked import rows_of
+    from kvalign.eval.protocol.questions import rows_of
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()

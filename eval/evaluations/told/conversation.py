@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.data_gen.chunks import cut_chunks
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.evaluations.told import ToldSettings
-from kvalign.eval.protocol.asked import Stop
+from kvalign.eval.protocol.questions import Stop
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
