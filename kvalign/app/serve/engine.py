@@ -16,7 +16,7 @@ import torch
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.turn import OUR_FAULT, Row, Turn, states_of
+from kvalign.app.serve.turn import OUR_FAULT, AnswerRow, Turn, states_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
@@ -44,7 +44,7 @@ class Engine(threading.Thread):
         self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
         self._waiting: deque[Turn] = deque()
         self._feeding: deque[Turn] = deque()
-        self._batches: dict[int, Batch[Row]] = {}  # by their number of sinks
+        self._batches: dict[int, Batch[AnswerRow]] = {}  # by their number of sinks
         self._wakes, self._is_stopping = threading.Condition(), False
         self.num_rows, self._step_s = 0, 0.0
 
@@ -130,7 +130,7 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        by_sinks = defaultdict[int, list[tuple[Method, list[Row]]]](list)
+        by_sinks = defaultdict[int, list[tuple[Method, list[AnswerRow]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
@@ -176,7 +176,7 @@ class Engine(threading.Thread):
         self._drop_empty()
         self._step_s = time.perf_counter() - start_s
 
-    def _report(self, rows: Sequence[Row], method: Method) -> None:
+    def _report(self, rows: Sequence[AnswerRow], method: Method) -> None:
         """Count the tokens that rows have taken, and notify the turns of those that end; a failed
         row ends with its turn.
         """
@@ -198,7 +198,7 @@ class Engine(threading.Thread):
                 row.turn.is_cancelled = True  # its other rows have the same prompt
                 row.turn.failed(row.failure)
 
-    def _fail_all(self, batch: Batch[Row], error: Exception) -> None:
+    def _fail_all(self, batch: Batch[AnswerRow], error: Exception) -> None:
         self._fail((row.turn for row in batch.rows), error)
         batch.rows = []
 

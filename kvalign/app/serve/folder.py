@@ -22,7 +22,7 @@ from kvalign.streaming.stream_file import Digests
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
 _NOTES = {
-    "compared": "compared",
+    "compared": "comparison",
     "said": "messages_digest",
     "asked": "turn_digest",
     "request": "request",

@@ -41,7 +41,7 @@ class Prompts:
                     param="messages",
                     code="system_too_long",
                 )
-        return replace(session, compared=AS_READ, system=system, num_sinks=num_sinks)
+        return replace(session, comparison=AS_READ, system=system, num_sinks=num_sinks)
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that continue a session."""
@@ -111,7 +111,7 @@ def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Mess
     """The messages that are new to a session; RequestError if the others differ from its own."""
     if session.is_new:
         return messages
-    digests = digest("", messages, session.compared)
+    digests = digest("", messages, session.comparison)
     if session.messages_digest in digests[:-1]:
         return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
@@ -147,7 +147,7 @@ def session_for(
     """
     if session.is_new:
         return session
-    turn, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
+    turn, is_same = digest("", messages, session.comparison)[-1], session.fields in ("", fields)
     is_same_request = is_same and turn == session.request
     if headers.key and headers.key == session.key:
         if not is_same_request:

@@ -19,7 +19,7 @@ from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import Row, Turn
+from kvalign.app.serve.turn import AnswerRow, Turn
 from kvalign.app.serve.wire import Chat, Completion, Headers, Message
 from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
@@ -247,7 +247,7 @@ class Service:
                 ids, num_cached = text, 0
                 answers.num_reencoded += max(0, len(text) - len(new))
             rows = [
-                Row(
+                AnswerRow(
                     sampling,
                     number * num_choices + draw,
                     ids,

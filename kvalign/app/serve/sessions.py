@@ -29,7 +29,7 @@ class Session:
     """One conversation, or one text that is continued."""
 
     id: str  # as requests name it
-    compared: str = ""  # how its messages are: AS_READ; "": letter by letter, as 0.2 did, and texts
+    comparison: str = ""  # of its messages: AS_READ; "": letter by letter, as of 0.2 and of texts
     messages_digest: str = ""  # a digest of its messages, answers included
     turn_digest: str = ""  # the same before the last answer
     request: str = ""  # a digest of the messages alone that brought the last answer
@@ -60,7 +60,7 @@ class Session:
         """Return the session with the request for its next answer: its messages, the digest of its
         other fields, and its key.
         """
-        request = digest("", messages, self.compared)[-1]
+        request = digest("", messages, self.comparison)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
     def reset(self) -> "Session":
@@ -103,13 +103,13 @@ def as_read(text: str) -> str:
     return unicodedata.normalize("NFC", lines).strip()
 
 
-def digest(before: str, messages: Sequence[Message], compared: str) -> list[str]:
+def digest(before: str, messages: Sequence[Message], comparison: str) -> list[str]:
     """Return digests of a conversation after each message, from the digest `before` them. Those of
-    messages that are alike are equal; `compared`: as `Session` has it.
+    messages that are alike are equal; `comparison`: as `Session` has it.
     """
     digests = []
     for message in messages:
-        content = as_read(message.content) if compared == AS_READ else message.content
+        content = as_read(message.content) if comparison == AS_READ else message.content
         text = json.dumps([before, message.role, content])
         before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
@@ -158,7 +158,7 @@ class Sessions:
         has_answers = any(message.role == "assistant" for message in messages)
         with self._lock:
             unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
-            idle = {(x.compared, x.messages_digest): x.id for x in unnamed}
+            idle = {(x.comparison, x.messages_digest): x.id for x in unnamed}
             matches = (idle[one] for one in digests if one in idle)
             name = name or next(matches, _UNNAMED + secrets.token_hex(16))
             self._check_idle(name)

@@ -13,8 +13,8 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
-from kvalign.streaming import loop
 from kvalign.streaming.answer import Answer
+from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="
 State = dict[str, Tensor]
 
 
-class Row(loop.Row):
+class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
     tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
@@ -100,13 +100,13 @@ class Turn:
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
     rest: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
-    rows: Sequence[Row]  # the answers, drawn from one prompt; none once they have begun
-    ended: Callable[[Row, State | None], None]
+    rows: Sequence[AnswerRow]  # the answers, drawn from one prompt; none once they have begun
+    ended: Callable[[AnswerRow, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
-    def begin(self) -> Sequence[Row]:
+    def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
         of a circle only Python's collector would free the cache.
         """
