@@ -52,7 +52,7 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
 
 
 def _draw_chunks(axes: Axes, y: int, chunks: list[bool]) -> None:
-    """One strip, its bottom below `place`; neighbours that are alike are one rectangle."""
+    """One strip, its bottom below `y`; neighbours that are alike are one rectangle."""
     start = 0
     for is_readable, run in itertools.groupby(chunks):
         length, height = len(list(run)), _HEIGHTS[is_readable]

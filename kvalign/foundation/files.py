@@ -165,7 +165,7 @@ def locked(folder: Path, summary: Callable[[], str] = str) -> Iterator[None]:
     its unfinished files are removed.
 
     A run that is refused within (UserError, an impossible path, a missing package) leaves nothing
-    of its own, not even the folder, unless `kept` names something useful in it.
+    of its own, not even the folder, unless `summary` names something useful in it.
 
     Raises:
         UserError: another run is writing to it.

@@ -24,7 +24,7 @@ class Registry(UserDict[str, T], Generic[T]):
 
     Args:
         what: the kind of thing, for messages: `method`.
-        places: `module:member` by name, in the order of listings.
+        targets: `module:member` by name, in the order of listings.
     """
 
     def __init__(self, what: str, targets: Mapping[str, str]):

@@ -87,7 +87,7 @@ class ResumableRun:
 
 @contextmanager
 def keeping(summary: Callable[[], str]) -> Iterator[None]:
-    """Context in which Ctrl-C prints what is kept for the same call: `kept`, "" for nothing."""
+    """Context in which Ctrl-C prints what is kept for the same call: `summary`, "" for nothing."""
     try:
         yield
     except KeyboardInterrupt as stop:

@@ -25,13 +25,13 @@ MOST_LOST = 128  # tokens of the stream after the first eviction: all that is lo
 
 
 @dataclass
-class Heard:
+class AttentionStep:
     """Attention of a step in one layer.
 
     Attributes:
         query: [B, H, G, D], scaled.
-        given: [B, H, G, D].
-        found: the entries that the layer took back.
+        output: [B, H, G, D].
+        hits: the entries that the layer took back.
     """
 
     query: Tensor
@@ -75,12 +75,12 @@ def remember(subject: Subject) -> Remembered:
     remembered, ids = Remembered(cache, watched), subject.ids(NUM_ROWS, num)
     stream.feed_singly(ids[:, :begin])
     for t in range(begin, num):
-        with _heard(cache) as heard:
+        with _record(cache) as steps:
             stream.feed(ids[:, t : t + 1])
         if (num - 1 - t) % max(1, (num - begin) // NUM_TIMES):
             continue
         remembered.times += 1
-        for layer, one in heard.items():
+        for layer, one in steps.items():
             apart = difference(one.output, _attention(cache, watched, layer, one))
             if not apart <= remembered.apart:
                 remembered.apart, remembered.where = apart, (t, layer)
@@ -88,9 +88,9 @@ def remember(subject: Subject) -> Remembered:
 
 
 @contextmanager
-def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
+def _record(cache: MemoryCache) -> Iterator[dict[int, AttentionStep]]:
     """Record the queries and outputs of each layer for one token."""
-    heard: dict[int, Heard] = {}
+    steps: dict[int, AttentionStep] = {}
     update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
 
     def listening(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
             finally:
                 del memory.find
             by_head = keys.shape[1], -1
-            heard[layer] = Heard(
+            steps[layer] = AttentionStep(
                 query[:, :, 0].unflatten(1, by_head) * scale,
                 output[:, 0].unflatten(1, by_head),
                 took[0],
@@ -125,7 +125,7 @@ def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
 
     cache.update = listening
     try:
-        yield heard
+        yield steps
     finally:
         cache.update = update
 
@@ -141,7 +141,7 @@ def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor,
     return *cache.recalls.born.anchor(layer, *watched.born(layer), place, at), place
 
 
-def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -> Tensor:
+def _attention(cache: MemoryCache, watched: Watched, layer: int, step: AttentionStep) -> Tensor:
     """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
     original form.
     """
@@ -149,7 +149,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
     *entries, place = _at_birth(cache, watched, layer)
     last, device = len(place) - 1, entries[0].device
-    ages = heard.hits.ages[:, :, 0].to(device)
+    ages = step.hits.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
     of_window = of_window.expand(*ages.shape[:2], -1)
     # 1. How far before the token each entry lies, and the place of it.
@@ -163,7 +163,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
     index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries[0].shape[-1])
     keys, values = (x.gather(2, index) for x in entries)
     keys, values = recalls.born.place_without_rotation(layer, keys, values, Move(0, num_sinks, at))
-    query = heard.query
+    query = step.query
     if rotation is not None:
         keys = rotation.shift(keys, away.float() - place[-1])
         query = rotation.shift(query, watched.positions[-1] - int(place[-1]))
@@ -171,7 +171,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
     keys, values = (torch.cat(x, 2) for x in zip(sinks, (keys, values), strict=True))
     # 3. What attention gives.
     scores = query @ keys.mT
-    bias = recalls.bias(heard.hits)
+    bias = recalls.bias(step.hits)
     if bias is not None:
         scores[..., num_sinks : num_sinks + ages.shape[-1]] += bias.to(device)
     return scores.softmax(-1) @ values

@@ -33,9 +33,9 @@ class Watched:
         layers: indices of the model's layers with attention; below they are counted from 0.
         births: by layer, the keys and values [B, H, T, D] of each input.
         positions: position of each token, as the cache told the model.
-        told: by layer, the result of `get_mask_sizes` before the last input: length and offset.
+        mask_sizes: by layer, `get_mask_sizes` before the last input: length and offset.
         lengths: by layer, the number of entries that attention got last.
-        found: by layer, their keys and values [B, H, S, D], in the order of time.
+        entries: by layer, their keys and values [B, H, S, D], in the order of time.
         index: by row, the tokens of the entries that the last input found, if the cache reports
             them; None if layers or heads differ.
     """
@@ -233,13 +233,13 @@ def _matches(values: Tensor, born: Tensor) -> list[int | None]:
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
-    places: list[int | None] = []
+    tokens: list[int | None] = []
     for i in reversed(range(len(near))):
         here = near[i].nonzero()
-        places.append(int(here[-1]) if len(here) else None)
+        tokens.append(int(here[-1]) if len(here) else None)
         if len(here):
             near[:, here[-1]] = False
-    return places[::-1]
+    return tokens[::-1]
 
 
 def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ def is_of(model: PreTrainedModel, digest: str | None, fingerprint: Sequence[floa
     """Return whether something was made with this very model.
 
     Args:
-        said: the identity that was written beside it; None: by version 0.2, which wrote only the
+        digest: the identity that was written beside it; None: by version 0.2, which wrote only the
             fingerprint of the embedding. A line says, once, that this is a weak test.
         fingerprint: what 0.2 wrote.
     """

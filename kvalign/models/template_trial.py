@@ -29,10 +29,10 @@ except (ImportError, OSError, ValueError):
 template, values = json.load(sys.stdin)
 system, user, answer = (dict(role=r, content="?") for r in ("system", "user", "assistant"))
 for messages in ([user], [system, user], [user, answer, user]):
-    for asked in (True, False):
+    for to_answer in (True, False):
         try:
             (text,), _ = render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=asked, **values
+                [messages], chat_template=template, add_generation_prompt=to_answer, **values
             )
         except MemoryError:
             sys.exit({_REFUSED})

@@ -89,8 +89,8 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a corpus that is too short.
     """
     from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
-    from kvalign.eval.protocol.questions import rows_of
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.questions import rows_of
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)

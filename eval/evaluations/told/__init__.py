@@ -88,8 +88,8 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
     from kvalign.eval.evaluations.told.conversation import conversations, is_right
-    from kvalign.eval.protocol.questions import rows_of
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.questions import rows_of
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
