@@ -36,7 +36,7 @@ class Row:
 
     Attributes:
         token: [B] int64, the last one, which is fed next.
-        is_over: [B] bool, which of several texts have ended; they go on with `pad`. None: none.
+        is_over: [B] bool, which of several texts have ended; they go on with `pad`. None: none can.
     """
 
     pad: int = 0
@@ -136,8 +136,8 @@ class Batch(Generic[R]):
 
 
 class _Texts(Row):
-    """Texts that begin together. It has ended when all of them have, or the method takes no more
-    tokens.
+    """Texts that begin together. The row ends with the last of them, or when the method takes no
+    more tokens.
     """
 
     method: Method
@@ -145,13 +145,13 @@ class _Texts(Row):
     criteria: StoppingCriteriaList | None
 
     def has_ended(self) -> bool:
-        if self.is_over is None:
-            self.is_over = torch.zeros_like(self.token, dtype=torch.bool)
-        if len(self.ends):
+        if self.is_over is not None:
             self.is_over = self.is_over | torch.isin(self.token, self.ends)
-        if self.criteria:
-            self.is_over = self.is_over | self.criteria(self.ids, None)
-        return bool(self.is_over.all()) or self.method.tokens_left == 0
+            if self.criteria:
+                self.is_over = self.is_over | self.criteria(self.ids, None)
+            if self.is_over.all():
+                return True
+        return self.method.tokens_left == 0
 
 
 @torch.no_grad()
@@ -205,6 +205,8 @@ def stream_tokens(
     row.method, row.criteria = method, criteria
     row.ends = torch.tensor([*eos_token_ids], dtype=torch.int64, device=prompt.device)
     row.pad = min(eos_token_ids, default=0) if pad_token_id is None else pad_token_id
+    if eos_token_ids or criteria:
+        row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:
         method.reset()
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
