@@ -36,7 +36,7 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
     }
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stacked(figure, names, 7.2, 0.48, sharex=True)
+        all_axes = _stack(figure, names, 7.2, 0.48, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
             for number, row in enumerate(rows):
                 _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])
@@ -75,7 +75,7 @@ def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
     names = {title: [*shares] for title, (shares, _) in panels.items()}
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stacked(figure, names, 7.6, 0.36, sharex=False)
+        all_axes = _stack(figure, names, 7.6, 0.36, sharex=False)
         for axes, (shares, cells) in zip(all_axes, panels.values(), strict=True):
             _draw_shares(axes, list(shares.values()), cells)
         axes.set_xlabel(x)
@@ -111,7 +111,7 @@ def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str])
     axes.spines[:].set_visible(False)
 
 
-def _stacked(
+def _stack(
     figure: Figure, names: dict[str, list[str]], width: float, height: float, sharex: bool
 ) -> Iterator[Axes]:
     """Axes below each other, with the names at 0, 1, 2, ...; a strip is `height` inches."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, create_model, mod
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Evaluation
-from kvalign.eval.report.suite_file import Suite, filled_in, parse_suite_text
+from kvalign.eval.report.suite_file import Suite, fill_in, parse_suite_text
 from kvalign.eval.report.sweeps import Sweep
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, read_checked, read_json, read_text
@@ -50,7 +50,7 @@ def read(folder: Path) -> Results:
     names.sort(key=lambda name: ranks.get(name, len(ranks)))
     documents = {name: read_document(folder / f"{name}.json") for name in names}
     for document in documents.values():
-        document["command"] = filled_in(document["command"], folder)
+        document["command"] = fill_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put the "

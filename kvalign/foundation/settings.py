@@ -89,13 +89,13 @@ class Settings:
                 continue
             name = field.name.upper() if field.metadata["positional"] else flag(field.name)
             if typing.get_origin(hint) is not tuple:
-                value = _checked(name, value, hint, field)
+                value = _check_value(name, value, hint, field)
             else:
                 items = value if isinstance(value, tuple | list | set | range) else (value,)
                 if not items or value is None:
                     raise UserError(f"{name} needs at least one value")
                 kind = typing.get_args(hint)[0]
-                value = tuple(_checked(name, item, kind, field) for item in items)
+                value = tuple(_check_value(name, item, kind, field) for item in items)
             object.__setattr__(self, field.name, value)
 
     def as_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def expect(name: str, value: object, kind: Any, needed: str) -> None:
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
-def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     """One value of a field, of its kind and in its range."""
     limits = field.metadata
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)

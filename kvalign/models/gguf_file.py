@@ -68,7 +68,7 @@ def config_of(path: Path) -> PretrainedConfig:
     check_readers()
     from gguf import GGUFReader
 
-    with _reading(path):
+    with _explain_errors(path):
         try:
             file = GGUFReader(path)  # it goes to the end of the last weights
         except Exception as error:
@@ -98,7 +98,7 @@ def read(
     Raises:
         UserError: a file without all weights, such as one part of several, or without a tokenizer.
     """
-    with _reading(path):
+    with _explain_errors(path):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             config=config,
@@ -123,7 +123,7 @@ def _in_folder(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     """Say in one line what is wrong with a file; keep the reader's own words and bar away."""
     from transformers import modeling_gguf_pytorch_utils as reader
 

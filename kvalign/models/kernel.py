@@ -58,7 +58,7 @@ def load() -> Path | None:
     """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
     Where the CPU is fit and nothing can be built, a line is logged, once.
     """
-    if (needed := _needed()) is None:
+    if (needed := _instruction_sets()) is None:
         return None
     text = "".join(path.read_text() for path in SOURCES)
     key = hashlib.sha256(f"{text} {_FLAGS} {needed} {torch.__version__}".encode())
@@ -77,7 +77,7 @@ def load() -> Path | None:
     return file
 
 
-def _needed() -> tuple[str, ...] | None:
+def _instruction_sets() -> tuple[str, ...] | None:
     """Instruction sets that the kernels are built for; None for another CPU. PyTorch's own limit,
     `ATEN_CPU_CAPABILITY`, holds for them, too.
     """

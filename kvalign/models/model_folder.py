@@ -42,7 +42,7 @@ def config_of(name: str, source: str) -> PretrainedConfig:
         values = read_json(path)
         for field in _LAYERS & values.keys():
             check_layers(values[field], f"{path}: {field}")
-    with _reading(name, source):
+    with _explain_errors(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
 
@@ -54,7 +54,7 @@ def read(
     Raises:
         UserError: weights that are damaged, missing or differ from the config, or no tokenizer.
     """
-    with _reading(name, source):
+    with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -77,7 +77,7 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
     """Raise UserError for a model that fails at its first step, because of its config or its
     quantised weights.
     """
-    with _reading(name, source), torch.no_grad():
+    with _explain_errors(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
 
@@ -143,7 +143,7 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
 
 
 @contextmanager
-def _reading(name: str, source: str) -> Iterator[None]:
+def _explain_errors(name: str, source: str) -> Iterator[None]:
     try:
         with quiet():
             yield

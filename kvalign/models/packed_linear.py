@@ -102,8 +102,8 @@ class TorchLinear(PackedLinear):
             q, s = torch.cat([q >> 4, q & 15], 1), scales[..., 0]
             high, low = torch.stack([16 * s, 0 * s], -1), torch.stack([s, 8 * s], -1)
             scales = torch.cat([high, low], 1)
-        packed = self.laid_out(_filled(q))
-        return {"packed": packed, "scales": _filled(scales).transpose(0, 1).contiguous()}
+        packed = self.laid_out(_pad_blocks(q))
+        return {"packed": packed, "scales": _pad_blocks(scales).transpose(0, 1).contiguous()}
 
     def product(self, rows: Tensor) -> Tensor:
         rows = rows.bfloat16()
@@ -235,7 +235,7 @@ def _multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _filled(x: Tensor) -> Tensor:
+def _pad_blocks(x: Tensor) -> Tensor:
     """Zeros after the last output, up to whole blocks."""
     num_pad = -len(x) % _BLOCK
     return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x

@@ -114,7 +114,7 @@ def measured(
     offsets = [min(offset, most) for offset in OFFSETS]
     firsts = [kinds.index(kind) for kind in kinds]
     last = next((i for i in attention if i > max(firsts)), None)
-    cache, hidden = _encoded(model, offsets, last)
+    cache, hidden = _encode(model, offsets, last)
     candidates: list[Rotation] = [
         Rotation(inv_freq, is_bounded or path.endswith(_TABLE), layout)
         for path, inv_freq in frequencies(model).items()
@@ -159,7 +159,7 @@ def measured(
     return RotationByLayer([by_layer.get(i, still) for i in firsts])
 
 
-def _encoded(
+def _encode(
     model: PreTrainedModel, offsets: list[int], last: int | None
 ) -> tuple[DynamicCache, Tensor | None]:
     """The cache after two tokens at each offset, and what the model ends in [2, 2, N]; None if the

@@ -27,7 +27,7 @@ from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.ends import named_in
+from kvalign.streaming.ends import ends_of
 from kvalign.streaming.generate_settings import (
     MADE,
     arguments_of_generate,
@@ -110,7 +110,7 @@ def stream_generate(
         processors=logits_processor,
         criteria=stopping_criteria,
         do_sample=bool(config.do_sample),
-        eos_token_ids=named_in(config),
+        eos_token_ids=ends_of(config),
         pad_token_id=config.pad_token_id,
         mask=keywords.get("attention_mask"),
     )

