@@ -32,11 +32,11 @@ class ShardChunks:
 def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Iterator[list[int]]:
     """First ids of each corpus, `num_tokens` in all, one corpus after the other."""
     for i, pieces in enumerate(corpora):
-        left = num_tokens * (i + 1) // len(corpora) - num_tokens * i // len(corpora)
+        num_left = num_tokens * (i + 1) // len(corpora) - num_tokens * i // len(corpora)
         for piece in pieces:
-            yield piece[:left]
-            left -= min(left, len(piece))
-            if not left:
+            yield piece[:num_left]
+            num_left -= min(num_left, len(piece))
+            if not num_left:
                 break
 
 
@@ -82,9 +82,9 @@ def split_of(index: int, chunk_len: int, stride: int, val_share: float, seed: in
     `train`, the second in `val`.
     """
     if stride >= chunk_len:
-        return _drawn(index, val_share, seed)
+        return _split_of(index, val_share, seed)
     ends = (index * stride, index * stride + chunk_len - 1)
-    splits = {_drawn(token // (BLOCK_CHUNKS * chunk_len), val_share, seed) for token in ends}
+    splits = {_split_of(token // (BLOCK_CHUNKS * chunk_len), val_share, seed) for token in ends}
     return splits.pop() if len(splits) == 1 else None
 
 
@@ -93,7 +93,7 @@ def first_val_chunk(chunk_len: int, stride: int) -> int:
     return 1 if stride >= chunk_len else -(-BLOCK_CHUNKS * chunk_len // stride)
 
 
-def _drawn(number: int, val_share: float, seed: int) -> str:
+def _split_of(number: int, val_share: float, seed: int) -> str:
     if number < len(SPLITS):
         return SPLITS[number]
     digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()

@@ -51,8 +51,8 @@ class FactStreams:
         shape = (num_rows, NUM_KEYS)
         self.value = self.rng.integers(NUM_VALUES, size=shape)
         # When each key was given its value, as in a stream that began long ago.
-        self.given = -self.rng.geometric(FACT_SHARE / (2 - FACT_SHARE) / NUM_KEYS, size=shape)
-        self.asked = np.full(num_rows, -1)  # the key of the question before, -1 for none
+        self.fact_times = -self.rng.geometric(FACT_SHARE / (2 - FACT_SHARE) / NUM_KEYS, size=shape)
+        self.last_keys = np.full(num_rows, -1)  # the key of the question before, -1 for none
         # When each resting key is asked for; never, while it waits for a value.
         num_resting = min(max(1, max_age // REST), NUM_KEYS // 2) if resting else 0
         self.due = np.full((num_rows, num_resting), np.inf)
@@ -69,22 +69,22 @@ class FactStreams:
         ages = self.rng.integers(self.min_age, max_age, size=shape, endpoint=True)
         ids = np.empty(shape, np.int64)
         for i in range(num_tokens):
-            answers = self.asked >= 0
+            answers = self.last_keys >= 0
             is_new = is_fact[i] & ~answers
-            since = self.now - self.given[:, : self.num_others]
-            asked = np.abs(since - ages[i][:, None]).argmin(1)
+            since = self.now - self.fact_times[:, : self.num_others]
+            questions = np.abs(since - ages[i][:, None]).argmin(1)
             if resting:
-                self._rest(is_new, ~is_new & ~answers, facts[i], asked)
-            ids[i] = np.where(is_new, facts[i], QUESTION + asked)
-            ids[i] = np.where(answers, ANSWER + self.value[self.rows, self.asked], ids[i])
+                self._rest(is_new, ~is_new & ~answers, facts[i], questions)
+            ids[i] = np.where(is_new, facts[i], QUESTION + questions)
+            ids[i] = np.where(answers, ANSWER + self.value[self.rows, self.last_keys], ids[i])
             rows, (key, value) = self.rows[is_new], np.divmod(facts[i][is_new], NUM_VALUES)
-            self.value[rows, key], self.given[rows, key] = value, self.now
-            self.asked = np.where(answers | is_new, -1, asked)
+            self.value[rows, key], self.fact_times[rows, key] = value, self.now
+            self.last_keys = np.where(answers | is_new, -1, questions)
             self.now += 1
         return ids.T.copy()
 
     def _rest(
-        self, tells: np.ndarray, asks: np.ndarray, facts: np.ndarray, asked: np.ndarray
+        self, tells: np.ndarray, asks: np.ndarray, facts: np.ndarray, questions: np.ndarray
     ) -> None:
         """Put resting keys in place of a fact, or of the key that is asked for, where it is time:
         [B] each.
@@ -99,7 +99,7 @@ class FactStreams:
         )
         rows = self.rows[asks & (self.due.min(1) <= self.now)]
         keys = self.due[rows].argmin(1)
-        asked[rows] = self.num_others + keys
+        questions[rows] = self.num_others + keys
         self.due[rows, keys] = np.inf
 
 
@@ -107,14 +107,14 @@ def ages(ids: Sequence[int]) -> list[int]:
     """Return for each answer in a stream the number of tokens from its fact to its question; 0 for
     any other token, and if the fact is not among these or a later answer has repeated it.
     """
-    given: dict[int, int] = {}
-    found = [0] * len(ids)
+    times: dict[int, int] = {}
+    distances = [0] * len(ids)
     for i, token in enumerate(ids):
         if token < QUESTION:
-            given[token // NUM_VALUES] = i
-        elif token >= ANSWER and i and (at := given.pop(ids[i - 1] - QUESTION, None)) is not None:
-            found[i] = i - 1 - at
-    return found
+            times[token // NUM_VALUES] = i
+        elif token >= ANSWER and i and (at := times.pop(ids[i - 1] - QUESTION, None)) is not None:
+            distances[i] = i - 1 - at
+    return distances
 
 
 WORDS = (

@@ -51,7 +51,7 @@ class HubDataset:
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """Text of the rows, joined."""
         name_of_split = self.train if split == "train" else self.test
-        dataset = _opened(self.name, self.config, name_of_split, _OFFLINE)
+        dataset = _open(self.name, self.config, name_of_split, _OFFLINE)
         rows = _rows(dataset, self.name, name_of_split)
         if dataset.info.builder_name == _TEXT_FILES:
             return in_pieces(of_files(_row_text(row, self.column) for row in rows))
@@ -109,10 +109,10 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
         UserError: the hub cannot be reached, or the data set, configuration or split does not
             exist; for damaged files, when they are reached.
     """
-    return _rows(_opened(name, config, split, offline), name, split)
+    return _rows(_open(name, config, split, offline), name, split)
 
 
-def _opened(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
+def _open(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
     """A data set, as of `rows_of`; the lines of text files with their breaks."""
     folder = Path(name).expanduser()
     if not folder.is_dir() and not hub.is_reachable():

@@ -94,8 +94,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
 
-    kept = partial(_kept, settings.folder)
-    with locked(settings.folder, kept), keeping(kept):
+    summary = partial(_summary, settings.folder)
+    with locked(settings.folder, summary), keeping(summary):
         if run.state() == "new":
             run.begin()
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
@@ -128,28 +128,30 @@ def _record_shards(
     num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
     num_chunks, shards = 0, []
 
-    def missing() -> Work:
+    def jobs() -> Work:
         nonlocal num_chunks
         for of_shard in by_shard(chunks, config.settings, config.chunks_per_shard):
             shifts, tokens = config.settings.num_evicted, of_shard.sha256()
             expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
             shards.extend(expected)
             num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
-            if left := [shard for shard in expected if not _is_recorded(shard, config, tokens)]:
-                yield of_shard, left
+            if new_shards := [
+                shard for shard in expected if not _is_recorded(shard, config, tokens)
+            ]:
+                yield of_shard, new_shards
             else:
                 progress.skip(of_shard.ids.numel())
 
     progress.phase("recording")
     progress.expect(num_expected * settings.chunk_len, "tokens")
-    write_shards(settings, loaded, missing())
+    write_shards(settings, loaded, jobs())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
 
 
-def _kept(folder: Path) -> str:
+def _summary(folder: Path) -> str:
     """Return what an interrupted recording has."""
     num_shards = len(list(folder.glob("[!.]*.safetensors")))
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""

@@ -165,15 +165,15 @@ def check_model(store: Store) -> None:
     """Raise UserError if the model of a recording has other weights now. A model that is not here
     is not missed.
     """
-    name, said = store.config.model.name, store.config.identity
-    if said is None:
+    name, digest = store.config.model.name, store.config.identity
+    if digest is None:
         say_weak()
         return
     try:
         now = identity_of(name)
     except UserError:
         return
-    if now != said:
+    if now != digest:
         raise UserError(
             f"{store.folder} was recorded with other weights than {name} has now: record again "
             "into another --out, and name it with --data"
@@ -229,7 +229,7 @@ def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
             header = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
         return str(error)
-    for name, wanted in expected.items():
-        if header.get(name) != wanted:
-            return f"{name} must be {wanted}, found {header.get(name, 'nothing')}"
+    for name, value in expected.items():
+        if header.get(name) != value:
+            return f"{name} must be {value}, found {header.get(name, 'nothing')}"
     return None

@@ -128,8 +128,8 @@ def tune_networks(
     if val_after >= val_before:
         nets.load_state_dict(before)
         val_after = val_before
-    found = {"val_before": val_before, "val_after": val_after, "num_steps": num_steps}
-    return {"objective": objective, **found}
+    figures = {"val_before": val_before, "val_after": val_after, "num_steps": num_steps}
+    return {"objective": objective, **figures}
 
 
 class Streams:
@@ -168,7 +168,9 @@ class Streams:
 
 
 @torch.no_grad()
-def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int) -> Streams:
+def new_streams(
+    aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
+) -> Streams:
     """Streams that have been fed ids [B, N], N >= size: all of them, with the tables alone, if
     tables are applied on read; else the last `size`.
     """
@@ -176,8 +178,8 @@ def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: i
     if isinstance(tables, OnRead) and tables.rotation is None:
         cache = StreamingCache(spec_of(model.config), CacheSizes(size, 0), tables)
         cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
-        held = (layer.newest(layer.entries, size) for layer in cache.attention)
-        return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in held])
+        newest = (layer.newest(layer.entries, size) for layer in cache.attention)
+        return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in newest])
     births, realigner = slice(0, size), FromBirth(model, aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)
     stored = [
@@ -191,7 +193,7 @@ def streamed_losses(
     objective: str, aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
 ) -> Iterator[Tensor]:
     """Losses of the last n tokens of rows [B, 2 C + n + 1] of text."""
-    streams = begun(aligner, model, ids[:, : 2 * size], size)
+    streams = new_streams(aligner, model, ids[:, : 2 * size], size)
     for end in range(2 * size, ids.shape[1] - 1):
         logits = streams.step(ids[:, end])
         yield loss_of(objective, model, ids[:, end - size : end + 2], logits)
@@ -221,6 +223,6 @@ def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objec
     losses = []
     for size in val_sizes(largest_cache(aligner, text.val)):
         for rows in text.val_rows(max(1, STEP_ENTRIES // size), 2 * size + VAL_STEPS + 1):
-            found = streamed_losses(objective, aligner, model, rows, size)
-            losses += [loss.item() for loss in found]
+            by_step = streamed_losses(objective, aligner, model, rows, size)
+            losses += [loss.item() for loss in by_step]
     return sum(losses) / len(losses)

@@ -21,7 +21,7 @@ RARE_FROM = 1024  # a byte-level BPE numbers its tokens by how often they are me
 ENDS_AT = 0.8  # of the steps: from there on all rows are natural
 
 
-def share_left(step: int, num_steps: int) -> float:
+def decay(step: int, num_steps: int) -> float:
     """Share of its first value that what falls has at a step."""
     return max(0.0, 1 - step / (ENDS_AT * num_steps))
 
@@ -45,13 +45,13 @@ class ContextRows:
         natural = self.mix.batch(seed, step, num_rows, row_len)
         ids = torch.cat([natural.ids, natural.labels[:, -1:]], 1).numpy()  # [B, T + 1]
         settings = self.settings
-        left = share_left(step, settings.num_steps)
+        share = decay(step, settings.num_steps)
         rng = np.random.default_rng((seed, step, 1))
         first = int(rng.integers(settings.context_len - row_len, endpoint=True))
         for row in ids:
-            if rng.random() < left * settings.repeat_share:
+            if rng.random() < share * settings.repeat_share:
                 (repeat if row_len == settings.context_len else fill)(row, rng)
-            if rng.random() < left * settings.rename_share:
+            if rng.random() < share * settings.rename_share:
                 row[:] = renaming(self.vocab_size, rng)[row]
         whole = torch.from_numpy(ids)
         return Rows(whole[:, :-1], whole[:, 1:], first)

@@ -25,9 +25,9 @@ def copy_loss(attentions: tuple[Tensor, ...], ids: Tensor, labels: Tensor) -> Te
     back = attentions[before][:, :NUM_HEADS].float().diagonal(-1, -2, -1)  # [B, H, T - 1]
     loss = -(back + _LEAST).log().mean()
     right = right_places(ids, labels)[:, None]  # [B, 1, T, T]
-    found = (attentions[after][:, :NUM_HEADS].float() * right).sum(-1)  # [B, H, T]
-    counted = right.any(-1).expand_as(found)
-    return loss - ((found + _LEAST).log() * counted).sum() / counted.sum().clamp(min=1)
+    weights = (attentions[after][:, :NUM_HEADS].float() * right).sum(-1)  # [B, H, T]
+    counted = right.any(-1).expand_as(weights)
+    return loss - ((weights + _LEAST).log() * counted).sum() / counted.sum().clamp(min=1)
 
 
 def layers_of(num_layers: int) -> tuple[int, int]:

@@ -88,20 +88,20 @@ def judge(
         if parts:
             name, options = "kvalign", {"aligner": aligner, "realign_every": every}
         for n in [usual] if parts and aligner.recursive else sinks:
-            found = streamed(model, text, rows, name, num_sinks=n, **options)
-            choosing[parts, n], reported[parts, n] = by_label(found[:, 0::2]), found[:, 1::2]
+            losses = streamed(model, text, rows, name, num_sinks=n, **options)
+            choosing[parts, n], reported[parts, n] = by_label(losses[:, 0::2]), losses[:, 1::2]
     nll = {one: loss.mean().item() for one, loss in choosing.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    chosen = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
-    use_parts(aligner, trained, untrained, chosen[0])
-    half = streamed(model, text, rows, "discard-half", num_sinks=chosen[1])
+    choice = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
+    use_parts(aligner, trained, untrained, choice[0])
+    half = streamed(model, text, rows, "discard-half", num_sinks=choice[1])
     plain = min(sinks, key=lambda n: nll[(), n])
-    val_nll = {one: by_label(found).mean().item() for one, found in reported.items()}
+    val_nll = {one: by_label(losses).mean().item() for one, losses in reported.items()}
     return {
-        "parts": list(chosen[0]),
-        "num_sinks": chosen[1],
-        "val_nll": val_nll[chosen],
+        "parts": list(choice[0]),
+        "num_sinks": choice[1],
+        "val_nll": val_nll[choice],
         "without": {"num_sinks": plain, "val_nll": val_nll[(), plain]},
         "discard_half": by_label(half[:, 1::2]).mean().item(),
         "shipped": _shipped(model, text, rows),
@@ -110,9 +110,9 @@ def judge(
                 "parts": list(parts),
                 "num_sinks": n,
                 "val_nll": val_nll[parts, n],
-                "by_cache": found.flatten(1).nanmean(1).tolist(),
+                "by_cache": losses.flatten(1).nanmean(1).tolist(),
             }
-            for (parts, n), found in reported.items()
+            for (parts, n), losses in reported.items()
         ],
         "cache_sizes": list(rows),
         "num_labels": len(by_label(reported[best])),
@@ -188,7 +188,7 @@ def streamed(
     """Losses [sizes, B, labels] in nats of the labels that rows [B, N] of all cache sizes have in
     common, under a method; nan for labels that do not count.
     """
-    found = []
+    by_size = []
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
         losses = score(method, ids.to(model.device)).cpu()
@@ -196,6 +196,6 @@ def streamed(
         counted = text.counted(ids, size)
         if counted is not None:
             losses[~counted] = torch.nan
-        found.append(losses.view(len(ids), -1))
+        by_size.append(losses.view(len(ids), -1))
         progress.advance(ids.numel())
-    return torch.stack(found)
+    return torch.stack(by_size)

@@ -32,12 +32,12 @@ def is_helper() -> bool:
 
 def check_runs_once() -> None:
     """Raise UserError if a launcher starts the command several times."""
-    given = {name: os.environ[name] for name in _COUNTS if name in os.environ}
-    if "SLURM_STEP_NUM_TASKS" in given:
-        given.pop("SLURM_NTASKS", None)  # that of the whole job
+    counts = {name: os.environ[name] for name in _COUNTS if name in os.environ}
+    if "SLURM_STEP_NUM_TASKS" in counts:
+        counts.pop("SLURM_NTASKS", None)  # that of the whole job
     if "RANK" not in os.environ:
-        given.pop("WORLD_SIZE", None)  # of no launcher
-    for name, number in given.items():
+        counts.pop("WORLD_SIZE", None)  # of no launcher
+    for name, number in counts.items():
         if number != "1":
             raise UserError(
                 f"{name} is {number}, but training starts the processes of --devices itself: run "

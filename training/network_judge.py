@@ -51,8 +51,8 @@ def judge_networks(out: Path, accelerator: str) -> None:
         for kv in kvs:
             getattr(untrained, kv).clear()
         progress.expect(num_judged_tokens(aligner, text, kvs), "tokens")
-        found = judge(aligner, untrained.state_dict(), loaded.model, text, kvs)
-    parts = {kv: {**part, **_said_of(kv, found)} for kv, part in config.training.items()}
+        verdict = judge(aligner, untrained.state_dict(), loaded.model, text, kvs)
+    parts = {kv: {**part, **_verdict_of(kv, verdict)} for kv, part in config.training.items()}
     aligner.config = config.model_copy(update={"training": parts})
     with locked(out):
         save(aligner.cpu(), out)
@@ -67,30 +67,32 @@ def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text
     """
     corpora: Sequence[str] = data["corpus"]
     num_rows = max(NUM_ROWS // len(corpora), 1)
-    wanted = num_rows * (data["chunk_len"] + ROW_LABELS)
+    num_needed = num_rows * (data["chunk_len"] + ROW_LABELS)
     share = -(-data["num_tokens"] // len(corpora))
-    found = []
+    texts = []
     for corpus in corpora:
-        ids = islice(chain.from_iterable(token_pieces(corpus, tokenizer)), share, share + wanted)
-        found.append(torch.tensor([*ids], dtype=torch.int64))
-        if len(found[-1]) < wanted:
+        ids = islice(
+            chain.from_iterable(token_pieces(corpus, tokenizer)), share, share + num_needed
+        )
+        texts.append(torch.tensor([*ids], dtype=torch.int64))
+        if len(texts[-1]) < num_needed:
             raise UserError(
-                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} recorded "
-                f"ones, {wanted} are needed"
+                f"corpus {corpus!r} has {len(texts[-1])} tokens after the {share} recorded "
+                f"ones, {num_needed} are needed"
             )
-    return Text([], found, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+    return Text([], texts, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 
 
 def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     """The model that networks were made for; UserError if it is not there any more."""
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
     loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu", "float32")
-    said = next(iter(config.training.values()))["data"].get(IDENTITY)
-    if not is_of(loaded.model, said, config.embedding_fingerprint):
+    digest = next(iter(config.training.values()))["data"].get(IDENTITY)
+    if not is_of(loaded.model, digest, config.embedding_fingerprint):
         raise UserError(f"{config.base_model} has other weights than at the time of the recording")
     return loaded
 
 
-def _said_of(kv: str, judged: dict[str, Any]) -> dict[str, Any]:
+def _verdict_of(kv: str, judged: dict[str, Any]) -> dict[str, Any]:
     """The changes that the judgement makes of a network's record."""
     return {"used": kv in judged["parts"], "val_nll": judged["val_nll"], "judged": judged}

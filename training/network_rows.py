@@ -167,19 +167,19 @@ class RecordedRows(pl.LightningDataModule):
 
     def num_batches(self, world_size: int) -> int:
         """Training batches per epoch of each device; UserError if there are none."""
-        if not (num_batches := len(self._shuffled(world_size=world_size))):
+        if not (num_batches := len(self._shuffle(world_size=world_size))):
             raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
             )
         return num_batches
 
     def train_dataloader(self) -> Shuffled:
-        return self._shuffled(**self._share())
+        return self._shuffle(**self._share())
 
     def val_dataloader(self) -> InOrder:
         return InOrder(self.shards["val"], self.kv, self.batch_size, **self._share())
 
-    def _shuffled(self, **share: int) -> Shuffled:
+    def _shuffle(self, **share: int) -> Shuffled:
         return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed, **share)
 
     def _share(self) -> dict[str, int]:

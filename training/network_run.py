@@ -82,12 +82,12 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     if has_aligner:
         _join_other(aligner, settings, [*runs], out)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
-    lock = nullcontext() if is_helper() else locked(out, lambda: _kept(runs))
-    with lock, keeping(lambda: _kept(runs) if settings.resume else ""):
+    lock = nullcontext() if is_helper() else locked(out, lambda: _summary(runs))
+    with lock, keeping(lambda: _summary(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
-        left = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
-        progress.expect(sum(left.values()), "rows")
+        plans = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
+        progress.expect(sum(plans.values()), "rows")
         for kv, run in runs.items():
             net = getattr(aligner, kv)
             if results[kv]:
@@ -154,7 +154,7 @@ def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> Resumab
     return ResumableRun(out / "training" / kv, config, remedy=OVERWRITE)
 
 
-def _kept(runs: dict[str, ResumableRun]) -> str:
+def _summary(runs: dict[str, ResumableRun]) -> str:
     """Return what interrupted runs have."""
     parts = []
     for kv, run in runs.items():

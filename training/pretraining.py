@@ -38,14 +38,14 @@ from kvalign.foundation.files import (
     write_whole,
 )
 from kvalign.foundation.memory import check_room
-from kvalign.foundation.runs import ResumableRun, held_back, keeping
+from kvalign.foundation.runs import ResumableRun, defer_signals, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import identity_of
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.context_rows import ContextRows, share_left
+from kvalign.training.context_rows import ContextRows, decay
 from kvalign.training.copy_heads import copy_loss, show_attention
 from kvalign.training.first_model import first_model
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
@@ -131,7 +131,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
-    with keeping(run.kept), held_back() as interrupted:
+    with keeping(run.summary), defer_signals() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
@@ -218,7 +218,7 @@ class Run:
 
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""
-        weight = self.settings.copy_weight * share_left(self.step, self.num_steps)
+        weight = self.settings.copy_weight * decay(self.step, self.num_steps)
         return (torch.tensor(weight, dtype=torch.float32),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:
@@ -246,10 +246,10 @@ class Run:
         write_whole(self.path, lambda partial: torch.save(state, partial))
         self.saved_step = self.step
 
-    def kept(self) -> str:
+    def summary(self) -> str:
         """Return what is kept of an interrupted run."""
-        kept = f"{self.path} has step {self.saved_step} of {self.num_steps}"
-        return kept if self.saved_step else ""
+        summary = f"{self.path} has step {self.saved_step} of {self.num_steps}"
+        return summary if self.saved_step else ""
 
     def restore(self) -> None:
         """Continue from the checkpoint, if there is one."""
@@ -275,9 +275,9 @@ def _loss_and_copies(
     model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
 ) -> Tensor:
     """`_loss`, and the loss of heads that copy by its weight []."""
-    found = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
-    nll = cross_entropy(found.logits.flatten(0, 1).float(), labels.flatten())
-    return nll + weight * copy_loss(found.attentions, ids, labels)
+    out = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
+    nll = cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
+    return nll + weight * copy_loss(out.attentions, ids, labels)
 
 
 def _publish(

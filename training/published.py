@@ -150,18 +150,18 @@ def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tenso
     """
     head_dim = len(net["fc3.bias"])
     one = torch.eye(head_dim, dtype=torch.float32)
-    turn = rotation.shift(one, -1).T  # [D, D], R
-    vector, places = net["fc1.weight"].tensor_split([head_dim], dim=1)
+    matrix = rotation.shift(one, -1).T  # [D, D], R
+    vector, positions = net["fc1.weight"].tensor_split([head_dim], dim=1)
     signs = torch.cat([one, -one])  # [2 D, D]
-    through = torch.cat([signs, signs.new_zeros(2 * head_dim, places.shape[1])], 1)
-    first = torch.cat([vector @ turn, places], 1)
+    through = torch.cat([signs, signs.new_zeros(2 * head_dim, positions.shape[1])], 1)
+    first = torch.cat([vector @ matrix, positions], 1)
     return {
         **net,
         "fc1.weight": torch.cat([first, through]),
         "fc2.weight": torch.block_diag(
             net["fc2.weight"], torch.eye(2 * head_dim, dtype=torch.float32)
         ),
-        "fc3.weight": torch.cat([net["fc3.weight"], (turn - one) @ signs.T], 1),
+        "fc3.weight": torch.cat([net["fc3.weight"], (matrix - one) @ signs.T], 1),
         **{name: pad(net[name], (0, 2 * head_dim)) for name in ("fc1.bias", "fc2.bias")},
     }
 
@@ -176,10 +176,10 @@ def _check_fit(
     with torch.device("meta"):
         fitting = RealignNet(spec.head_dim, longest, spec.num_layers, heads, **sizes)
     for name, weight in fitting.state_dict().items():
-        found, needed = tuple(net[name].shape), tuple(weight.shape)
-        if found != needed:
+        shape, needed = tuple(net[name].shape), tuple(weight.shape)
+        if shape != needed:
             raise UserError(
-                f"{path}: {_NAMES[name]} is {found}, needed {needed} for {spec.name} "
+                f"{path}: {_NAMES[name]} is {shape}, needed {needed} for {spec.name} "
                 f"({spec.num_layers} layers, {heads} KV heads of size {spec.head_dim})"
             )
     if num_positions > longest:

@@ -49,13 +49,13 @@ def answers(ids: Tensor, cache_size: int) -> Tensor:
         UserError: there is none.
     """
     ages = row_ages(ids)[:, cache_size + 1 :].flatten()
-    found = (ages > 0) & (ages <= cache_size)
-    if not found.any():
+    in_cache = (ages > 0) & (ages <= cache_size)
+    if not in_cache.any():
         raise UserError(
             f"this text has no question about facts in a cache of {cache_size}: use more text "
             "(--num-tokens)"
         )
-    return found
+    return in_cache
 
 
 @torch.no_grad()

@@ -69,7 +69,10 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         progress.say(f"{out} already has this sweep, finished: nothing to do")
         return run.result()
     base = base_settings(settings)
-    with locked(out, lambda: _kept(out)), keeping(lambda: _kept(out) if settings.resume else ""):
+    with (
+        locked(out, lambda: _summary(out)),
+        keeping(lambda: _summary(out) if settings.resume else ""),
+    ):
         if state == "new":
             for name in (TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
@@ -99,7 +102,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     return result
 
 
-def _kept(out: Path) -> str:
+def _summary(out: Path) -> str:
     """Return what an interrupted sweep has."""
     num_trials = len(list((out / TRIALS).glob("*/last.ckpt")))
     return f"{num_trials} trials are kept in {out / TRIALS}" if num_trials else ""

@@ -111,9 +111,9 @@ def _trial(result: Any) -> Trial:
 
 def _check_resources(settings: TuneSettings, available: dict[str, float]) -> None:
     for name in ("CPU", "GPU"):
-        asked, has = getattr(settings, f"{name.lower()}s_per_trial"), available.get(name, 0)
-        if asked > has:
-            raise UserError(f"--{name.lower()}s-per-trial {asked}: this machine has {has:g}")
+        needed, has = getattr(settings, f"{name.lower()}s_per_trial"), available.get(name, 0)
+        if needed > has:
+            raise UserError(f"--{name.lower()}s-per-trial {needed}: this machine has {has:g}")
 
 
 @contextmanager

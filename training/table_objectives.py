@@ -78,7 +78,7 @@ def tune(
         with parametrize.cached():
             optimizer.zero_grad()
             counted = text.counted(ids, cache_size)
-            logits = _streamed(model, sizes, realigner, ids)
+            logits = _stream(model, sizes, realigner, ids)
             stream_loss(objective, model, sizes, ids, logits, rng, counted).backward()
         optimizer.step()
         schedule.step()
@@ -135,7 +135,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
         realigner = realigner_of(model, aligner)
         parts = []
         for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
-            parts.append(_streamed(model, sizes, realigner, part))
+            parts.append(_stream(model, sizes, realigner, part))
             progress.advance(part.numel())
         logits, counted = torch.cat(parts), text.counted(rows, cache_size)
         losses.append(stream_loss(objective, model, sizes, rows, logits, rng, counted).item())
@@ -159,7 +159,7 @@ def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) ->
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens
 
 
-def _streamed(
+def _stream(
     model: PreTrainedModel, sizes: CacheSizes, realigner: Realigner | None, ids: Tensor
 ) -> Tensor:
     """Logits [B, N - cache_size, V] on rows [B, N + 1] of text, after the first `cache_size`."""
@@ -188,8 +188,8 @@ def stream_loss(
         return cross_entropy(logits, labels)
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     if counted is not None:
-        places = counted.view(num_rows, num_logits).nonzero()
-        row, column = places[torch.randint(len(places), (num_queries,), generator=rng)].T
+        indices = counted.view(num_rows, num_logits).nonzero()
+        row, column = indices[torch.randint(len(indices), (num_queries,), generator=rng)].T
     else:
         row = torch.arange(num_queries) % num_rows
         column = torch.randint(num_logits, (num_queries,), generator=rng)

@@ -68,25 +68,25 @@ def train_on_text(
         settings = dataclasses.replace(settings, model=loaded.spec.name)
     out = settings.folder(kind.kind)
     command = f"train --aligner-kind {kind.kind}"
-    done = _in_aligner(out, command, settings)
-    if done is None:
+    former = _in_aligner(out, command, settings)
+    if former is None:
         check_free(out, settings.overwrite)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
-        wanted = settings.accelerator
-        on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+        accelerator = settings.accelerator
+        on_gpu = accelerator == "gpu" or (accelerator == "auto" and torch.cuda.is_available())
         loaded = load_model(settings.model, "cuda" if on_gpu else "cpu", "float32")
     model, longest = loaded.model, loaded.spec.context_len
-    if done is not None:
-        said = done.training[settings.kvs[0]]["data"].get(IDENTITY)
-        if not is_of(model, said, done.embedding_fingerprint):
+    if former is not None:
+        digest = former.training[settings.kvs[0]]["data"].get(IDENTITY)
+        if not is_of(model, digest, former.embedding_fingerprint):
             raise ExistsError(
                 f"{out} holds an aligner that was trained with other weights than "
                 f"{settings.model} has now: {OVERWRITE}"
             )
         progress.say(f"{out} already has this, finished: nothing to do")
-        return {kv: done.training[kv] for kv in settings.kvs}
+        return {kv: former.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
             f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "

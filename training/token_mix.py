@@ -157,9 +157,9 @@ def _new_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
 def _sample(mix: dict[str, float]) -> Iterator[str]:
     """Text of each corpus by its share, a small corpus as often as it takes."""
     for spec, share in mix.items():
-        wanted = int(_TOKENIZER_CHARS * share)
+        num_left = int(_TOKENIZER_CHARS * share)
         for text in itertools.cycle(filter(None, texts(spec, "train"))):
-            yield text[:wanted]
-            wanted -= len(text)
-            if wanted <= 0:
+            yield text[:num_left]
+            num_left -= len(text)
+            if num_left <= 0:
                 break

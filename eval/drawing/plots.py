@@ -122,15 +122,15 @@ def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
     these has another marker, and dashes.
     """
     styles: dict[str, Style] = {}
-    drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
+    counts, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
     for label, (row, *_) in grouped(rows, label_of).items():
         name = row.get("aligner_label") or row["aligner"] or row["method"]
         names = (name, name.partition("-every-")[0], name.partition("-")[0])
         color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
         dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
-        again = drawn[first]
+        again = counts[first]
         styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]
-        drawn[first] += 1
+        counts[first] += 1
     return styles
 
 
@@ -183,8 +183,8 @@ def draw(
         handles = {handle.get_label(): handle for handle in legends}
         longest = max(map(len, handles), default=0) + 6  # with its line
         columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
-        place: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
-        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
+        layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
+        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
     return figure
 
 

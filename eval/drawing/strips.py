@@ -36,10 +36,10 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
     }
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stacked(figure, names, 7.2, 0.48, sharex=True)
+        all_axes = _stack(figure, names, 7.2, 0.48, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
-            for place, row in enumerate(rows):
-                _draw_chunks(axes, place, [chunk[4] for chunk in row["chunks"]])
+            for number, row in enumerate(rows):
+                _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])
             axes.set_ylim(len(rows) - 0.5, -0.6)
             axes.set_xlim(0, max(1, longest))
             axes.tick_params(axis="y", length=0)
@@ -51,13 +51,13 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
     return figure
 
 
-def _draw_chunks(axes: Axes, place: int, chunks: list[bool]) -> None:
-    """One strip, its bottom below `place`; neighbours that are alike are one rectangle."""
+def _draw_chunks(axes: Axes, y: int, chunks: list[bool]) -> None:
+    """One strip, its bottom below `y`; neighbours that are alike are one rectangle."""
     start = 0
     for is_readable, run in itertools.groupby(chunks):
         length, height = len(list(run)), _HEIGHTS[is_readable]
         color = GOOD if is_readable else BAD
-        axes.broken_barh([(start, length)], (place + 0.4 - height, height), facecolor=color)
+        axes.broken_barh([(start, length)], (y + 0.4 - height, height), facecolor=color)
         start += length
 
 
@@ -75,7 +75,7 @@ def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
     names = {title: [*shares] for title, (shares, _) in panels.items()}
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stacked(figure, names, 7.6, 0.36, sharex=False)
+        all_axes = _stack(figure, names, 7.6, 0.36, sharex=False)
         for axes, (shares, cells) in zip(all_axes, panels.values(), strict=True):
             _draw_shares(axes, list(shares.values()), cells)
         axes.set_xlabel(x)
@@ -96,13 +96,13 @@ def _shares(rows: list[Row]) -> Shares:
 
 
 def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str]) -> None:
-    place: dict[str, Any] = dict(ha="center", va="center", color=TEXT, fontsize=8)
+    layout: dict[str, Any] = dict(ha="center", va="center", color=TEXT, fontsize=8)
     for y, strip in enumerate(strips):
         for x, share in enumerate(strip):
             cell: dict[str, Any] = dict(facecolor="none", edgecolor=NOT_TRIED, hatch="///", lw=0)
             if share is not None:
                 cell = dict(color=COLORS(share))
-                axes.text(x, y, f"{100 * share:.0f}", **place)
+                axes.text(x, y, f"{100 * share:.0f}", **layout)
             axes.add_patch(mpl.patches.Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, **cell))
     axes.set_xlim(-0.5, max(len(names), 6) - 0.5)
     axes.set_ylim(len(strips) - 0.5, -0.5)
@@ -111,7 +111,7 @@ def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str])
     axes.spines[:].set_visible(False)
 
 
-def _stacked(
+def _stack(
     figure: Figure, names: dict[str, list[str]], width: float, height: float, sharex: bool
 ) -> Iterator[Axes]:
     """Axes below each other, with the names at 0, 1, 2, ...; a strip is `height` inches."""

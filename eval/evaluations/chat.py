@@ -51,7 +51,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge
     from kvalign.eval.judging.words import load_words
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import turn_ids
 
@@ -61,7 +61,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     rows = []
-    for method, bar in in_turn(make_grid(settings, loaded.model), len(turns), "answers"):
+    for method, bar in one_by_one(make_grid(settings, loaded.model), len(turns), "answers"):
         stream = TextStream(loaded.tokenizer, method, settings.sampling(stop_at_end=True))
         for number, turn in enumerate(turns):
             prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)

@@ -40,12 +40,12 @@ class WritingSettings(ComparisonSettings):
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
         """First prompts, as many as the setting says, with a warning if there are fewer."""
-        wanted = getattr(self, name)
-        if len(texts) < wanted:
+        number = getattr(self, name)
+        if len(texts) < number:
             log.warning(
-                "%s %d: %s has %d, all are taken", flag(name), wanted, self.prompts, len(texts)
+                "%s %d: %s has %d, all are taken", flag(name), number, self.prompts, len(texts)
             )
-        return list(texts[:wanted])
+        return list(texts[:number])
 
     def sampling(self, **more: Any) -> Sampling:
         from kvalign.streaming.sampling import Sampling

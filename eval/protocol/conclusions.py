@@ -144,19 +144,19 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
             if row["cache_size"] == last and new["perplexity"]
         ]
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(parts)}."
-    lost: dict[str, list[str]] = {}
+    by_label: dict[str, list[str]] = {}
     for label, row, old, new in slices_of:
         if (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf):
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
-            lost.setdefault(label, []).append(figures)
+            by_label.setdefault(label, []).append(figures)
     what = "on bigrams of 0.75 to 1 C tokens back"
-    if not lost:
+    if not by_label:
         return f"No method is shown to be further from {reference} {what} than on new ones."
-    parts = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    parts = [f"{label} {', '.join(figures)}" for label, figures in by_label.items()]
     return f"Further from {reference} {what} than on new ones: {'; '.join(parts)}."
 
 
-def last_said(rows: Sequence[Row], reference: str | None) -> str:
+def on_old_tokens(rows: Sequence[Row], reference: str | None) -> str:
     """Methods that can read text which the reference has forgotten: ratios on tokens last said
     beyond C whose intervals lie below 1.
     """
@@ -321,11 +321,11 @@ def beside(rows: Iterable[Row]) -> str:
         return ""
     share = base["readable"]
     own = f"{BESIDE}'s {100 * share:.0f} % of {base['num_passages']} passages"
-    told: dict[str, list[str]] = {"less": [], "more": []}
+    names: dict[str, list[str]] = {"less": [], "more": []}
     for row in others:
         if readable_apart(row, base):
-            side = told["less" if row["readable"] < share else "more"]
+            side = names["less" if row["readable"] < share else "more"]
             side.append(f"{in_words(row)} {100 * row['readable']:.0f} %")
     none = f"none differs from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
-    parts = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
+    parts = [f"{side} readable than {own}: {', '.join(x)}" for side, x in names.items() if x]
     return f"{'; '.join(parts or [none])}."

@@ -53,7 +53,7 @@ def document(
         from kvalign.foundation.device import resolved
 
         values["device"] = resolved(values["device"])
-    made = {
+    result = {
         "kind": kind,
         "command": settings.command_line(kind),
         "settings": values,
@@ -65,8 +65,8 @@ def document(
     if plot and values["plot"]:
         from kvalign.eval.drawing.plots import save
 
-        save(plot(made), Path(values["plot"]))
-    return made
+        save(plot(result), Path(values["plot"]))
+    return result
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
@@ -116,8 +116,8 @@ def _commit() -> str:
     """The checkout's commit, or "" for an installed package. KVALIGN_COMMIT says it for a copy
     without its history, such as one on a machine that is lent for minutes.
     """
-    if said := os.environ.get("KVALIGN_COMMIT"):
-        return said
+    if commit := os.environ.get("KVALIGN_COMMIT"):
+        return commit
     folder = Path(kvalign.__file__).parents[1]
     if not (folder / ".git").exists():
         return ""

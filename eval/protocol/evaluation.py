@@ -158,8 +158,8 @@ class Section:
         suffix: str = "",
     ) -> Section:
         """Section with a figure and tables of each document, as far as there are."""
-        drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
-        plots = [Plot(name, *one) for name, one in drawn.items() if one]
+        figures = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
+        plots = [Plot(name, *one) for name, one in figures.items() if one]
         all_tables = [table for document in documents.values() for table in tables(document)]
         return cls(title, about, list(documents), plots, all_tables)
 
@@ -232,7 +232,7 @@ class Evaluation:
     def check(self, document: Document) -> None:
         """Raise UserError for faults of a document that the types of its fields do not show."""
 
-    def chosen(self, documents: Documents) -> Documents:
+    def select(self, documents: Documents) -> Documents:
         """Documents whose figures are in the summary."""
         return documents
 
@@ -245,8 +245,8 @@ class Evaluation:
         from kvalign.eval.protocol.tables import means
 
         rows = self.rows(document)
-        is_told_apart = any(column.is_key for column in self.columns.values())
-        return means(rows, self.in_summary) if is_told_apart else rows
+        has_keys = any(column.is_key for column in self.columns.values())
+        return means(rows, self.in_summary) if has_keys else rows
 
     def title(self, document: Document) -> str:
         """Return the title of its tables."""
@@ -272,9 +272,9 @@ class Evaluation:
 
     def plot(self, document: Document) -> Figure:
         """Return the figure that `--plot` draws."""
-        drawn = self.figure(document)
-        assert drawn
-        return drawn[0]
+        drawing = self.figure(document)
+        assert drawing
+        return drawing[0]
 
     def sections(self, documents: Documents) -> list[Section]:
         """Sections of the report; those without a plot or a table are left out."""

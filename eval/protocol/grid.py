@@ -17,7 +17,7 @@ from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
+from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
@@ -47,8 +47,8 @@ def _check_sizes(settings: ComparisonSettings) -> None:
     """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
     sinks, evicted = settings.num_sinks or (None,), settings.num_evicted or (None,)
     for name, num_sinks, num_evicted in product(settings.methods, sinks, evicted):
-        cls, given = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
-        free: dict[str, Any] = {size: x for size, x in given.items() if size not in cls.fixed}
+        cls, numbers = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
+        free: dict[str, Any] = {size: x for size, x in numbers.items() if size not in cls.fixed}
         for cache_size in () if cls.takes_aligner else settings.cache_sizes:
             cls.sizes_for(cache_size, **free)
 
@@ -66,10 +66,12 @@ def make_grid(
     Raises:
         UserError: as `kvalign.make_method`.
     """
-    aligners = aligners or _named(settings, model)
-    left_out = set() if aligners else _left_out(settings, model)
-    if not aligners and (shipped := checkpoints.default_aligner(model.config.name_or_path)):
-        aligners = [shipped]
+    exclusions = set[tuple[str, int]]()
+    if not aligners:
+        names = aligners_of(settings, model)
+        if not settings.aligner and {*names} <= {*checkpoints.ALIGNERS}:
+            exclusions = _exclusions(settings, model)
+        aligners = [Aligner.from_pretrained(name) for name in names]
     methods = [
         make_method(
             name,
@@ -84,9 +86,9 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
-        for num_sinks in _num_sinks(settings, model, aligners, left_out)
+        for num_sinks in _num_sinks(settings, model, aligners, exclusions)
         for name in settings.methods
-        if (name, cache_size) not in left_out
+        if (name, cache_size) not in exclusions
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
         for which in _policies(settings, METHODS[name])
@@ -103,7 +105,7 @@ def _num_sinks(
     settings: ComparisonSettings,
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str],
-    left_out: set[tuple[str, int]],
+    exclusions: set[tuple[str, int]],
 ) -> Sequence[int | None]:
     """Numbers of sinks of all methods: those that were asked for, or one: the most that an aligner
     has, with which `kvalign` streams, or without aligners the most that a method has by default.
@@ -115,7 +117,7 @@ def _num_sinks(
         (METHODS[name], size)
         for name in settings.methods
         for size in settings.cache_sizes
-        if (name, size) not in left_out
+        if (name, size) not in exclusions
     ]
     for cls, size in there:
         if cls.takes_aligner:
@@ -156,50 +158,42 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     ]
 
 
-def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
-    """The aligners that the settings name, each once, or what was trained here; none: the shipped
-    one, or no method takes any.
+def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[str]:
+    """The aligners that the settings name, each once; else the one that ships, or that was trained
+    here, for named methods even if it did not help. Empty if there is none, or no method takes any.
     """
     if not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return []
-    names: dict[Path, str] = {}
-    wanted = settings.aligner or ()
-    if not wanted and (trained := trained_for(settings, model)):
-        log.warning("using %s, trained here: none ships for %s", trained, settings.model)
-        wanted = (str(trained),)
-    for name in wanted:
-        names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
-    return [Aligner.from_pretrained(name) for name in names.values()]
+    if settings.aligner:
+        by_path: dict[Path, str] = {}
+        for name in settings.aligner:
+            by_path.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
+        return [*by_path.values()]
+    merit: Merit = "any" if "methods" in settings.changed() else "used"
+    names = aligners_at_hand(model, at_least=merit)[:1]
+    if names and names[0] not in checkpoints.ALIGNERS:
+        log.warning("using %s, trained here: none ships for %s", names[0], settings.model)
+    return names
 
 
-def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
-    """Return the aligners that were trained here, if none ships; for named methods, even if they
-    did not help.
-    """
-    if not lack_of_aligner(model):
-        return None
-    is_named = "methods" in settings.changed()
-    return trained_here(model, at_least="any" if is_named else "used")
-
-
-def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
+def _exclusions(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
     """Default methods that lack an aligner at which cache sizes, unless asked for."""
     if "methods" in settings.changed():
         return set()
     reference = getattr(settings, "reference", None)
-    lacking = {
+    reasons = {
         (name, size): why
         for size in settings.cache_sizes
         for name, why in obstacles(model, cache_size=size).items()
         if name in settings.methods and name != reference
     }
-    for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
+    for name, why in dict.fromkeys((name, why) for (name, _), why in reasons.items()):
         if spec_of(model.config).family == "learned":
             todo = f"{how_to_train(model, max(settings.cache_sizes))} makes one"
         else:
             todo = "streaming-llm needs none here"
         log.warning("%s is left out: %s (%s; --aligner names one)", name, why, todo)
-    return set(lacking)
+    return set(reasons)
 
 
 def sizes_of(method: Method) -> Row:
@@ -219,7 +213,7 @@ def sizes_of(method: Method) -> Row:
     }
 
 
-def in_turn(
+def one_by_one(
     methods: Sequence[Method], num_each: int, units: str
 ) -> Iterator[tuple[Method, progress.Bar]]:
     """Each method, with the progress bar, which expects `num_each` units of work of it."""

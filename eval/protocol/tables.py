@@ -88,8 +88,8 @@ def label_of(row: Row) -> str:
 def method_name(row: Row) -> str:
     name = f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
     policy = row.get("policy") or OLDEST
-    kept = " positions kept" if row.get("positions") == "keep" else ""
-    name = f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
+    note = " positions kept" if row.get("positions") == "keep" else ""
+    name = f"{name}, {policy}{note}" if note or policy != OLDEST else name
     if row.get("cache_dtype") not in (None, "model"):
         name = f"{name}, {row['cache_dtype']}"
     if not row.get("memory"):

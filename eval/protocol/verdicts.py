@@ -13,7 +13,7 @@ FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
-NOT_CHOSEN = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
+WITHOUT_SINKS = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
 MEANING = (
     "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
     f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
@@ -47,8 +47,8 @@ def comparable(rows: Sequence[Row], reference: str | None = None) -> list[Row]:
     If these differ, there are none. `dense` evicts nothing, so it compares with any.
     """
     first = [row for row in rows if is_reference(row, reference)][:1]
-    chosen = first or [row for row in rows if row["method"] not in NOT_CHOSEN] or rows
-    numbers = {row["num_sinks"] for row in chosen}
+    basis = first or [row for row in rows if row["method"] not in WITHOUT_SINKS] or rows
+    numbers = {row["num_sinks"] for row in basis}
     if len(numbers) > 1:
         return []
     return [row for row in rows if row["method"] == "dense" or row["num_sinks"] in numbers]

@@ -31,7 +31,7 @@ def summary(results: Results) -> list[Table]:
     # By model and size, by evaluation: what was measured first, and its rows by what they are of.
     measured: dict[tuple[str, int], dict[str, tuple[str, dict[Hashable, Row]]]] = {}
     for name, evaluation in EVALUATIONS.items():
-        for document in evaluation.chosen(results.of(name)).values():
+        for document in evaluation.select(results.of(name)).values():
             subject, settings = evaluation.title(document), document["settings"]
             if any(column.by_reference for column in evaluation.summary_columns.values()):
                 references.setdefault(settings["model"], settings.get("reference"))

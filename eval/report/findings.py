@@ -59,8 +59,8 @@ def _of_model(results: Results, model: str) -> Finding:
     """
 
     def of(name: str) -> list[Document]:
-        chosen = EVALUATIONS[name].chosen(results.of(name)).values()
-        return [document for document in chosen if document["settings"]["model"] == model]
+        selection = EVALUATIONS[name].select(results.of(name)).values()
+        return [document for document in selection if document["settings"]["model"] == model]
 
     rows = [
         r for d in results.documents.values() if d["settings"]["model"] == model for r in d["rows"]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, create_model, mod
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Evaluation
-from kvalign.eval.report.suite_file import Suite, filled_in, parse_suite_text
+from kvalign.eval.report.suite_file import Suite, fill_in, parse_suite_text
 from kvalign.eval.report.sweeps import Sweep
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, read_checked, read_json, read_text
@@ -50,7 +50,7 @@ def read(folder: Path) -> Results:
     names.sort(key=lambda name: ranks.get(name, len(ranks)))
     documents = {name: read_document(folder / f"{name}.json") for name in names}
     for document in documents.values():
-        document["command"] = filled_in(document["command"], folder)
+        document["command"] = fill_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put the "
@@ -72,7 +72,7 @@ _MOST = 1e15
 _Figure = Annotated[StrictInt | StrictFloat, Field(ge=-_MOST, le=_MOST)]
 _Positive = Annotated[StrictInt | StrictFloat, Field(ge=1 / _MOST, le=_MOST)]
 _Name = Annotated[str, Field(max_length=200)]
-_Place = Annotated[str, Field(max_length=4096)]
+_Path = Annotated[str, Field(max_length=4096)]
 # Beyond them no table is read, and none is drawn in seconds.
 _MOST_ROWS, _MOST_METHODS = 1000, 100
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
@@ -87,12 +87,12 @@ class _Row(BaseModel, extra="allow"):
         return {k: None if v == math.inf else v for k, v in values} or row
 
     method: _Name
-    aligner: _Place | None
+    aligner: _Path | None
     cache_size: Annotated[_Count, Field(ge=1)]
     num_sinks: _Count
     num_evicted: _Count
     aligner_label: _Name | None = None
-    aligner_path: _Place | None = None
+    aligner_path: _Path | None = None
     aligner_revision: _Name | None = None
     realign_every: _Count | None = None
     policy: _Name | None = None
@@ -104,7 +104,7 @@ class _Row(BaseModel, extra="allow"):
 
 
 class _Settings(BaseModel, extra="allow"):
-    model: _Place | None
+    model: _Path | None
 
 
 class _Document(BaseModel):

@@ -75,7 +75,7 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
         return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
 
 
-def filled_in(command: str, out: Path) -> str:
+def fill_in(command: str, out: Path) -> str:
     """Command with the folder of the results for {out}, as a shell takes it."""
     try:
         words = shlex.split(command) if OUT in command else []

@@ -45,15 +45,17 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
     """Print tables, without the columns that do not fit, and name these."""
     console = console or console_for(pipe_width=ROW_WIDTH)
     for table in tables:
-        shown, left_out = fitted(table, console.width)
+        shown, omissions = fitted(table, console.width)
         widths = _widths(shown, console.width)
         headings = [
             Heading(column.title + ARROWS[column.better], column.is_number, width=width)
             for column, width in zip(shown.columns, widths, strict=True)
         ]
         print_table(headings, shown.rows, title=shown.title, console=console)
-        left = f"left out at {console.width} columns: {'; '.join(left_out)}" if left_out else ""
-        for note in filter(None, (left, table.note)):
+        omission = (
+            f"left out at {console.width} columns: {'; '.join(omissions)}" if omissions else ""
+        )
+        for note in filter(None, (omission, table.note)):
             console.print(Text(note, "dim"))
 
 
@@ -79,16 +81,16 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     keys = {i for i in differing if table.columns[i].is_key}
     droppable = [(table.columns[i].weight, -i, "") for i in columns - keys]
     droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
-    left_out = list[str]()
-    for _, place, what in sorted(droppable):
+    omissions = list[str]()
+    for _, column, what in sorted(droppable):
         shown = _part(table, columns, intervals)
         if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
             break
-        (intervals if what else columns).discard(-place)
-        title = table.columns[-place].title
-        left_out = [name for name in left_out if name != f"intervals of {title}"]
-        left_out.append(what + title)
-    return _part(table, columns, intervals), left_out
+        (intervals if what else columns).discard(-column)
+        title = table.columns[-column].title
+        omissions = [name for name in omissions if name != f"intervals of {title}"]
+        omissions.append(what + title)
+    return _part(table, columns, intervals), omissions
 
 
 def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
@@ -98,11 +100,12 @@ def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
 
 
 def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:
-    kept = [0, *sorted(columns)]
+    indices = [0, *sorted(columns)]
     rows = [
-        [row[i] if i in intervals else replace(row[i], more="") for i in kept] for row in table.rows
+        [row[i] if i in intervals else replace(row[i], more="") for i in indices]
+        for row in table.rows
     ]
-    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+    return replace(table, columns=[table.columns[i] for i in indices], rows=rows)
 
 
 def _widths(table: Table, width: int) -> list[int]:

@@ -233,10 +233,10 @@ def _no_aligner(name: str) -> str:
 
 
 def _download(model_id: str, revision: str | None) -> Path:
-    wanted, offline = [CONFIG, WEIGHTS], not hub.is_reachable()
+    names, offline = [CONFIG, WEIGHTS], not hub.is_reachable()
     try:
         folder = snapshot_download(
-            model_id, revision=revision, allow_patterns=wanted, local_files_only=offline
+            model_id, revision=revision, allow_patterns=names, local_files_only=offline
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise NotFoundError(_no_aligner(model_id)) from error

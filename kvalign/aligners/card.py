@@ -48,7 +48,7 @@ def card_text(config: AlignerConfig) -> str:
         judged=judged,
         set_name=_set_name,
         imported=imported,
-        listed=_listed,
+        listed=_listing,
         number=lambda x: "" if x is None else f"{x:.4g}",
     )
 
@@ -58,7 +58,7 @@ def _set_name(parts: list[str]) -> str:
     return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
 
 
-def _listed(values: dict[str, Any]) -> str:
+def _listing(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
 
 

@@ -40,8 +40,8 @@ class Interrupted(KeyboardInterrupt):
     command `to_go_on`.
     """
 
-    def __init__(self, kept: str, to_go_on: str = ""):
-        super().__init__(kept)
+    def __init__(self, line: str, to_go_on: str = ""):
+        super().__init__(line)
         self.to_go_on = to_go_on
 
 

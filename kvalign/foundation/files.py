@@ -160,36 +160,36 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
+def locked(folder: Path, summary: Callable[[], str] = str) -> Iterator[None]:
     """Folder, made if need be, that no other run writes to. The lock of a killed run is free, and
     its unfinished files are removed.
 
     A run that is refused within (UserError, an impossible path, a missing package) leaves nothing
-    of its own, not even the folder, unless `kept` names something useful in it.
+    of its own, not even the folder, unless `summary` names something useful in it.
 
     Raises:
         UserError: another run is writing to it.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
-    with held(folder / LOCK, folder):
+    with lock_file(folder / LOCK, folder):
         try:
             _remove([*folder.rglob(".*.partial*")])
             yield
         except (UserError, ModuleNotFoundError, OSError) as error:
             # Where nothing is said of what is kept, a full disk leaves what there is.
             is_refused = not isinstance(error, OSError) or is_of_a_path(error)
-            if (is_refused or kept is not str) and not kept():
+            if (is_refused or summary is not str) and not summary():
                 _remove(set(folder.iterdir()) - before)
                 with suppress(OSError):
-                    for path in made:
+                    for path in new_folders:
                         path.rmdir()
             raise
 
 
 @contextmanager
-def held(lock: Path, what: Path) -> Iterator[None]:
+def lock_file(lock: Path, what: Path) -> Iterator[None]:
     """Hold the lock of a file; UserError if another run, which writes to `what`, has it."""
     file_lock = FileLock(lock)
     try:

@@ -42,11 +42,11 @@ def recording_or_default(data: Path | None, model: str) -> Path:
     """Folder of a recording: the named one, the newest of a model, or the default."""
     if data is not None:
         return data
-    found = newest_first(model, MANIFEST)
-    return found[0].parent if found else folder_of(model) / RECORDING
+    manifests = newest_first(model, MANIFEST)
+    return manifests[0].parent if manifests else folder_of(model) / RECORDING
 
 
 def newest_first(model: str, file_name: str) -> list[Path]:
     """Files of a name in the folders inside a model's folder, the newest first."""
-    found = folder_of(model).glob(f"*/{file_name}")
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = folder_of(model).glob(f"*/{file_name}")
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)

@@ -37,9 +37,9 @@ def is_reachable() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or ""
-    asked = proxy if "://" in proxy or not proxy else f"http://{proxy}"
+    address = proxy if "://" in proxy or not proxy else f"http://{proxy}"
     try:
-        url = urlsplit(asked or constants.ENDPOINT)
+        url = urlsplit(address or constants.ENDPOINT)
         socket.create_connection(
             (url.hostname, url.port or _PORTS.get(url.scheme, 443)), timeout=TIMEOUT_S
         ).close()

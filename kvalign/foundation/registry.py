@@ -24,11 +24,11 @@ class Registry(UserDict[str, T], Generic[T]):
 
     Args:
         what: the kind of thing, for messages: `method`.
-        places: `module:member` by name, in the order of listings.
+        targets: `module:member` by name, in the order of listings.
     """
 
-    def __init__(self, what: str, places: Mapping[str, str]):
-        super().__init__(cast(Mapping[str, T], places))
+    def __init__(self, what: str, targets: Mapping[str, str]):
+        super().__init__(cast(Mapping[str, T], targets))
         self.what = what
 
     def __getitem__(self, name: str) -> T:
@@ -42,9 +42,9 @@ class Registry(UserDict[str, T], Generic[T]):
         """Return the `about` of a class: from its source until it is imported, which may take
         seconds.
         """
-        place = self.data[name]
-        if isinstance(place, str):
-            module, _, member = place.partition(":")
+        target = self.data[name]
+        if isinstance(target, str):
+            module, _, member = target.partition(":")
             spec = importlib.util.find_spec(module)
             if spec is not None and spec.origin is not None:
                 lines = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body

@@ -86,18 +86,18 @@ class ResumableRun:
 
 
 @contextmanager
-def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Context in which Ctrl-C prints what is kept for the same call: `kept`, "" for nothing."""
+def keeping(summary: Callable[[], str]) -> Iterator[None]:
+    """Context in which Ctrl-C prints what is kept for the same call: `summary`, "" for nothing."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        if about := kept():
+        if about := summary():
             raise Interrupted(about) from stop
         raise
 
 
 @contextmanager
-def held_back(*stops: signal.Signals) -> Iterator[Event]:
+def defer_signals(*stops: signal.Signals) -> Iterator[Event]:
     """Context in which Ctrl-C and `kill`, or the given signals, only set the event: in the middle
     of a step they would leave no usable state. A second signal stops at once.
     """

@@ -31,7 +31,7 @@ DEFAULT_MODEL = "gpt2-mini"
 # then does not fit into memory is said where it is allocated.
 MOST = 10**12  # tokens, steps, entries: what may take long
 MOST_ROWS = 2**20  # of a batch, of a vocabulary
-MOST_HELD = 10**7  # lines, questions: what is made before there is work
+MOST_ITEMS = 10**7  # lines, questions: what is made before there is work
 MOST_SIZE = 2**16  # of a layer, of a chunk
 MOST_PROCESSES = 1024
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
@@ -89,13 +89,13 @@ class Settings:
                 continue
             name = field.name.upper() if field.metadata["positional"] else flag(field.name)
             if typing.get_origin(hint) is not tuple:
-                value = _checked(name, value, hint, field)
+                value = _check_value(name, value, hint, field)
             else:
                 items = value if isinstance(value, tuple | list | set | range) else (value,)
                 if not items or value is None:
                     raise UserError(f"{name} needs at least one value")
                 kind = typing.get_args(hint)[0]
-                value = tuple(_checked(name, item, kind, field) for item in items)
+                value = tuple(_check_value(name, item, kind, field) for item in items)
             object.__setattr__(self, field.name, value)
 
     def as_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def expect(name: str, value: object, kind: Any, needed: str) -> None:
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
-def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     """One value of a field, of its kind and in its range."""
     limits = field.metadata
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -266,8 +266,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
                 settings = cls(**keywords)
                 check_outputs(settings)
             elif keywords or not isinstance(settings, cls):
-                given = ", ".join(keywords) or repr(settings)
-                raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")
+                words = ", ".join(keywords) or repr(settings)
+                raise TypeError(f"give {cls.__name__} or keywords, not both, got {words:.80}")
             return function(settings, **more)
 
         hints, of_class = typing.get_type_hints(cls), inspect.signature(cls).parameters.values()

@@ -19,14 +19,12 @@ class Whole:
     def check(self) -> None:
         """Raise UserError if an exception or Ctrl-C interrupted a change."""
         if not (self._is_whole or self.is_changing):
-            raise UserError(
-                "this stream was interrupted within a step and cannot continue: reset() it, or "
-                "load a saved one"
-            )
+            raise _interrupted()
 
     def begin(self) -> None:
         """Begin a change whose failure nobody reports; UserError as of `check`."""
-        self.check()
+        if not self._is_whole:
+            raise _interrupted()
         self._is_whole = False
 
     def end(self) -> None:
@@ -46,3 +44,10 @@ class Whole:
             self.end()
         finally:
             self.is_changing = False
+
+
+def _interrupted() -> UserError:
+    return UserError(
+        "this stream was interrupted within a step and cannot continue: reset() it, or load a "
+        "saved one"
+    )

@@ -88,7 +88,7 @@ def verify(
     from kvalign.invariants.subject import Subject
 
     names = list(INVARIANTS) if invariants is None else list(invariants)
-    chosen = {name: INVARIANTS.find(name) for name in names}
+    by_name = {name: INVARIANTS.find(name) for name in names}
     if half not in ("bfloat16", "float16"):
         raise UserError(f"half must be bfloat16 or float16, got {half!r:.80}")
     if typed("num_steps", num_steps, int) < 1:
@@ -97,7 +97,7 @@ def verify(
     subject = Subject(model, make, num_steps, getattr(torch, half), typed("seed", seed, int))
     subject.stream()  # what is no cache is said before any work
     outcomes = []
-    for name, invariant in chosen.items():
+    for name, invariant in by_name.items():
         progress.phase(name)
         outcome, look_at = partial(Outcome, name, invariant.about), invariant.look_at
         try:

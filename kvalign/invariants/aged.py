@@ -54,19 +54,19 @@ def age(subject: Subject) -> Aged:
     if isinstance(stream.cache, FixedSizeCache):
         while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
             num += 1
-    ids, done = subject.ids(1, num), 0
+    ids, num_fed = subject.ids(1, num), 0
     aged = Aged(stream, fault=0, where=0, num_sinks=None, seen=[], hidden=[])
     with first_layer_outputs(subject.model) as outputs:
-        while done < num:
-            size = min(FIRST_INPUT, capacity) if done == 0 else 1
-            stream.feed(ids[:, done : done + size])
-            fault = _fault(stream.watched, done, size, done > capacity)
+        while num_fed < num:
+            size = min(FIRST_INPUT, capacity) if num_fed == 0 else 1
+            stream.feed(ids[:, num_fed : num_fed + size])
+            fault = _fault(stream.watched, num_fed, size, num_fed > capacity)
             if fault > aged.fault:
-                aged.fault, aged.where = fault, done
-            done += size
-            if aged.num_sinks is None and stream.num_found < done - size:
+                aged.fault, aged.where = fault, num_fed
+            num_fed += size
+            if aged.num_sinks is None and stream.num_read < num_fed - size:
                 aged.num_sinks = _num_sinks(stream.watched)
-            if done > capacity + 1 and done % max(1, capacity // 4) == 0 and not aged.no_seen:
+            if num_fed > capacity + 1 and num_fed % max(1, capacity // 4) == 0 and not aged.no_seen:
                 try:
                     aged.seen.append(stream.seen())
                     aged.hidden.append(outputs[-1][0, -1])
@@ -92,7 +92,7 @@ def first_layer_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -> int:
     """Entries by which the cache's report is wrong."""
     position, faults = watched.positions[-num_new], []
-    for layer, (length, offset) in enumerate(watched.told):
+    for layer, (length, offset) in enumerate(watched.mask_sizes):
         faults.append(abs(length - watched.lengths[layer]))
         if not getattr(watched.cache.layers[watched.layers[layer]], "is_compileable", False):
             faults.append(abs(offset + length - position - num_new))  # the newest is the last
@@ -101,16 +101,16 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
     return max(faults)
 
 
-def tokens_held(watched: Watched) -> list[int | None]:
+def tokens_of(watched: Watched) -> list[int | None]:
     """Tokens of the entries that the last token of the first row found."""
-    values = watched.found[0][1][0, :, : watched.num_found]
+    values = watched.entries[0][1][0, :, : watched.num_read]
     return matches(values, watched.born()[1][0, :, :-1])
 
 
 def _num_sinks(watched: Watched) -> int:
     """Return how many of the first tokens are all present; 0 if that is unknown."""
     try:
-        held = set(tokens_held(watched))
+        tokens = set(tokens_of(watched))
     except NotApplicableError:
         return 0
-    return next(n for n in range(len(held) + 1) if n not in held)
+    return next(n for n in range(len(tokens) + 1) if n not in tokens)

@@ -74,9 +74,9 @@ class Outcome:
     look_at: str = ""
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest difference of two tensors in standard deviations of the second; inf if not finite."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
-    apart = (found.float() - expected.float()).abs().max() / expected.float().std()
+    apart = (actual.float() - expected.float()).abs().max() / expected.float().std()
     return float(apart) if apart.isfinite() else float("inf")

@@ -6,7 +6,7 @@ from kvalign.aligners import Move
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
-from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
+from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_of
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError
 from kvalign.invariants.subject import Subject
@@ -50,7 +50,7 @@ def kept(subject: Subject) -> Measured:
     subject.needs_eviction()
     aged = age(subject)
     watched, cache = aged.watched, aged.stream.cache
-    values = watched.found[0][1][0, :, : watched.num_found]
+    values = watched.entries[0][1][0, :, : watched.num_read]
     born = watched.born()[1][0, :, :-1]
     if isinstance(cache, FixedSizeCache):
         places, which = aged.stream.places(), "entries, as index() reports them"
@@ -66,16 +66,16 @@ def kept(subject: Subject) -> Measured:
         apart = (values[:, : len(places)] - born[:, places]).abs().amax((0, 2))
         num_other = int((apart > subject.same * born.abs().max()).sum())
         return Measured(num_other, 0, f"{len(places)} {which}")
-    held, num_sinks = tokens_held(watched), aged.num_sinks or 0
-    known = [place for place in held if place is not None]
+    tokens, num_sinks = tokens_of(watched), aged.num_sinks or 0
+    known = [place for place in tokens if place is not None]
     if not known:
         raise NotApplicableError("values are changed")
-    num_wrong = len(held) - len(known) + len(set(range(num_sinks)) - set(known))
+    num_wrong = len(tokens) - len(known) + len(set(range(num_sinks)) - set(known))
     is_ordered = known == sorted(known)
     if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
         num_wrong += sum(place != at for place, at in zip(known, sorted(known), strict=True))
-    newest = range(born.shape[1] - len(held) + num_sinks, born.shape[1])
-    note = f"{len(held)} entries: {num_sinks} from the beginning, then "
+    newest = range(born.shape[1] - len(tokens) + num_sinks, born.shape[1])
+    note = f"{len(tokens)} entries: {num_sinks} from the beginning, then "
     note += "the newest" if {*range(num_sinks), *newest} == set(known) else "not all the newest"
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
@@ -143,15 +143,15 @@ def _placed_once(
         i = layer.layer_idx
         keys, values = aged.watched.born(order)
         born = keys[:, :, window], values[:, :, window]
-        held = placing.anchor(i, *born, births[window], at[window])
-        placed = placing.place(i, *held, Move(num, first, now))
+        entries = placing.anchor(i, *born, births[window], at[window])
+        placed = placing.place(i, *entries, Move(num, first, now))
         in_front = keys[:, :, sinks], values[:, :, sinks]
         expected = [torch.cat(x, 2) for x in zip(in_front, placed, strict=True)]
         if turns:
             assert rotation is not None
             expected[0] = rotation.at(i).shift(expected[0], -behind)
-        for found, one in zip((layer.keys, layer.values), expected, strict=True):
-            assert found is not None
-            worst = max(worst, difference(found, one))
+        for actual, one in zip((layer.keys, layer.values), expected, strict=True):
+            assert actual is not None
+            worst = max(worst, difference(actual, one))
     note = f"entries after {num} tokens and entries placed once, all layers"
     return Measured(worst, subject.exact, note)

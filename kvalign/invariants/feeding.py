@@ -83,7 +83,7 @@ def evicting_chunks(subject: Subject) -> Measured:
     """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
-    if isinstance(stream.held, FixedSizeCache):
+    if isinstance(stream.keeper, FixedSizeCache):
         raise NotApplicableError("a full cache takes one token at a time")
     if not is_exact(stream):
         raise NotApplicableError("by design, tokens of one input see the same older entries")
@@ -98,8 +98,10 @@ def evicting_chunks(subject: Subject) -> Measured:
 )
 def reorder(subject: Subject) -> Measured:
     order, some = [2, 0, 0], [2, 1]
-    worst = _changed(subject, 3, order, lambda stream: stream.take_rows(order, "reorder_cache"))
-    worst = max(worst, _changed(subject, 3, some, lambda stream: stream.take_rows(some)))
+    worst = _difference_of_rows(
+        subject, 3, order, lambda stream: stream.take_rows(order, "reorder_cache")
+    )
+    worst = max(worst, _difference_of_rows(subject, 3, some, lambda stream: stream.take_rows(some)))
     return Measured(worst, subject.exact)
 
 
@@ -108,7 +110,7 @@ def reorder(subject: Subject) -> Measured:
     look_at="batch_repeat_interleave: each row follows itself (0 0 1 1), and sinks too",
 )
 def repeat(subject: Subject) -> Measured:
-    worst = _changed(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2))
+    worst = _difference_of_rows(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2))
     return Measured(worst, subject.exact)
 
 
@@ -119,11 +121,11 @@ def repeat(subject: Subject) -> Measured:
 def save(subject: Subject) -> Measured:
     (before, after), stream = _before_and_after(subject, 2), subject.stream()
     stream.feed_singly(before)
-    again = stream.loaded(subject.stream().held)
+    again = stream.loaded(subject.stream().keeper)
     return Measured(_apart(again.feed, stream.feed, _parts(after)), subject.exact)
 
 
-def _changed(
+def _difference_of_rows(
     subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
 ) -> float:
     """Return the difference of rows from a stream that was left alone."""

@@ -78,10 +78,10 @@ def long_run(subject: Subject) -> LongRun:
         if i >= num - STRETCH:
             run.last_errors.append(_logit_error(logits, exact))
             if half.watched is not None and full.watched is not None:
-                pairs = zip(half.watched.found[0], full.watched.found[0], strict=True)
+                pairs = zip(half.watched.entries[0], full.watched.entries[0], strict=True)
                 run.entries.append(torch.stack([_error(x, y, (0, 1, 3)) for x, y in pairs]))
-                for layer, (_, values) in full.watched.found.items():
-                    error = _error(half.watched.found[layer][1], values, (3,)).max()
+                for layer, (_, values) in full.watched.entries.items():
+                    error = _error(half.watched.entries[layer][1], values, (3,)).max()
                     run.most_apart = max(run.most_apart, float(error))
         for watched in filter(None, (half.watched, full.watched)):
             for births in watched.births[1:]:  # more than the first layer is not asked for
@@ -90,10 +90,10 @@ def long_run(subject: Subject) -> LongRun:
     return run
 
 
-def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
+def _error(actual: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
     """Root mean square error relative to root mean square size, over some dimensions."""
     norm = torch.linalg.vector_norm
-    return norm(found.float() - exact, dim=over) / norm(exact, dim=over)
+    return norm(actual.float() - exact, dim=over) / norm(exact, dim=over)
 
 
 def _logit_error(logits: Tensor, exact: Tensor) -> float:

@@ -17,7 +17,7 @@ from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Subject, once
 from kvalign.memory.cache import MemoryCache
 from kvalign.memory.recall import Found
-from kvalign.models.attention import mark, read_of
+from kvalign.models.attention import MARK, mark
 
 NUM_ROWS = 2
 NUM_TIMES = 8  # that what is taken back is looked at
@@ -25,18 +25,18 @@ MOST_LOST = 128  # tokens of the stream after the first eviction: all that is lo
 
 
 @dataclass
-class Heard:
+class AttentionStep:
     """Attention of a step in one layer.
 
     Attributes:
         query: [B, H, G, D], scaled.
-        given: [B, H, G, D].
-        found: the entries that the layer took back.
+        output: [B, H, G, D].
+        hits: the entries that the layer took back.
     """
 
     query: Tensor
-    given: Tensor
-    found: Found
+    output: Tensor
+    hits: Found
 
 
 @dataclass
@@ -75,57 +75,57 @@ def remember(subject: Subject) -> Remembered:
     remembered, ids = Remembered(cache, watched), subject.ids(NUM_ROWS, num)
     stream.feed_singly(ids[:, :begin])
     for t in range(begin, num):
-        with _heard(cache) as heard:
+        with _record(cache) as steps:
             stream.feed(ids[:, t : t + 1])
         if (num - 1 - t) % max(1, (num - begin) // NUM_TIMES):
             continue
         remembered.times += 1
-        for layer, one in heard.items():
-            apart = difference(one.given, _attention(cache, watched, layer, one))
+        for layer, one in steps.items():
+            apart = difference(one.output, _attention(cache, watched, layer, one))
             if not apart <= remembered.apart:
                 remembered.apart, remembered.where = apart, (t, layer)
     return remembered
 
 
 @contextmanager
-def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
+def _record(cache: MemoryCache) -> Iterator[dict[int, AttentionStep]]:
     """Record the queries and outputs of each layer for one token."""
-    heard: dict[int, Heard] = {}
+    steps: dict[int, AttentionStep] = {}
     update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
 
     def listening(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        found = update(keys, values, layer, *args, **kwargs)
+        entries = update(keys, values, layer, *args, **kwargs)
         if layer not in asking:
-            return found
-        read = read_of(found[0])
+            return entries
+        read = getattr(entries[0], MARK, None)
         memory: Any = asking[layer].memory
         assert read is not None
         find, took = memory.find, []
 
-        def finding(*asked: Any) -> Found:
-            took.append(find(*asked))
+        def finding(*arguments: Any) -> Found:
+            took.append(find(*arguments))
             return took[0]
 
         def reading(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             memory.find = finding
             try:
-                given = read(query, keys, values, scale)
+                output = read(query, keys, values, scale)
             finally:
                 del memory.find
             by_head = keys.shape[1], -1
-            heard[layer] = Heard(
+            steps[layer] = AttentionStep(
                 query[:, :, 0].unflatten(1, by_head) * scale,
-                given[:, 0].unflatten(1, by_head),
+                output[:, 0].unflatten(1, by_head),
                 took[0],
             )
-            return given
+            return output
 
-        mark(found[0], reading)
-        return found
+        mark(entries[0], reading)
+        return entries
 
     cache.update = listening
     try:
-        yield heard
+        yield steps
     finally:
         cache.update = update
 
@@ -141,15 +141,15 @@ def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor,
     return *cache.recalls.born.anchor(layer, *watched.born(layer), place, at), place
 
 
-def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -> Tensor:
+def _attention(cache: MemoryCache, watched: Watched, layer: int, step: AttentionStep) -> Tensor:
     """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
     original form.
     """
     sizes, recalls = cache.sizes, cache.recalls
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
-    *held, place = _at_birth(cache, watched, layer)
-    last, device = len(place) - 1, held[0].device
-    ages = heard.found.ages[:, :, 0].to(device)
+    *entries, place = _at_birth(cache, watched, layer)
+    last, device = len(place) - 1, entries[0].device
+    ages = step.hits.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
     of_window = of_window.expand(*ages.shape[:2], -1)
     # 1. How far before the token each entry lies, and the place of it.
@@ -160,10 +160,10 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
         at = num_sinks + torch.arange(at.shape[-1], device=device)
     # 2. The entries there.
     tokens = last - torch.cat([ages, of_window], -1)
-    index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, held[0].shape[-1])
-    keys, values = (x.gather(2, index) for x in held)
+    index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries[0].shape[-1])
+    keys, values = (x.gather(2, index) for x in entries)
     keys, values = recalls.born.place_without_rotation(layer, keys, values, Move(0, num_sinks, at))
-    query = heard.query
+    query = step.query
     if rotation is not None:
         keys = rotation.shift(keys, away.float() - place[-1])
         query = rotation.shift(query, watched.positions[-1] - int(place[-1]))
@@ -171,7 +171,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
     keys, values = (torch.cat(x, 2) for x in zip(sinks, (keys, values), strict=True))
     # 3. What attention gives.
     scores = query @ keys.mT
-    bias = recalls.bias(heard.found)
+    bias = recalls.bias(step.hits)
     if bias is not None:
         scores[..., num_sinks : num_sinks + ages.shape[-1]] += bias.to(device)
     return scores.softmax(-1) @ values
@@ -192,15 +192,15 @@ def stored(subject: Subject) -> Measured:
     for layer in cache.asking:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
-        held = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
-        read = layer.memory.form.decode_at(*held, slice(0))
-        for born, found in zip((keys, values), read, strict=True):
-            born, found = born[:, :, lost], found.to(born)
+        entries = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
+        read = layer.memory.form.decode_at(*entries, slice(0))
+        for born, actual in zip((keys, values), read, strict=True):
+            born, actual = born[:, :, lost], actual.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
-            same = torch.isclose(born, found, rtol=1e-5, atol=1e-6)
+            same = torch.isclose(born, actual, rtol=1e-5, atol=1e-6)
             if subject.is_int8:
                 most = born.abs().amax(-1, keepdim=True)
-                same = (born - found).abs() <= subject.same * most
+                same = (born - actual).abs() <= subject.same * most
             num_other += int((~same.all(-1)).sum())
     num_lost = num - (lost.start or 0)
     return Measured(num_other, 0, f"{num_lost} tokens, {len(cache.asking)} layers, each head")

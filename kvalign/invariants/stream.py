@@ -33,9 +33,9 @@ class Watched:
         layers: indices of the model's layers with attention; below they are counted from 0.
         births: by layer, the keys and values [B, H, T, D] of each input.
         positions: position of each token, as the cache told the model.
-        told: by layer, the result of `get_mask_sizes` before the last input: length and offset.
+        mask_sizes: by layer, `get_mask_sizes` before the last input: length and offset.
         lengths: by layer, the number of entries that attention got last.
-        found: by layer, their keys and values [B, H, S, D], in the order of time.
+        entries: by layer, their keys and values [B, H, S, D], in the order of time.
         index: by row, the tokens of the entries that the last input found, if the cache reports
             them; None if layers or heads differ.
     """
@@ -44,9 +44,9 @@ class Watched:
         self.cache, self.layers = cache, layers
         self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         self.positions: list[int] = []
-        self.told: list[tuple[int, int]] = []
+        self.mask_sizes: list[tuple[int, int]] = []
         self.lengths: dict[int, int] = {}
-        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
         self.index: list[list[int] | None] = []
         self._update = cache.update
         cache.update = self._watch
@@ -54,28 +54,28 @@ class Watched:
     def before(self, num_new: int) -> None:
         position = int(self.cache.get_seq_length())
         self.positions += range(position, position + num_new)
-        told = [self.cache.get_mask_sizes(num_new, layer) for layer in self.layers]
-        self.told = [(int(length), int(offset)) for length, offset in told]
+        mask_sizes = [self.cache.get_mask_sizes(num_new, layer) for layer in self.layers]
+        self.mask_sizes = [(int(length), int(offset)) for length, offset in mask_sizes]
         if isinstance(self.cache, FixedSizeCache):
             rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
             self.index = [_of_all_heads(index) for index in rows]
 
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         born = keys.detach().clone(), values.detach().clone()
-        found = self._update(keys, values, layer, *args, **kwargs)
+        entries = self._update(keys, values, layer, *args, **kwargs)
         place = self.layers.index(layer)
         self.births[place].append(born)
-        self.found[place], self.lengths[place] = found, found[0].shape[2]
+        self.entries[place], self.lengths[place] = entries, entries[0].shape[2]
         own = self.cache if isinstance(self.cache, FixedSizeCache) else None
         step = own and (own.step or own.last_step)
         if step is not None:
-            self.found[place] = step.by_time(KV(*found))
-        return found
+            self.entries[place] = step.by_time(KV(*entries))
+        return entries
 
     @property
-    def num_found(self) -> int:
+    def num_read(self) -> int:
         """Entries that the last token found before it."""
-        return self.found[0][0].shape[2] - self.births[0][-1][0].shape[2]
+        return self.entries[0][0].shape[2] - self.births[0][-1][0].shape[2]
 
     def born(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The keys and values [B, H, N, D] of all tokens, as they were passed in."""
@@ -86,9 +86,9 @@ class Watched:
 class Stream:
     """Rows of tokens that a model reads with a cache, or with one of the methods."""
 
-    def __init__(self, model: PreTrainedModel, held: Cache | Method, is_watched: bool = False):
-        self.model, self.held = model, held
-        self.method = held if isinstance(held, Method) else None
+    def __init__(self, model: PreTrainedModel, keeper: Cache | Method, is_watched: bool = False):
+        self.model, self.keeper = model, keeper
+        self.method = keeper if isinstance(keeper, Method) else None
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
         cache, layers = self.cache, _with_attention(model)
         self.watched = Watched(cache, layers) if cache is not None and is_watched else None
@@ -96,9 +96,9 @@ class Stream:
     @property
     def cache(self) -> Cache | None:
         """The cache of the model's calls; None for methods that re-encode."""
-        if not isinstance(self.held, Method):
-            return self.held
-        return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
+        if not isinstance(self.keeper, Method):
+            return self.keeper
+        return None if isinstance(self.keeper, Reencoding) else getattr(self.keeper, "cache", None)
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Stream:
             self.ids = torch.cat([self.ids.to(ids), ids], 1) if self.ids.numel() else ids
         if self.method is not None:
             return self.method.feed(ids)
-        out = self.model(input_ids=ids, past_key_values=self.held, use_cache=True)
+        out = self.model(input_ids=ids, past_key_values=self.keeper, use_cache=True)
         return out.logits[:, -1].float()
 
     def feed_singly(self, ids: Tensor) -> Tensor:
@@ -118,12 +118,12 @@ class Stream:
         return logits
 
     @property
-    def num_found(self) -> int:
+    def num_read(self) -> int:
         """Entries that the last token found before it."""
         if self.watched is not None:
-            return self.watched.num_found
-        assert isinstance(self.held, Reencoding)
-        return len(self.held.rows[0]) - 1
+            return self.watched.num_read
+        assert isinstance(self.keeper, Reencoding)
+        return len(self.keeper.rows[0]) - 1
 
     def seen(self, row: int = 0) -> Tensor:
         """The tokens [S] that the last one saw, itself included.
@@ -131,8 +131,8 @@ class Stream:
         Raises:
             NotApplicableError: they are unknown.
         """
-        if isinstance(self.held, Reencoding):
-            return self.held.rows[row]
+        if isinstance(self.keeper, Reencoding):
+            return self.keeper.rows[row]
         if isinstance(self.cache, MemoryCache):
             raise NotApplicableError("its heads take back different entries")
         places = self.places(row)
@@ -143,7 +143,7 @@ class Stream:
         Each has the value with which it was passed in.
         """
         assert self.watched is not None
-        values = self.watched.found[0][1][row, :, : self.watched.num_found]
+        values = self.watched.entries[0][1][row, :, : self.watched.num_read]
         if self.watched.index:
             index = self.watched.index[row]
             if index is None:
@@ -152,10 +152,10 @@ class Stream:
                 raise NotApplicableError("its entries are not those that it reports")
             return index
         born = self.watched.born()[1][row, :, :-1]
-        found = matches(values, born)
-        if None in found:
+        tokens = matches(values, born)
+        if None in tokens:
             raise NotApplicableError("values are changed, so its tokens cannot be identified")
-        return sorted(place for place in found if place is not None)
+        return sorted(place for place in tokens if place is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
         """Rows in another order, as beam search needs it, or some of them; `by` names the method of
@@ -176,20 +176,20 @@ class Stream:
         """Stream restored from its own bytes: with `state` and `restore` if the cache has them,
         into `empty`, else by pickle.
         """
-        held: Any = self.held
-        if isinstance(held, Method):
+        keeper: Any = self.keeper
+        if isinstance(keeper, Method):
             assert isinstance(empty, Method)
             try:
-                state = held.state()
+                state = keeper.state()
             except UserError as error:
                 raise NotApplicableError(str(error)) from error
             empty.restore(_through_bytes(state, self.model.device))
-        elif hasattr(held, "state") and hasattr(held, "restore"):
+        elif hasattr(keeper, "state") and hasattr(keeper, "restore"):
             into: Any = empty
-            into.restore(_through_bytes(held.state(), self.model.device), self.model)
+            into.restore(_through_bytes(keeper.state(), self.model.device), self.model)
         else:
             try:
-                data = pickle.dumps(held)
+                data = pickle.dumps(keeper)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise NotApplicableError(f"it cannot be pickled: {error}") from error
             empty = pickle.load(io.BytesIO(data))  # our own bytes of a moment ago
@@ -233,13 +233,13 @@ def _matches(values: Tensor, born: Tensor) -> list[int | None]:
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
-    places: list[int | None] = []
+    tokens: list[int | None] = []
     for i in reversed(range(len(near))):
         here = near[i].nonzero()
-        places.append(int(here[-1]) if len(here) else None)
+        tokens.append(int(here[-1]) if len(here) else None)
         if len(here):
             near[:, here[-1]] = False
-    return places[::-1]
+    return tokens[::-1]
 
 
 def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -249,4 +249,4 @@ def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, 
 
 def is_exact(stream: Stream) -> bool:
     """Return whether an input of several tokens should equal its tokens one by one."""
-    return not isinstance(stream.held, Cached) or stream.held.is_exact
+    return not isinstance(stream.keeper, Cached) or stream.keeper.is_exact

@@ -110,14 +110,14 @@ class Subject:
     def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
         """Stream that has been fed nothing."""
         model = model or self.model
-        held = self.make(model)
-        if not isinstance(held, Cache | Method):
+        keeper = self.make(model)
+        if not isinstance(keeper, Cache | Method):
             raise UserError(
                 "the function that makes the cache must return a Cache of transformers or a "
                 "method of "
-                f"kvalign.make_method, got {type(held).__name__}"
+                f"kvalign.make_method, got {type(keeper).__name__}"
             )
-        return Stream(model, held.new() if isinstance(held, Method) else held, is_watched)
+        return Stream(model, keeper.new() if isinstance(keeper, Method) else keeper, is_watched)
 
     @cached_property
     def capacity(self) -> int:
@@ -125,9 +125,9 @@ class Subject:
         stream, most, ids = self.stream(is_watched=True), 0, self.ids(1, self.room)
         for i in range(self.room):
             stream.feed(ids[:, i : i + 1])
-            if stream.num_found < i:
+            if stream.num_read < i:
                 break
-            most = stream.num_found
+            most = stream.num_read
         return most
 
     @property
@@ -176,8 +176,8 @@ class Subject:
             out = self.model(input_ids=last, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             probabilities = out.logits[:, -1, self._words].float().softmax(-1).cpu()
-            drawn = torch.multinomial(probabilities, 1, generator=rng)
-            last = self._words[drawn].to(ids.device)
+            index = torch.multinomial(probabilities, 1, generator=rng)
+            last = self._words[index].to(ids.device)
             parts.append(last)
         return torch.cat(parts, 1).flatten()[: num_rows * num_tokens].view(num_rows, num_tokens)
 
@@ -191,12 +191,12 @@ def once(run: Callable[[Subject], T]) -> Callable[[Subject], T]:
     """Decorator: the function runs once for each subject."""
 
     @wraps(run)
-    def found(subject: Subject) -> T:
+    def outcome(subject: Subject) -> T:
         if run.__name__ not in vars(subject):
             vars(subject)[run.__name__] = run(subject)
         return vars(subject)[run.__name__]
 
-    return found
+    return outcome
 
 
 def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -230,7 +230,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
         )
         try:
             kinds = _kinds(model.config, spec)
-            found = rotation_trial.measured(
+            rotation = rotation_trial.measured(
                 model, kinds, spec.attention, spec.context_len, is_bounded
             )
         except UserError as error:
@@ -238,7 +238,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
                 f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "
                 f"moved: {error}; use method discard-half or recompute, which move none"
             ) from None
-        _rotations[model] = found
+        _rotations[model] = rotation
     return _rotations[model]
 
 
@@ -246,8 +246,8 @@ def _kinds(config: PretrainedConfig, spec: ModelSpec) -> list[Any]:
     """Kind of each layer: what the config says of it, in an architecture that is known."""
     if spec.model_type not in FAMILIES:
         return list(range(spec.num_layers))
-    said = [x for x in vars(config).values() if isinstance(x, list) and len(x) == spec.num_layers]
-    return [[of_all[i] for of_all in said] for i in range(spec.num_layers)]
+    lists = [x for x in vars(config).values() if isinstance(x, list) and len(x) == spec.num_layers]
+    return [[of_all[i] for of_all in lists] for i in range(spec.num_layers)]
 
 
 def _context_len(config: PretrainedConfig, family: Family) -> int | None:

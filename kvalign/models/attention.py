@@ -42,7 +42,8 @@ ReadKeys = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a query [B, H, T, D], keys, values [B, H_kv, S, D] and the scale: [B, T, H, D]."""
 
 _PREFIX = "kvalign_"
-_MARK = "_kvalign_read"
+MARK = "_kvalign_read"
+"""Attribute of marked keys: the function that reads them."""
 
 _mask: ContextVar[Tensor | None] = ContextVar("mask", default=None)
 
@@ -51,11 +52,6 @@ def mark(keys: Tensor, read: ReadKeys) -> Tensor:
     """Return the same keys with a mark: the function that reads them."""
     keys._kvalign_read = read  # type: ignore[attr-defined]
     return keys
-
-
-def read_of(keys: Tensor) -> ReadKeys | None:
-    """Return the function that reads marked keys."""
-    return getattr(keys, _MARK, None)
 
 
 def install(config: PretrainedConfig) -> None:
@@ -84,7 +80,7 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        read = read_of(key)
+        read = getattr(key, MARK, None)
         if read is None:
             own = sys.modules[type(module).__module__]
             eager = getattr(own, "eager_attention_forward", None)

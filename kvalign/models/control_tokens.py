@@ -33,13 +33,13 @@ def masked(
     free, without = unused_in(texts), []
     for text in texts:
         check_text(text)
-        pieces, done = [], 0
+        pieces, position = [], 0
         for start, end, _ in _special_in(text, tokenizer):
             if text[start:end] not in masks:
                 masks[text[start:end]] = next(free)
-            pieces += [text[done:start], masks[text[start:end]]]
-            done = end
-        without.append("".join([*pieces, text[done:]]))
+            pieces += [text[position:start], masks[text[start:end]]]
+            position = end
+        without.append("".join([*pieces, text[position:]]))
     return without, {mask: token for token, mask in masks.items()}
 
 
@@ -58,11 +58,11 @@ def encoder_of_masked(
     own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
 
     def encode(text: str) -> list[int]:
-        pieces, done = [], 0
+        pieces, position = [], 0
         for start, end, token in _special_in(text, tokenizer):
-            pieces += [text[done:start], placeholders[token]]
-            done = end
-        whole = "".join([*pieces, text[done:]])
+            pieces += [text[position:start], placeholders[token]]
+            position = end
+        whole = "".join([*pieces, text[position:]])
         for mask, stands_for in masks.items():
             whole = whole.replace(mask, stands_for)
         return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]
@@ -96,13 +96,13 @@ def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int
     ):
         return []
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = []
+    spans = []
     for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
         inner = text[start:end].strip()
         if inner and token in special and (is_changed or inner == special[token].content):
             start += text[start:end].index(inner)
-            found.append((start, start + len(inner), token))
-    return found
+            spans.append((start, start + len(inner), token))
+    return spans
 
 
 @lru_cache(maxsize=4)

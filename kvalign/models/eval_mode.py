@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from torch import nn
 
@@ -15,7 +16,7 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which the modules are in eval mode. Afterwards each is in its former mode. If that
     changes one, a line is logged, once.
     """
-    trained = [module for module in modules if module.training]
+    trained = [*filter(attrgetter("training"), modules)]
     if trained:
         _say()
     for module in trained:

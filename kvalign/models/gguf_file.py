@@ -68,7 +68,7 @@ def config_of(path: Path) -> PretrainedConfig:
     check_readers()
     from gguf import GGUFReader
 
-    with _reading(path):
+    with _explain_errors(path):
         try:
             file = GGUFReader(path)  # it goes to the end of the last weights
         except Exception as error:
@@ -98,8 +98,8 @@ def read(
     Raises:
         UserError: a file without all weights, such as one part of several, or without a tokenizer.
     """
-    with _reading(path):
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    with _explain_errors(path):
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             config=config,
             dtype=getattr(torch, dtype),
@@ -107,7 +107,7 @@ def read(
             quantization_config=transformers.GgufConfig(dequantize=True),
             **_in_folder(path),
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_folder(path))
     # A plain model, which can be saved.
@@ -123,7 +123,7 @@ def _in_folder(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     """Say in one line what is wrong with a file; keep the reader's own words and bar away."""
     from transformers import modeling_gguf_pytorch_utils as reader
 

@@ -58,15 +58,15 @@ def identity(model: PreTrainedModel) -> str:
     address or version. PyTorch counts no change through `.data`, such as `weight.data.mul_(2)`:
     such a change is not noticed.
     """
-    found = [*_weights(model)]
-    places = [(name, *_place(x)) for name, _, x in found]
+    weights = [*_weights(model)]
+    storages = [(name, *_storage_of(x)) for name, _, x in weights]
     known = _KNOWN.get(model)
-    if known is None or known[0] != places:
+    if known is None or known[0] != storages:
         abouts: dict[int, str] = {}  # by tensor, each of which is read once
-        for name, module, x in found:
+        for name, module, x in weights:
             if id(x) not in abouts:
                 abouts[id(x)] = _about(_without_layout(module, name, x))
-        known = places, _digest((name, abouts[id(x)]) for name, _, x in found)
+        known = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
         _KNOWN[model] = known
     return known[1]
 
@@ -85,16 +85,16 @@ def identity_of(name: str) -> str:
     return _of_folder(name, source) or identity(loading.load_model(name, "cpu", "float32").model)
 
 
-def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]) -> bool:
+def is_of(model: PreTrainedModel, digest: str | None, fingerprint: Sequence[float]) -> bool:
     """Return whether something was made with this very model.
 
     Args:
-        said: the identity that was written beside it; None: by version 0.2, which wrote only the
+        digest: the identity that was written beside it; None: by version 0.2, which wrote only the
             fingerprint of the embedding. A line says, once, that this is a weak test.
         fingerprint: what 0.2 wrote.
     """
-    if said is not None:
-        return said == identity(model)
+    if digest is not None:
+        return digest == identity(model)
     if not has_fingerprint(model, fingerprint):
         return False
     say_weak()
@@ -108,18 +108,18 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     ).long()
     rows = embedded(model, ids.to(model.device)).float()
     columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN, dtype=torch.float32).long()
-    found = rows[range(FINGERPRINT_LEN), columns]
-    if not found.isfinite().all():
+    samples = rows[range(FINGERPRINT_LEN), columns]
+    if not samples.isfinite().all():
         raise UserError("the embedding weights of this model are not finite")
-    return tuple(round(x, 6) for x in found.tolist())
+    return tuple(round(x, 6) for x in samples.tolist())
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     """Return whether the model has these embedding weights, in any precision."""
     actual = torch.tensor(embedding_fingerprint(model), dtype=torch.float32)
-    wanted = torch.tensor(expected, dtype=actual.dtype)
-    return len(wanted) == len(actual) and torch.allclose(
-        wanted, actual, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())
+    reference = torch.tensor(expected, dtype=actual.dtype)
+    return len(reference) == len(actual) and torch.allclose(
+        reference, actual, rtol=2e-2, atol=2e-2 * float(reference.abs().max())
     )
 
 
@@ -150,8 +150,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 def _of_folder(name: str, source: str) -> str | None:
     """Identity of the model in a folder; None if its files do not have the tensors as they are."""
-    places = _places(Path(source))
-    if not places:
+    files_by_name = _files_of(Path(source))
+    if not files_by_name:
         return None
     config = model_folder.config_of(name, source)
     if hasattr(config, "quantization_config"):
@@ -164,19 +164,21 @@ def _of_folder(name: str, source: str) -> str | None:
         shared.setdefault(id(x), []).append(name)
     prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
     abouts: dict[str, str] = {}  # by name in the files
-    found = []
+    pairs = []
     with ExitStack() as stack:
-        files = {path: stack.enter_context(opened(path, path.name)) for path in {*places.values()}}
+        files = {
+            path: stack.enter_context(opened(path, path.name)) for path in {*files_by_name.values()}
+        }
         for name, x in weights:
             names = [n for one in (name, *shared[id(x)]) for n in (one, one.removeprefix(prefix))]
-            there = next((n for n in names if n in places), None)
+            there = next((n for n in names if n in files_by_name), None)
             if there is None:
                 return None
             if there not in abouts:
-                stored = files[places[there]].get_tensor(there)
+                stored = files[files_by_name[there]].get_tensor(there)
                 abouts[there] = _about(stored.float() if stored.is_floating_point() else stored)
-            found.append((name, abouts[there]))
-    return _digest(found)
+            pairs.append((name, abouts[there]))
+    return _digest(pairs)
 
 
 class _Index(BaseModel):
@@ -185,7 +187,7 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _files_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a model's folder; none without safetensors."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
@@ -203,7 +205,7 @@ def _is_plain(x: Any) -> bool:
     return type(x) in (Tensor, nn.Parameter) and not x.is_quantized
 
 
-def _place(x: Any) -> tuple[object, ...]:
+def _storage_of(x: Any) -> tuple[object, ...]:
     """Place of a tensor: another one after it was written or replaced. An address alone may be used
     again.
     """

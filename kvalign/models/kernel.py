@@ -58,7 +58,7 @@ def load() -> Path | None:
     """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
     Where the CPU is fit and nothing can be built, a line is logged, once.
     """
-    if (needed := _needed()) is None:
+    if (needed := _instruction_sets()) is None:
         return None
     text = "".join(path.read_text() for path in SOURCES)
     key = hashlib.sha256(f"{text} {_FLAGS} {needed} {torch.__version__}".encode())
@@ -77,7 +77,7 @@ def load() -> Path | None:
     return file
 
 
-def _needed() -> tuple[str, ...] | None:
+def _instruction_sets() -> tuple[str, ...] | None:
     """Instruction sets that the kernels are built for; None for another CPU. PyTorch's own limit,
     `ATEN_CPU_CAPABILITY`, holds for them, too.
     """
@@ -103,12 +103,14 @@ def _build(file: Path, needed: Sequence[str]) -> None:
     libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
 
     def write(partial: Path) -> None:
-        made = partial / file.name
+        library_file = partial / file.name
         sets = (x.replace("_", "").replace("fma3", "fma") for x in needed)
         flags = [*_FLAGS, *(f"-m{x}" for x in sets), f"-Wl,-soname,{file.name}"]
         command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCES[0])]
-        subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
-        write_json(partial / about.name, {"sha256": sha256(made)})
+        subprocess.run(
+            [*command, "-o", str(library_file), *libraries], check=True, capture_output=True
+        )
+        write_json(partial / about.name, {"sha256": sha256(library_file)})
 
     write_together(file.parent, write, about.name)
 
@@ -119,8 +121,8 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
     attended = ("places", "query", "keys", "values", "turns", "bases")
-    given = ", ".join(f"Tensor {name}" for name in attended)
-    library.define(f"attend({given}, float scale) -> Tensor")
+    parameters = ", ".join(f"Tensor {name}" for name in attended)
+    library.define(f"attend({parameters}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -245,8 +247,8 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [blocks of 16 outputs, K / 32, bytes] uint8, filled up with zeros.
     """
-    missing = -len(q) % _BLOCK
-    q, scales = pad(q, (0, 0, 0, missing)), pad(scales, (0, 0, 0, 0, 0, missing))
+    num_pad = -len(q) % _BLOCK
+    q, scales = pad(q, (0, 0, 0, num_pad)), pad(scales, (0, 0, 0, 0, 0, num_pad))
     fours = q.view(-1, _BLOCK, q.shape[1] // _GROUP, 8, 4).permute(0, 2, 3, 1, 4)
     if scales.shape[2] == 2:
         fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
@@ -258,13 +260,13 @@ def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """The q [T, K] and scales [T, K / 32, 2 or 1] of outputs [T], as `packed_of` was given them."""
     num_scales = 2 if packed.shape[2] == 320 else 1
     num_fours = (packed.shape[2] - 32 * num_scales) // 64
-    block, place = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
+    block, index = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
     # Where the bytes of an output lie in each group; a copy of all scales would take too long.
     fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
     after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
-    at = torch.cat([fours.flatten() + 4 * place, after.flatten() + 2 * place], 1)
-    found = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
-    q, scales = found.split([4 * num_fours, 2 * num_scales], 2)
+    at = torch.cat([fours.flatten() + 4 * index, after.flatten() + 2 * index], 1)
+    codes = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
+    q, scales = codes.split([4 * num_fours, 2 * num_scales], 2)
     if num_scales == 2:
         q = q.unflatten(2, (-1, 4))
         q = torch.stack([q & 15, q >> 4], 3).flatten(2)

@@ -24,12 +24,12 @@ _known: WeakKeyDictionary[PreTrainedModel, KeyBases] = WeakKeyDictionary()
 def key_bases(model: PreTrainedModel) -> KeyBases:
     """Return the bases of a model's keys at position 0, measured at first use."""
     if model not in _known:
-        _known[model] = _measured(model)
+        _known[model] = _measure(model)
     return _known[model]
 
 
 @no_autograd_modes()
-def _measured(model: PreTrainedModel) -> KeyBases:
+def _measure(model: PreTrainedModel) -> KeyBases:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with ExitStack() as hooks, in_eval_mode([*model.modules()]):

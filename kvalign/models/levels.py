@@ -41,8 +41,8 @@ def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
     left = torch.arange(len(span), device=span.device)
     for num in range(15, 0, -1):
         tried = span[left] / num
-        places = offset[left] / tried.clamp_min(1e-30)
-        fits = ((places - places.round()).abs() < _CLOSE).all(1)
+        steps = offset[left] / tried.clamp_min(1e-30)
+        fits = ((steps - steps.round()).abs() < _CLOSE).all(1)
         step[left[fits]] = tried[fits]
         left = left[~fits]
         if not len(left):
@@ -54,5 +54,5 @@ def has_levels(weight: Tensor) -> bool:
     """Return whether the first groups of weights lie on at most 16 even levels each."""
     groups = weight.detach().flatten()[: 64 * GROUP].float().view(-1, GROUP)
     low, high = groups.aminmax(dim=1, keepdim=True)
-    places = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
-    return bool(((places - places.round()).abs() < _CLOSE).all())
+    steps = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
+    return bool(((steps - steps.round()).abs() < _CLOSE).all())

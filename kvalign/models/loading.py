@@ -77,8 +77,8 @@ def load_model(
         model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
-    turns = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
-    check_finite(turns, f"the config of {name}")
+    tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
+    check_finite(tensors, f"the config of {name}")
     model.eval()
     if weights == "auto":
         can_pack = torch.device(device).type in ("cpu", "cuda")
@@ -166,10 +166,10 @@ _NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module n
 def check_device(device: str) -> None:
     """Raise UserError for a device that this machine does not have, or that stores nothing."""
     try:
-        wanted = torch.device(device)
-        if wanted.type == "cpu" and wanted.index:
+        target = torch.device(device)
+        if target.type == "cpu" and target.index:
             raise UserError(f"device {device!r} is not available here: there is one cpu")
-        torch.zeros(1, dtype=torch.float32, device=wanted).item()
+        torch.zeros(1, dtype=torch.float32, device=target).item()
     except UserError:
         raise
     except Exception as error:  # each backend that is not there has a way of its own to say so

@@ -42,7 +42,7 @@ def config_of(name: str, source: str) -> PretrainedConfig:
         values = read_json(path)
         for field in _LAYERS & values.keys():
             check_layers(values[field], f"{path}: {field}")
-    with _reading(name, source):
+    with _explain_errors(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
 
@@ -61,10 +61,10 @@ def read(
     Raises:
         UserError: weights that are damaged, missing or differ from the config, or no tokenizer.
     """
-    with _reading(name, source):
+    with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=getattr(torch, dtype),
@@ -73,7 +73,7 @@ def read(
             device_map=device_map,
             **_local(source),
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
@@ -85,7 +85,7 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
     """Raise UserError for a model that fails at its first step, because of its config or its
     quantised weights.
     """
-    with _reading(name, source), torch.no_grad():
+    with _explain_errors(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
 
@@ -138,13 +138,13 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
     """
     is_packed = hasattr(config, "quantization_config")
     paths = list(folder.glob("*.safetensors"))
-    num_found = sum(check_header(path, any_type=is_packed) for path in paths)
+    num_stored = sum(check_header(path, any_type=is_packed) for path in paths)
     if is_packed:
-        num_found = 8 * sum(path.stat().st_size for path in paths)
+        num_stored = 8 * sum(path.stat().st_size for path in paths)
     num_needed = num_weights(config)
-    if 0 < num_found < num_needed:
+    if 0 < num_stored < num_needed:
         raise UserError(
-            f"config.json asks for {num_needed} weights, but its files have {num_found}"
+            f"config.json asks for {num_needed} weights, but its files have {num_stored}"
         )
 
 
@@ -156,7 +156,7 @@ def num_weights(config: PretrainedConfig) -> int:
 
 
 @contextmanager
-def _reading(name: str, source: str) -> Iterator[None]:
+def _explain_errors(name: str, source: str) -> Iterator[None]:
     try:
         with quiet():
             yield
@@ -168,12 +168,12 @@ def _reading(name: str, source: str) -> Iterator[None]:
 
 def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
-        said = " ".join(str(error).split()) or type(error).__name__
-        if "'NoneType' object" in said:
-            said = "transformers has no class for its architecture"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "'NoneType' object" in reason:
+            reason = "transformers has no class for its architecture"
         if isinstance(error, KeyError):
-            said = f"it lacks {said}"
-        return f"cannot load a model from folder {source!r}: {said:.{_LONGEST}}"
+            reason = f"it lacks {reason}"
+        return f"cannot load a model from folder {source!r}: {reason:.{_LONGEST}}"
     if not isinstance(error, OSError | ValueError):
         return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
     if name in fetched.MODELS:

@@ -56,15 +56,15 @@ def pack(model: PreTrainedModel, weights: str) -> None:
         UserError: no product can be packed.
     """
     head = model.get_output_embeddings()
-    found = [(name, module) for name, module in model.named_modules() if _fits(module)]
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if _fits(module)]
+    if not modules:
         raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
     kind: type[PackedLinear] = CudaLinear
     if on_cpu := model.device.type == "cpu":
         kind = RoundingLinear if kernel.is_here() else TorchLinear
     embedding = model.get_input_embeddings()
     rows = embedding.weight
-    for name, module in found:
+    for name, module in modules:
         progress.phase(f"packing {name}")
         bits = 8 if weights == "int8" or module is head else 4
         packed = kind(_weight_of(module), bits, module.bias).train(module.training)

@@ -102,8 +102,8 @@ class TorchLinear(PackedLinear):
             q, s = torch.cat([q >> 4, q & 15], 1), scales[..., 0]
             high, low = torch.stack([16 * s, 0 * s], -1), torch.stack([s, 8 * s], -1)
             scales = torch.cat([high, low], 1)
-        packed = self.laid_out(_filled(q))
-        return {"packed": packed, "scales": _filled(scales).transpose(0, 1).contiguous()}
+        packed = self.laid_out(_pad_blocks(q))
+        return {"packed": packed, "scales": _pad_blocks(scales).transpose(0, 1).contiguous()}
 
     def product(self, rows: Tensor) -> Tensor:
         rows = rows.bfloat16()
@@ -199,9 +199,9 @@ def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
     """The packed levels of outputs [T], [T, K] uint8, from [N', K / 2]."""
     block = _block_of_kernel()
     bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
-    place = outputs % block
-    found = bytes_of[outputs // block, :, place % (block // 2)]  # [T, K]
-    return torch.where(place[:, None] < block // 2, found & 15, found >> 4)
+    index = outputs % block
+    codes = bytes_of[outputs // block, :, index % (block // 2)]  # [T, K]
+    return torch.where(index[:, None] < block // 2, codes & 15, codes >> 4)
 
 
 def unpacked_levels(packed: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ def _block_of_kernel() -> int:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
     for block in (64, 32, 16):
         bytes_of = packed.view(_BLOCK // block, GROUP, block // 2)
-        found = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
-        if torch.equal(found.reshape(_BLOCK, GROUP).int(), q):
+        levels = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
+        if torch.equal(levels.reshape(_BLOCK, GROUP).int(), q):
             return block
     raise AssertionError("unknown layout of 4-bit weights")
 
@@ -235,7 +235,7 @@ def _multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _filled(x: Tensor) -> Tensor:
+def _pad_blocks(x: Tensor) -> Tensor:
     """Zeros after the last output, up to whole blocks."""
-    missing = -len(x) % _BLOCK
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    num_pad = -len(x) % _BLOCK
+    return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x

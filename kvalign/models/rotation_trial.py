@@ -44,7 +44,7 @@ def frequencies(model: PreTrainedModel) -> dict[str, Tensor]:
     """Rotary frequencies [N] float32 of a model, by name: its own buffers, or those behind its
     tables of sines and cosines [P, 2 N] (GPT-J). Equal ones occur once.
     """
-    found: dict[str, Tensor] = {}
+    by_path: dict[str, Tensor] = {}
     for path, buffer in model.named_buffers():
         name = path.rpartition(".")[2]
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
@@ -53,9 +53,9 @@ def frequencies(model: PreTrainedModel) -> dict[str, Tensor]:
             inv_freq = _of_table(buffer)
         else:
             continue
-        if not any(torch.equal(inv_freq, other) for other in found.values()):
-            found[path] = inv_freq
-    return found
+        if not any(torch.equal(inv_freq, other) for other in by_path.values()):
+            by_path[path] = inv_freq
+    return by_path
 
 
 def _of_table(table: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ class _FirstLayers(DynamicCache):
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        held = super().update(keys, values, layer_idx, *args, **kwargs)
+        entries = super().update(keys, values, layer_idx, *args, **kwargs)
         if layer_idx == self.last:
             raise _Enough
-        return held
+        return entries
 
 
 @no_autograd_modes()
@@ -114,23 +114,25 @@ def measured(
     offsets = [min(offset, most) for offset in OFFSETS]
     firsts = [kinds.index(kind) for kind in kinds]
     last = next((i for i in attention if i > max(firsts)), None)
-    cache, hidden = _encoded(model, offsets, last)
+    cache, hidden = _encode(model, offsets, last)
     candidates: list[Rotation] = [
         Rotation(inv_freq, is_bounded or path.endswith(_TABLE), layout)
         for path, inv_freq in frequencies(model).items()
         for layout in LAYOUTS
     ]
     candidates.append(Still())
-    found: dict[int, Rotation] = {}
+    by_layer: dict[int, Rotation] = {}
     for i in (i for i in attention if last is None or i <= last):
         layer = cache.layers[i]
         near = _near(layer.keys.dtype)
-        candidates.sort(key=lambda one: one not in list(found.values())[-1:])  # as the layer before
+        candidates.sort(
+            key=lambda one: one not in list(by_layer.values())[-1:]
+        )  # as the layer before
         errors = []
         for one in candidates:
             errors.append(_error(one, layer.keys[:, :, 0], offsets))
             if errors[-1] < near:
-                found[i] = one
+                by_layer[i] = one
                 break
         else:
             raise UserError(
@@ -151,13 +153,13 @@ def measured(
             "the score of a token with the one before it changes with the position of the pair, by "
             f"{apart:.2g} of its size"
         )
-    if len({*found.values()}) == 1:
-        return found[attention[0]]
+    if len({*by_layer.values()}) == 1:
+        return by_layer[attention[0]]
     still = Still()
-    return RotationByLayer([found.get(i, still) for i in firsts])
+    return RotationByLayer([by_layer.get(i, still) for i in firsts])
 
 
-def _encoded(
+def _encode(
     model: PreTrainedModel, offsets: list[int], last: int | None
 ) -> tuple[DynamicCache, Tensor | None]:
     """The cache after two tokens at each offset, and what the model ends in [2, 2, N]; None if the

@@ -66,8 +66,8 @@ class Snapshot:
         self._parts: list[dict[str, Any]] = [
             x for one in modules for x in (one._parameters, one._buffers, one._modules) if x
         ]
-        self._held = [*chain.from_iterable(map(dict.values, self._parts))]
-        self._tensors = [one for one in self._held if isinstance(one, Tensor)]
+        self._values = [*chain.from_iterable(map(dict.values, self._parts))]
+        self._tensors = [one for one in self._values if isinstance(one, Tensor)]
         files = [vars(sys.modules[name]) for name in {type(one).__module__ for one in modules}]
         functions = ((_names_of_functions(one), one) for one in files)
         self._functions = [(itemgetter(*names), values) for names, values in functions if names]

@@ -29,10 +29,10 @@ except (ImportError, OSError, ValueError):
 template, values = json.load(sys.stdin)
 system, user, answer = (dict(role=r, content="?") for r in ("system", "user", "assistant"))
 for messages in ([user], [system, user], [user, answer, user]):
-    for asked in (True, False):
+    for to_answer in (True, False):
         try:
             (text,), _ = render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=asked, **values
+                [messages], chat_template=template, add_generation_prompt=to_answer, **values
             )
         except MemoryError:
             sys.exit({_REFUSED})
@@ -52,19 +52,19 @@ def fault_of(template: object, values: Mapping[str, object]) -> str:
         values: special tokens, by their names in templates.
     """
     templates = template.values() if isinstance(template, dict) else [template]
-    asked = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
-    if all(map(_is_small, asked)):
+    requests = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
+    if all(map(_is_small, requests)):
         return ""
     most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
     return f"it needs over {most} for a word"
 
 
 @lru_cache(maxsize=16)
-def _is_small(asked: str) -> bool:
+def _is_small(request: str) -> bool:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", _PROGRAM],
-            input=asked,
+            input=request,
             encoding="utf-8",
             capture_output=True,
             timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time
@@ -74,4 +74,4 @@ def _is_small(asked: str) -> bool:
         return False
     except OSError:  # no such process can be started: nothing is known
         return True
-    return 0 <= done.returncode != _REFUSED  # below: killed by a limit
+    return 0 <= process.returncode != _REFUSED  # below: killed by a limit

@@ -46,12 +46,12 @@ def ids_of(
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     encode = encoder_of_masked(masks, tokenizer) if masks else plain
-    ids = _going_on(text, encode) if goes_on else encode(text)
+    ids = _ids_after(text, encode) if goes_on else encode(text)
     opening = prefix_ids(tokenizer) if prefix else []
     return ids if ids[: len(opening)] == opening else [*opening, *ids]
 
 
-def _going_on(text: str, encode: Encoder) -> list[int]:
+def _ids_after(text: str, encode: Encoder) -> list[int]:
     """The ids of a text after another one: without the space that some tokenizers put in front.
 
     A tokenizer of whole words makes one word of two texts that meet without a space, so it has no

@@ -34,12 +34,12 @@ def read_weights(
     with opened(path, f"the weights of {where}") as file:
         names = set(file.keys())
         for name, shape in shapes.items():
-            kind, found = "", "nothing"
+            kind, sizes = "", "nothing"
             if name in names:
                 claimed = file.get_slice(name)
-                kind, found = claimed.get_dtype(), str(tuple(claimed.get_shape()))
-            if found != str(tuple(shape)):
-                raise UserError(f"{where}: {name} must be {tuple(shape)}, found {found}")
+                kind, sizes = claimed.get_dtype(), str(tuple(claimed.get_shape()))
+            if sizes != str(tuple(shape)):
+                raise UserError(f"{where}: {name} must be {tuple(shape)}, found {sizes}")
             if kind not in FLOATS:
                 raise UserError(f"{where}: {name} must be of {', '.join(FLOATS)}, found {kind}")
         if unknown := sorted(names - shapes.keys()):
@@ -87,6 +87,6 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Raise UserError for the first non-finite weight."""
     for name, x in weights:
         # The extremes are not finite if any number is not, and are found faster than those.
-        found = x.detach().aminmax() if x.numel() and x.dtype in _USUAL else (x,)
-        if not all(torch.isfinite(one).all() for one in found):
+        extremes = x.detach().aminmax() if x.numel() and x.dtype in _USUAL else (x,)
+        if not all(torch.isfinite(one).all() for one in extremes):
             raise UserError(f"{where}: {name} is not finite")

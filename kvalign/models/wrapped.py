@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 
-_HELD_AS = ("_orig_mod", "module", "model")
+_ATTRIBUTES = ("_orig_mod", "module", "model")
 """Names of the inner model in `torch.compile`, wrappers like DDP, and PEFT."""
 
 
@@ -18,7 +18,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
         UserError: PEFT puts its own tokens before each input (prompt and prefix tuning).
         TypeError: it contains no model of transformers.
     """
-    given = model
+    outer = model
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             kind = type(model.active_peft_config).__name__
@@ -26,11 +26,11 @@ def unwrapped(model: Any) -> PreTrainedModel:
                 f"a model with {kind} puts its own tokens before each input, unknown to a "
                 "cache: use an adapter that changes layers, such as LoRA"
             )
-        held = (getattr(model, name, None) for name in _HELD_AS)
-        model = next((inner for inner in held if isinstance(inner, nn.Module)), None)
+        inners = (getattr(model, name, None) for name in _ATTRIBUTES)
+        model = next((inner for inner in inners if isinstance(inner, nn.Module)), None)
         if model is None:
             raise TypeError(
-                f"the model must be a causal LM of transformers, got {type(given).__name__}: "
+                f"the model must be a causal LM of transformers, got {type(outer).__name__}: "
                 "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
             )
     return model

@@ -32,9 +32,9 @@ def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
     try:
         scores = press.score(None, None, keys, keys, weights, {})
     except Exception as error:
-        given = "keys, values and attention weights" if reads_weights else "keys and values"
+        inputs = "keys, values and attention weights" if reads_weights else "keys and values"
         raise UserError(
-            f"{title} cannot be a policy: it does not score by {given} alone "
+            f"{title} cannot be a policy: it does not score by {inputs} alone "
             f"({type(error).__name__})"
         ) from error
     if scores.shape != keys.shape[:3]:

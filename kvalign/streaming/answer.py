@@ -35,7 +35,7 @@ class Answer:
         self.finish = ""
         self._pieces: list[str] = []
         self._most, self._end_ids = sampling.max_new_tokens, end_ids
-        self._stops = StopStrings(sampling.stop_strings)
+        self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
         self._decoder = Decoder(tokenizer, before)
 
     def take(self, token: int) -> tuple[str, str]:
@@ -49,12 +49,13 @@ class Answer:
         piece = self._decoder.step(token)
         self._pieces.append(piece)
         is_end = token in self._end_ids
-        shown = "" if is_end else self._stops.read(piece)
-        if is_end or self._stops.has_stopped:
+        stops = self._stops
+        shown = "" if is_end else stops.read(piece) if stops else piece
+        if is_end or (stops and stops.has_stopped):
             self.finish = "stop"
         elif self._most and len(self.token_ids) >= self._most:
             self.finish = "length"
-        return piece, shown + self._stops.rest() if self.finish else shown
+        return piece, shown + stops.rest() if stops and self.finish else shown
 
     @property
     def text(self) -> str:
@@ -79,10 +80,10 @@ class StopStrings:
     def read(self, piece: str) -> str:
         """Return the text that can be shown now: up to the first stop string."""
         text, self._tail = self._tail + piece, ""
-        places = [place for string in self._strings if (place := text.find(string)) >= 0]
-        if places:
+        starts = [start for string in self._strings if (start := text.find(string)) >= 0]
+        if starts:
             self.has_stopped = True
-            return text[: min(places)]
+            return text[: min(starts)]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):
                 self._tail = text[start:]

@@ -1,6 +1,7 @@
 """Decoding of tokens to whole characters, one by one. Only this module decodes."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,25 +25,25 @@ class Decoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]):
-        self._tokenizer = tokenizer
-        # What was given last, so that a word keeps its space, and what has not been given yet.
+        self._text = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+        # The last text, so that a word keeps its space, and what has not been given yet.
         self._context, self._waiting = self._cut([*before[-2 * _MOST :]])
-        self._given = self._text(self._context)
+        self._context_text = self._text(self._context)
 
     def step(self, token: int) -> str:
         """The text that a token adds; none while it is part of a character."""
         self._waiting.append(token)
-        given, whole = self._given, self._text(self._context + self._waiting)
-        is_whole = whole != given and not whole.endswith(_NO_CHARACTER)
+        before, whole = self._context_text, self._text(self._context + self._waiting)
+        is_whole = whole != before and not whole.endswith(_NO_CHARACTER)
         if not is_whole and len(self._waiting) < _MOST:
             return ""
-        follows = whole.startswith(given)
-        piece = whole.removeprefix(given) if follows else self._text(self._waiting)
+        follows = whole.startswith(before)
+        piece = whole.removeprefix(before) if follows else self._text(self._waiting)
         if is_whole:  # a space alone has no text: a tokenizer strips the first one
             alone = self._text(self._waiting)
-            before = [] if alone else self._context
-            self._context = [*before, *self._waiting][-2 * _MOST :]
-            self._given = alone or self._text(self._context)
+            context = [] if alone else self._context
+            self._context = [*context, *self._waiting][-2 * _MOST :]
+            self._context_text = alone or self._text(self._context)
         self._waiting = []
         return piece
 
@@ -54,6 +55,3 @@ class Decoder:
                 if text and not text.endswith(_NO_CHARACTER):
                     return before[start:end], before[end:]
         return before, []
-
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)

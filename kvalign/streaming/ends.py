@@ -22,11 +22,11 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     Raises:
         UserError: a config names something else than token ids.
     """
-    ends = {*named_in(model.generation_config), *named_in(model.config.get_text_config())}
+    ends = {*ends_of(model.generation_config), *ends_of(model.config.get_text_config())}
     return sorted((ends | {tokenizer.eos_token_id, answer_end(tokenizer)}) - {None})
 
 
-def named_in(config: GenerationConfig | PretrainedConfig) -> list[int]:
+def ends_of(config: GenerationConfig | PretrainedConfig) -> list[int]:
     """End tokens that a config or a generation_config names: none, one or several.
 
     Raises:

@@ -98,12 +98,12 @@ MADE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "
 """Inputs of the model that `generate` makes, whether or not its call has them."""
 
 
-def check_call(function: Callable, given: Mapping[str, Any]) -> None:
+def check_call(function: Callable, arguments: Mapping[str, Any]) -> None:
     """Raise UserError for the first given argument that neither the function nor `generate` has, or
     that a stream does not obey.
     """
     own = {*inspect.signature(function).parameters, *OBEYED}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in REFUSED:
             _check(name, value)
         elif value is not None and name not in own | NO_USE:
@@ -133,7 +133,7 @@ def check_processors(processors: Any) -> None:
             raise UserError(f"streaming {_GUIDANCE}: leave out {type(processor).__name__}")
 
 
-def given_to_generate() -> dict[str, Any]:
+def arguments_of_generate() -> dict[str, Any]:
     """The arguments of the call of `model.generate` that is running, by name; none if none is. It
     hands on some of them to no function: they are in the variables of that call alone, or in those
     of what decorates it.

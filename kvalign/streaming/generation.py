@@ -27,12 +27,12 @@ from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.ends import named_in
+from kvalign.streaming.ends import ends_of
 from kvalign.streaming.generate_settings import (
     MADE,
+    arguments_of_generate,
     check_call,
     check_config,
-    given_to_generate,
 )
 from kvalign.streaming.loop import stream_tokens
 
@@ -88,12 +88,12 @@ def stream_generate(
             stop_strings=stop_strings,
             **keywords,
         )
-    given, config = given_to_generate(), generation_config
-    check_call(stream_generate, given | {x: keywords[x] for x in keywords.keys() - MADE})
+    arguments, config = arguments_of_generate(), generation_config
+    check_call(stream_generate, arguments | {x: keywords[x] for x in keywords.keys() - MADE})
     check_config(config, model.generation_config)
     named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
     if stop_strings is not None:
-        tokenizer = given.get("tokenizer") or keywords.get("tokenizer")
+        tokenizer = arguments.get("tokenizer") or keywords.get("tokenizer")
         if tokenizer is None:
             raise UserError("stop_strings need the model's tokenizer: give tokenizer=..., too")
         ends = StopStringCriteria(tokenizer, stop_strings)
@@ -110,7 +110,7 @@ def stream_generate(
         processors=logits_processor,
         criteria=stopping_criteria,
         do_sample=bool(config.do_sample),
-        eos_token_ids=named_in(config),
+        eos_token_ids=ends_of(config),
         pad_token_id=config.pad_token_id,
         mask=keywords.get("attention_mask"),
     )
@@ -118,7 +118,7 @@ def stream_generate(
     if stream_to is not None:
         stream_to.put(input_ids.cpu())
     else:
-        stream_to = given.get("streamer")  # which has been given the prompt
+        stream_to = arguments.get("streamer")  # which has been given the prompt
     for token in tokens:
         new.append(token)
         if stream_to is not None:

@@ -10,14 +10,6 @@ from kvalign.methods.base import Method
 from kvalign.models.weights import check_finite
 
 
-def most_likely(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token of each row of scores [B, V], and whether there is one: [B] int64 and
-    bool. NaN counts as the greatest number.
-    """
-    best, token = scores.max(-1)
-    return token, best.isfinite()
-
-
 def no_token(logits: Tensor, method: Method) -> RunError:
     """Return the error for logits [B, V] from which no token can be chosen."""
     if logits.isfinite().all():

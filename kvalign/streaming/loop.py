@@ -18,7 +18,7 @@ from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
 from kvalign.streaming.generate_settings import check_processors
-from kvalign.streaming.health import most_likely, no_token
+from kvalign.streaming.health import no_token
 from kvalign.streaming.lookup import Lookup, check_lookup
 from kvalign.streaming.sampling import Sampling
 
@@ -30,13 +30,16 @@ class Row:
     Args:
         ids: [B, T] int64, the tokens before.
         processors: transformers' logits processors; they see all ids.
-        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        do_sample: draw from the processed distribution, instead of the most likely token.
         generator: source of the draws; None: torch's global one.
         lookup: most tokens that are guessed at a time while the row is alone in its batch.
 
     Attributes:
         token: [B] int64, the last one, which is fed next.
+        is_over: [B] bool, which of several texts have ended; they go on with `pad`. None: none can.
     """
+
+    pad: int = 0
 
     def __init__(
         self,
@@ -49,28 +52,32 @@ class Row:
         self.processors, self.do_sample, self.generator = processors, do_sample, generator
         self.lookup = Lookup(lookup, ids[0].tolist()) if lookup else None
         self.token, self._ids, self._len = ids[:, -1], ids, ids.shape[1]
+        self.is_over: Tensor | None = None
 
     @property
     def ids(self) -> Tensor:
         """All ids so far [B, T]."""
         return self._ids[:, : self._len]
 
-    def choose(self, logits: Tensor, method: Method) -> Tensor:
-        """Return the next token of each text [B] int64, from logits [B, V]; RunError if there is
-        none.
+    def has_ended(self) -> bool:
+        """Return whether the row has ended; asked once after each token."""
+        return False
+
+    def take(self, logits: Tensor, method: Method) -> None:
+        """Choose the next token of each text from logits [B, V], and append it; RunError if there
+        is none. The buffer of ids doubles when it is full, so an endless stream is not copied at
+        each token.
         """
-        scores = self.processors(self.ids, logits) if self.processors else logits
-        token, is_one = most_likely(scores)
-        if not is_one.all():
+        scores = logits
+        if self.processors:
+            scores = self.processors(self._ids[:, : self._len], logits)
+        best, token = scores.max(-1)  # NaN counts as the greatest number
+        if not best.isfinite().all():
             raise no_token(logits, method)
         if self.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
-        return token
-
-    def append(self, token: Tensor) -> None:
-        """Append chosen tokens [B]. The buffer of ids doubles when it is full, so an endless stream
-        is not copied at each token.
-        """
+        if self.is_over is not None:
+            token = torch.where(self.is_over, self.pad, token)
         if self._len == self._ids.shape[1]:
             with no_autograd_modes():
                 self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
@@ -79,18 +86,13 @@ class Row:
         if self.lookup is not None:
             self.lookup.append(int(token))
 
-    def advance(self, logits: Tensor, method: Method) -> int:
-        """Choose and append the next token of one text, from logits [1, V]."""
-        self.append(self.choose(logits, method))
-        return int(self.token)
-
 
 R = TypeVar("R", bound=Row)
 
 
 class Batch(Generic[R]):
     """Rows that a method steps together. Rows join when their prompts have been fed, and leave when
-    they end.
+    they have ended.
 
     Attributes:
         method: has been fed all tokens of the rows but the last ones.
@@ -111,22 +113,45 @@ class Batch(Generic[R]):
         for method in methods:
             method.reset()
 
-    def feed(self) -> Tensor:
-        """Feed the last token of each row: logits [B, V] of the next ones."""
+    def step(self) -> Sequence[R]:
+        """Feed the last token of each row, and let the row take the next one. Returns the rows."""
         first, *others = self.rows
         if others:
-            return self.method.feed(torch.cat([row.token for row in self.rows])[:, None])
-        if first.lookup is not None:
-            return first.lookup.feed(self.method)
-        return self.method.feed(first.token[:, None])
+            logits = self.method.feed(torch.cat([row.token for row in self.rows])[:, None])
+            for row, one in zip(self.rows, logits.split(1), strict=True):
+                row.take(one, self.method)
+        elif first.lookup is not None:
+            first.take(first.lookup.feed(self.method), self.method)
+        else:
+            first.take(self.method.feed(first.token[:, None]), self.method)
+        return self.rows
 
-    def keep(self, goes_on: Sequence[bool]) -> None:
-        """Keep the rows that go on."""
-        kept = [i for i, goes in enumerate(goes_on) if goes]
-        if len(kept) < len(self.rows):
-            self.rows = [self.rows[i] for i in kept]
-            if kept:
-                self.method.select(kept)
+    def leave(self) -> None:
+        """Let rows that have ended leave."""
+        numbers = [number for number, row in enumerate(self.rows) if not row.has_ended()]
+        if len(numbers) < len(self.rows):
+            self.rows = [self.rows[number] for number in numbers]
+            if numbers:
+                self.method.select(numbers)
+
+
+class _Texts(Row):
+    """Texts that begin together. The row ends with the last of them, or when the method takes no
+    more tokens.
+    """
+
+    method: Method
+    ends: Tensor
+    criteria: StoppingCriteriaList | None
+
+    def has_ended(self) -> bool:
+        if self.is_over is not None:
+            self.is_over = self.is_over | torch.isin(self.token, self.ends)
+            if self.criteria:
+                self.is_over = self.is_over | self.criteria(self.ids, None)
+            if self.is_over.all():
+                return True
+        return self.method.tokens_left == 0
 
 
 @torch.no_grad()
@@ -152,7 +177,7 @@ def stream_tokens(
         prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
         processors: transformers' logits processors; they see the whole history.
         criteria: transformers' stopping criteria, checked after each token.
-        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        do_sample: draw from the processed distribution, instead of the most likely token.
         eos_token_ids: tokens that end a row; empty: none.
         pad_token_id: yielded for an ended row; default: the first end token.
         generator: source of random numbers; default: torch's global one.
@@ -176,24 +201,22 @@ def stream_tokens(
         check_lookup(method)
         if len(ids) > 1:
             raise UserError(f"lookup is for one stream, got {len(ids)} rows")
-    row = Row(ids, processors, do_sample, generator, lookup)
-    batch = Batch(method, [row])
-    ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
-    pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
-    going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+    row = _Texts(ids, processors, do_sample, generator, lookup)
+    row.method, row.criteria = method, criteria
+    row.ends = torch.tensor([*eos_token_ids], dtype=torch.int64, device=prompt.device)
+    row.pad = min(eos_token_ids, default=0) if pad_token_id is None else pad_token_id
+    if eos_token_ids or criteria:
+        row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:
         method.reset()
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
+    row.take(logits, method)
+    batch = Batch(method, [row])
     while True:
-        row.append(torch.where(going, row.choose(logits, method), pad))
         yield row.token
-        if len(ends):
-            going = going & ~torch.isin(row.token, ends)
-        if criteria:
-            going = going & ~criteria(row.ids, None)
-        if not going.any() or method.tokens_left == 0:
+        if row.has_ended():
             return
-        logits = batch.feed()
+        batch.step()
 
 
 def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
@@ -211,10 +234,14 @@ def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
 
 
 class _NumberedRow(Row):
-    """Row that ends when it is `most` ids long."""
+    """Row that ends when it is `most` ids long, or its number `ends` it."""
 
     number: int
     most: float
+    ends: Callable[[int], bool]
+
+    def has_ended(self) -> bool:
+        return self.ids.shape[1] >= self.most or self.ends(self.number)
 
 
 @torch.no_grad()
@@ -246,13 +273,10 @@ def stream_rows(
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
 
-    def goes_on(row: _NumberedRow) -> bool:
-        return row.ids.shape[1] < row.most and not has_ended(row.number)
-
     waiting, batch = enumerate(prompts), Batch[_NumberedRow](method)
     while True:
-        begun: list[tuple[_NumberedRow, Method]] = []
-        while max_rows is None or len(batch.rows) + len(begun) < max_rows:
+        new: list[tuple[_NumberedRow, Method]] = []
+        while max_rows is None or len(batch.rows) + len(new) < max_rows:
             number, ids = next(waiting, (None, None))
             if number is None or ids is None:
                 break
@@ -262,16 +286,16 @@ def stream_rows(
             prompt = torch.tensor([list(ids)], device=method.model.device)
             room = math.inf if alone.tokens_left is None else alone.tokens_left
             row = _NumberedRow(prompt, **sampling.of_row(prompt.device, number))
-            row.number = number
+            row.number, row.ends = number, has_ended
             row.most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
-            yield number, row.advance(alone.feed(prompt), method)
-            if goes_on(row):
-                begun.append((row, alone))
-        if begun:
-            batch.join((row for row, _ in begun), [alone for _, alone in begun])
+            row.take(alone.feed(prompt), method)
+            yield number, int(row.token)
+            if not row.has_ended():
+                new.append((row, alone))
+        if new:
+            batch.join((row for row, _ in new), [alone for _, alone in new])
         if not batch.rows:
             return
-        logits = batch.feed()
-        for i, row in enumerate(batch.rows):
-            yield row.number, row.advance(logits[i : i + 1], method)
-        batch.keep([goes_on(row) for row in batch.rows])
+        for row in batch.step():
+            yield row.number, int(row.token)
+        batch.leave()

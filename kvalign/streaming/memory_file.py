@@ -48,7 +48,7 @@ def is_of_memory(name: str) -> bool:
     return ".memory." in name
 
 
-def place(stream: Path, number: int) -> Path:
+def path_of(stream: Path, number: int) -> Path:
     """The file of this number beside a stream's own."""
     return stream.with_name(f"{stream.name}.memory.{number}")
 
@@ -57,7 +57,7 @@ def remove(stream: Path, but: MemoryFile | None = None) -> None:
     """Remove the files beside a stream's own, except one."""
     for number in (0, 1):
         if but is None or number != but.number:
-            place(stream, number).unlink(missing_ok=True)
+            path_of(stream, number).unlink(missing_ok=True)
 
 
 class Entries:
@@ -125,9 +125,9 @@ def write(stream: Path, entries: Entries, before: Before | None) -> tuple[Memory
         number = 0 if before is None else 1 - before.file.number
         file = MemoryFile(number=number, first=entries.first, end=entries.first)
         sums = torch.empty(0)
-        place(stream, number).unlink(missing_ok=True)
+        path_of(stream, number).unlink(missing_ok=True)
     new: list[int] = []
-    with place(stream, file.number).open("r+b" if file.end > file.first else "wb") as out:
+    with path_of(stream, file.number).open("r+b" if file.end > file.first else "wb") as out:
         out.seek((file.end - file.first) * entries.record_len)
         for slots in entries.spans(file.end):
             records = entries.records(slots)
@@ -144,7 +144,7 @@ def _begins(stream: Path, entries: Entries, before: Before) -> bool:
     file, digests = before.file, before.digests
     if entries.digests is None or digests is None or digests.shape != before.sums.shape:
         return False
-    first, path = file.end - len(digests), place(stream, file.number)
+    first, path = file.end - len(digests), path_of(stream, file.number)
     if not first <= entries.first < file.end <= entries.end:
         return False
     if entries.end - file.first > 2 * entries.num_slots or not path.is_file():
@@ -168,7 +168,7 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
     is_whole = sums.dtype == torch.int64 and 0 < len(sums) <= file.end - file.first
     if not is_whole or not like or any(x.dim() != 4 or x.shape[::2] != (1, 0) for x in like):
         raise UserError(f"{stream} is not a stream that kvalign saved")
-    path = place(stream, file.number)
+    path = path_of(stream, file.number)
     if not path.is_file():
         raise UserError(f"{stream} has its memory in {path}, which is missing: copy both files")
     record_len = sum(map(_width, like))

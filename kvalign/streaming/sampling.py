@@ -192,8 +192,8 @@ class Sampling:
         elif self.is_greedy:
             words = ["--temperature 0"] if self.temperature == 0 else ["--top-k 1"]
         else:
-            is_told = [name for name in DRAWS if name == "top_k" or self._differs(name)]
-            words = [f"{flag(name)} {getattr(self, name):g}" for name in is_told]
+            names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
+            words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
         penalties = filter(self._differs, ("repetition_penalty", "no_repeat_ngram_size"))
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])

@@ -44,18 +44,18 @@ def score(
     ids: Tensor,
     on_labels: OnLabels = lambda n: None,
     measure: Measure = losses,
-    wanted: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Losses of `score_stepwise`, up to rounding, by a faster way if there is one, which processes
-    row after row. The measure may be nan for labels that are not `wanted` [B * (N - cache_size -
-    1)] bool.
+    row after row. The measure may be nan for labels outside the `mask` [B * (N -
+    cache_size - 1)] bool.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(ids, method.model.config.vocab_size)
     if ids.shape[1] < (least := method.sizes.cache_size + 2):
         raise UserError(f"ids must be at least cache_size + 2 = {least} a row, got {ids.shape[1]}")
     if isinstance(method, Reencoding):
-        parts = [None] * len(ids) if wanted is None else wanted.view(len(ids), -1)
+        parts = [None] * len(ids) if mask is None else mask.view(len(ids), -1)
         rows = [
             score_windows(method, row, on_labels, measure, part)
             for row, part in zip(ids.split(1), parts, strict=True)
@@ -119,11 +119,11 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
 
 @torch.no_grad()
 def score_windows(
-    method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, wanted: Tensor | None
+    method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, mask: Tensor | None
 ) -> Tensor:
     """Losses of `score_stepwise`. The tokens that a method keeps change only at an eviction. So all
     steps between two evictions are one causal forward pass, and several such periods make a batch.
-    Periods without a wanted label are left out.
+    Periods without a label that counts are left out.
     """
     sizes, vocab_size = method.sizes, method.model.config.vocab_size
     first, k = sizes.first_input_len, sizes.num_evicted
@@ -134,12 +134,12 @@ def score_windows(
     sinks, rest = ids[0, : sizes.num_sinks], ids[0, sizes.num_sinks :]
     windows = pad(rest, (0, k)).unfold(0, first - sizes.num_sinks, k)[:num_periods]
     periods = torch.arange(num_periods, device=ids.device)
-    if wanted is not None:
-        assert wanted.any()
-        periods = (pad(wanted, (k - 1, k)).unfold(0, k, k)[:num_periods]).any(1).nonzero()[:, 0]
+    if mask is not None:
+        assert mask.any()
+        periods = (pad(mask, (k - 1, k)).unfold(0, k, k)[:num_periods]).any(1).nonzero()[:, 0]
     scores = ids.new_full((num_labels,), torch.nan, dtype=torch.float32)
     batch_size = max(1, min(BATCH_TOKENS // first, BATCH_LOGITS // (k * vocab_size)))
-    num_told = 0
+    num_reported = 0
     for batch in periods.split(batch_size):
         inputs = torch.cat([sinks.expand(len(batch), -1), windows[batch]], 1)  # [periods, C + 1]
         with method.in_eval_mode():
@@ -150,7 +150,7 @@ def score_windows(
         if not inside.all():
             logits, of = logits[inside], of[inside]
         scores[of] = measure(logits, ids[0, first + of])
-        on_labels(int(of[-1]) + 1 - num_told)
-        num_told = int(of[-1]) + 1
-    on_labels(num_labels - num_told)
+        on_labels(int(of[-1]) + 1 - num_reported)
+        num_reported = int(of[-1]) + 1
+    on_labels(num_labels - num_reported)
     return scores

@@ -242,8 +242,10 @@ def _read(
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
             document = parse_json(metadata.get("stream", ""), wrong)
-            wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-            tensors = {name: file.get_tensor(name) for name in wanted}
+            present = [*file.keys()]
+            tensors = {
+                name: file.get_tensor(name) for name in present if names is None or name in names
+            }
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, OSError) as error:

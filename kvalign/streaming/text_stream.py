@@ -106,15 +106,17 @@ class TextStream(NotPickled):
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
         while not self._answer.finish:
             start = time.perf_counter()
-            with self._whole.change():
-                token = next(self._tokens, None)
-                if token is None:
-                    return
-                chosen = int(token)  # waits for the device
+            self._whole.begin()
+            token = next(self._tokens, None)
+            if token is not None:
+                token_id = int(token)  # waits for the device
                 self.times_s.append(time.perf_counter() - start)
                 self.num_fed = len(self.ids)
-                self.ids.append(chosen)
-                piece, _ = self._answer.take(chosen)
+                self.ids.append(token_id)
+                piece, _ = self._answer.take(token_id)
+            self._whole.end()
+            if token is None:
+                return
             if piece:
                 yield piece
 
@@ -166,10 +168,10 @@ class TextStream(NotPickled):
         A stream without input can be saved, too, and begins when it is fed.
         """
         self._whole.check()
-        place = Path(typed("path", path, Path))
-        check_output(place, "file", "path")
+        file = Path(typed("path", path, Path))
+        check_output(file, "file", "path")
         stream_file.save(
-            place,
+            file,
             self.method,
             Digests.of(self.method, self.tokenizer),
             self.sampling,
@@ -243,7 +245,7 @@ def stream(
     if keep is not None:
         if rest.get("num_sinks") is not None:
             raise UserError("keep and num_sinks set the same number: give one of them")
-        rest["num_sinks"] = _num_kept(keep, prompt, model, tokenizer)
+        rest["num_sinks"] = _num_sinks(keep, prompt, model, tokenizer)
     streaming = make_method(method, model, cache_size=cache_size, **rest)
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
@@ -251,7 +253,7 @@ def stream(
     return text_stream
 
 
-def _num_kept(
+def _num_sinks(
     keep: int | str, prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> int:
     if isinstance(keep, str) and keep != "prompt":
@@ -299,8 +301,8 @@ def load_stream(
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
-        taken = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
-        sizes = {name: getattr(saved, name) for name in taken}
+        names = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
+        sizes = {name: getattr(saved, name) for name in names}
         if aligner is None and saved.aligner is not None:
             aligner = _aligner_of(saved, unwrapped(model))
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)

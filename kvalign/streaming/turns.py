@@ -65,7 +65,7 @@ def opening_len(
     return _num_alike(tokenizer, True, system, special_tokens)
 
 
-def asked_from(
+def word_starts(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[int],
     system: str | None,
@@ -97,7 +97,7 @@ def evict_turns(
     one stays in any case, and so does the opening.
 
     Args:
-        turns: number of tokens before each that has not been evicted, as of `asked_from`.
+        turns: number of tokens before each that has not been evicted, as of `word_starts`.
         ids: all tokens of the conversation, its last turn included.
         system: instructions with which it begins.
         size: entries of the cache.
@@ -106,7 +106,7 @@ def evict_turns(
     Returns:
         The number of turns that are evicted now, and the tokens that stay.
     """
-    begins = asked_from(tokenizer, turns, system, special_tokens=special_tokens)
+    begins = word_starts(tokenizer, turns, system, special_tokens=special_tokens)
     num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
     room = size - num_opening - min(num_answer, size // 2)
     fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
@@ -168,13 +168,13 @@ def messages_text(
     Raises:
         UserError: a template that does not accept such a conversation, or leaves a part of it out.
     """
-    told = [] if system is None else [_message("system", system)]
+    opening = [] if system is None else [_message("system", system)]
     if not tokenizer.chat_template:
-        return "\n\n" * goes_on + "".join(map(_plain, [*told * (not goes_on), *messages]))
-    answer = next(unused_in([message["content"] for message in (*told, *messages)]))
+        return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
+    answer = next(unused_in([message["content"] for message in (*opening, *messages)]))
     before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
-    text = _render(tokenizer, [*told, *before, *messages], to_answer=True)
-    for message in (*told, *messages):
+    text = _render(tokenizer, [*opening, *before, *messages], to_answer=True)
+    for message in (*opening, *messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             what = f"leaves out the {message['role']}'s message"
             raise UserError(f"the chat template of this model {what}")

@@ -18,7 +18,7 @@ from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.app.inventory import checks, fetch, listing
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import held, sha256
+from kvalign.foundation.files import lock_file, sha256
 from kvalign.models import fetched
 
 NAME = "smollm2-135m-instruct"
@@ -121,7 +121,7 @@ def test_what_is_not_the_known_file_is_not_kept(
 def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
     cache = tmp_path / "cache"
     cache.mkdir()
-    with held(cache / LOCK, cache / NAME):
+    with lock_file(cache / LOCK, cache / NAME):
         assert main(FETCH) == 2
     assert capsys.readouterr().err == (
         f"kvalign models: error: another run is writing to {cache / NAME}: wait for it, or name "

@@ -234,7 +234,7 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     settings = ServeSettings(model="llama-mini", sessions=path.parent, **how)
     try:
         service = Service(settings, served_model)
-        said, has_begun = service.said_of_folder(), True
+        said, has_begun = service.folder_notes(), True
     except UserError as error:
         said, has_begun = str(error), False
     assert what != ("served otherwise" if has_begun else "cut short")

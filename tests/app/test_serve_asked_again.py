@@ -182,7 +182,7 @@ def test_a_session_of_0_2_goes_on(loaded, tmp_path, monkeypatch):
             del saved.notes[name]
         stream_file.write(path, saved, tensors)
     with serving(loaded, **how) as server:
-        assert server.service.said_of_folder() == ""
+        assert server.service.folder_notes() == ""
         assert ask(server, says("Who? "), "s", **GREEDY)[0] == answers[1]
         whole = says("Who? ", answers[0], "Why?")
         assert ask(server, says("Who?", answers[0].strip(), "Why?"))[1] == 0, "as 0.2 compared them"

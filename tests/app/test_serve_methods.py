@@ -17,7 +17,7 @@ from kvalign.app.serve.answers import End, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.wire import Chat, Sent
+from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
 from kvalign.models.loading import load_model
 from kvalign.steppers import stored
@@ -48,8 +48,8 @@ def asked(service, turn, name, **more):
     """The queue to which a turn's events come."""
     events = queue.Queue()
     fields = dict(model="any", messages=[{"role": "user", "content": turn}], session=name)
-    sent = Sent(key=secrets.token_hex(8))  # a turn that is said twice is no turn sent again
-    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), sent, events.put)
+    headers = Headers(key=secrets.token_hex(8))  # a turn that is said twice is no turn sent again
+    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), headers, events.put)
     return events
 
 
@@ -182,14 +182,18 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
         fields = dict(model="any", temperature=0, max_tokens=40)
         hello = [{"role": "user", "content": "Hello"}]
         service.chat(
-            Chat(messages=hello, **fields), Sent(), lambda e: (order.append("short"), short.put(e))
+            Chat(messages=hello, **fields),
+            Headers(),
+            lambda e: (order.append("short"), short.put(e)),
         )
         assert isinstance(short.get(timeout=PATIENCE_S), Piece)  # it is being stepped
         text = "the king of the island had a ship and " * 400
         long = [{"role": "user", "content": text}]
         events = queue.Queue()
         service.chat(
-            Chat(messages=long, **fields), Sent(), lambda e: (order.append("long"), events.put(e))
+            Chat(messages=long, **fields),
+            Headers(),
+            lambda e: (order.append("long"), events.put(e)),
         )
         answer = text_of(events)
     finally:

@@ -129,7 +129,7 @@ def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
         assert num_cached(ask(server, talk)) > 0
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
         assert len(server.service.sessions) == 1 and len(files(tmp_path)) == 2
-        assert "1 conversation of requests without a session" in server.service.said_of_folder()
+        assert "1 conversation of requests without a session" in server.service.folder_notes()
 
 
 def test_a_session_that_had_to_go_says_so(loaded):
@@ -229,7 +229,7 @@ def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_
     shutil.copy(paths["b"], paths["d"])  # one session under two names
     (tmp_path / "notes.safetensors").write_text("nothing")
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        said = server.service.said_of_folder()
+        said = server.service.folder_notes()
         for name in (paths["a"].name, paths["d"].name, "notes.safetensors"):
             assert name in said
         assert paths["b"].name not in said
@@ -264,7 +264,7 @@ def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp
         shutil.copytree(tmp_path, folder := tmp_path.with_name(word))
         change(folder / memory.name)
         with serving(loaded, **how | {"sessions": folder}) as server:
-            assert word in server.service.said_of_folder()
+            assert word in server.service.folder_notes()
             is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
             assert forget(server, "s").status_code == 200 and files(folder) == []
     with serving(loaded, max_sessions=1, **how) as server:
@@ -293,7 +293,7 @@ def test_a_file_that_says_what_no_server_does_keeps_nobody_from_starting(change,
     change(saved.notes, tensors)
     stream_file.write(path, saved, tensors)
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.said_of_folder()
+        assert path.name in server.service.folder_notes()
         is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
 
 
@@ -396,5 +396,5 @@ def test_a_talk_that_chat_went_on_with_is_no_session_any_more(loaded, tmp_path):
     (path,) = files(tmp_path)
     assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.said_of_folder()
+        assert path.name in server.service.folder_notes()
         is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)

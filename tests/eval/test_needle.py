@@ -11,8 +11,8 @@ from helpers.refusals import refused
 from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.needle import EVALUATION, NAMES, NeedleSettings
-from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
-from kvalign.eval.protocol.asked import on_copies, rows_of
+from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
+from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 
@@ -44,7 +44,7 @@ class CodeReader(Reader):
 def search(method, streams, distances):
     with progress.shown_as("needle") as bar:
         stops = [stream.stops(distances, 40) for stream in streams]
-        return rows_of(method, stops, is_found, "distance", bar)
+        return rows_of(method, stops, writes_code, "distance", bar)
 
 
 def test_codes_are_in_the_text(loaded, streams):
@@ -101,7 +101,7 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     read = torch.tensor([streams[0].ids[: last.end]])
     for method in (undisturbed, asked):
         method.feed(read)
-    on_copies(asked, [last], is_found)
+    on_copies(asked, [last], writes_code)
     ids = torch.tensor([streams[0].ids[last.end :]])
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
 

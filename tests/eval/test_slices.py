@@ -9,7 +9,7 @@ from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.evaluations.perplexity.scores import slice_losses
 from kvalign.eval.evaluations.perplexity.slices import distances, slices
 from kvalign.eval.evaluations.perplexity.slices_shown import figure, sections, slice_name, tables
-from kvalign.eval.protocol.conclusions import last_said, recall
+from kvalign.eval.protocol.conclusions import on_old_tokens, recall
 
 EDGES = SLICES["bigrams"].edges
 
@@ -109,10 +109,10 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     found = rows[1]["tokens"][2]
     ratios = [found[name] for name in ("ratio", "ratio_low", "ratio_high")]
     assert ratios == pytest.approx([math.exp(-0.1)] * 3)
-    said = last_said(rows, "kvalign")
+    said = on_old_tokens(rows, "kvalign")
     assert said.startswith("Shown to be below kvalign on tokens last said beyond C: kvalign with m")
     assert said.endswith("0.90 at C = 8.")
-    assert "No method" in last_said(rows[:1], "kvalign")
+    assert "No method" in on_old_tokens(rows[:1], "kvalign")
     document = {"rows": rows, "settings": {"model": "tiny", "reference": "kvalign"}}
     (axes,) = figure(document, "tokens")[0].axes
     line = axes.containers[0].lines[0]

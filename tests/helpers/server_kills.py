@@ -59,7 +59,7 @@ def _damage(path: Path) -> str:
 
 def _memory_of(path: Path) -> list[str]:
     file = stream_file.about(path).memory_file
-    return [] if file is None else [memory_file.place(path, file.number).name]
+    return [] if file is None else [memory_file.path_of(path, file.number).name]
 
 
 def attack_sessions(

@@ -9,7 +9,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from kvalign.app.pages.page import CHOSEN, PROMPT
+from kvalign.app.pages.page import DEFAULT_METHODS, PROMPT
 from kvalign.app.pages.side_by_side import View, begin, side_by_side
 from kvalign.eval.judging.words import load_words
 from kvalign.models.loading import load_model
@@ -26,7 +26,7 @@ def main() -> None:
         streams = begin(
             loaded,
             PROMPT,
-            CHOSEN,
+            DEFAULT_METHODS,
             cache_size=CACHE_SIZE,
             num_evicted=1,
             seed=seed,

@@ -269,7 +269,8 @@ def second_tokens(lookup_class, num_draws, model, prompt):
         row = Row(torch.tensor([prompt]), DRAWN, True, generator)
         for _ in range(2):
             lookup.append(token)
-            token = row.advance(lookup.feed(method), method)
+            row.take(lookup.feed(method), method)
+            token = int(row.token)
         counts[token] += 1
     return counts
 

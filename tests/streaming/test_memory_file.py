@@ -64,19 +64,19 @@ def files(path):
 
 def mark(path, number=0):
     """Make the first record of a memory's file another."""
-    with memory_file.place(path, number).open("r+b") as file:
+    with memory_file.path_of(path, number).open("r+b") as file:
         file.write(bytes(RECORD))
 
 
 def is_marked(path, number=0):
-    return memory_file.place(path, number).read_bytes()[:RECORD] == bytes(RECORD)
+    return memory_file.path_of(path, number).read_bytes()[:RECORD] == bytes(RECORD)
 
 
 def test_a_save_writes_what_is_new(loaded, path):
     stream = begin(loaded, PROMPT * 60)
     go_on(stream)
     stream.save(path)
-    file = memory_file.place(path, 0)
+    file = memory_file.path_of(path, 0)
     num = stream.num_fed - 2
     assert file.stat().st_size == num * RECORD > 7 * path.stat().st_size
     whole = file.read_bytes()
@@ -144,7 +144,7 @@ def test_what_is_gone_is_written_anew(change, loaded, path):
     stream = begin(loaded)
     go_on(stream)
     stream.save(path)
-    change(memory_file.place(path, 0))
+    change(memory_file.path_of(path, 0))
     with pytest.raises(ValueError, match=r"memory\.0"):
         load(path, loaded)
     stream.save(path)
@@ -223,7 +223,7 @@ def test_a_copy_needs_both_files(loaded, path):
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         load(copy, loaded)
     assert stream_file.about(copy).memory == 200
-    shutil.copy(memory_file.place(path, 0), memory_file.place(copy, 0))
+    shutil.copy(memory_file.path_of(path, 0), memory_file.path_of(copy, 0))
     assert is_same(copy, loaded, stream)
 
 

@@ -8,7 +8,7 @@ from kvalign.aligners import AnchoredAligner, new_config
 from kvalign.data_gen.pairs import positionless
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
-from kvalign.training.anchored_run import Streams, begun, loss_of, tune_networks
+from kvalign.training.anchored_run import Streams, loss_of, new_streams, tune_networks
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.text import Text
 
@@ -54,7 +54,7 @@ def test_streams_begin_with_what_a_cache_holds(models, arch):
     """Untrained tables keep an entry as it was computed, a rotary key without its position."""
     model, ids = models[arch], random_ids(2, 12)
     expected = positionless(model, ids)
-    for layer, stored in enumerate(begun(anchored(model), model, ids, 12).stored):
+    for layer, stored in enumerate(new_streams(anchored(model), model, ids, 12).stored):
         for found, kv in zip(stored, expected, strict=True):
             assert torch.allclose(found, kv[:, layer], atol=1e-5)
 
@@ -62,8 +62,8 @@ def test_streams_begin_with_what_a_cache_holds(models, arch):
 def test_longer_beginnings_are_streamed(models):
     """Where tables are placed on read, what was evicted has left its mark."""
     model, ids = models["gpt2"], random_ids(2, 30)
-    found = begun(anchored(model), model, ids, 12).stored[-1][0]
-    fresh = begun(anchored(model), model, ids[:, -12:], 12).stored[-1][0]
+    found = new_streams(anchored(model), model, ids, 12).stored[-1][0]
+    fresh = new_streams(anchored(model), model, ids[:, -12:], 12).stored[-1][0]
     assert found.shape == fresh.shape and not torch.allclose(found, fresh, atol=1e-3)
 
 
@@ -72,7 +72,7 @@ def test_kl_is_that_to_re_encoding(models):
     model, ids, aligner = models["gpt2"], random_ids(2, 30), anchored(models["gpt2"])
     for net in (aligner.key, aligner.value):
         net.clear()
-    streams = begun(aligner, model, ids[:, :12], 12)
+    streams = new_streams(aligner, model, ids[:, :12], 12)
     with torch.no_grad():
         first, second = (streams.step(ids[:, end]) for end in (12, 13))
     assert loss_of("kl", model, ids[:, :14], first).abs() < 1e-5

@@ -30,7 +30,7 @@ from kvalign.eval.protocol.evaluation import (
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -53,7 +53,7 @@ class AttentionSettings(ComparisonSettings):
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_texts: int = option(
-        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_HELD
+        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_ITEMS
     )
     num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
@@ -84,7 +84,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
         UserError: a corpus shorter than the texts.
     """
     from kvalign.eval.evaluations.attention.weights import num_tokens, read_texts, row, watch
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -92,7 +92,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
     ids = read_texts(loaded, settings)
     rows = []
     num_each = max(settings.cache_sizes) + 2 * settings.num_steps
-    for method, bar in in_turn(methods, num_each, "steps"):
+    for method, bar in one_by_one(methods, num_each, "steps"):
         start = time.perf_counter()
         texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
         before, after = watch(method, texts, settings.num_steps, bar.update)

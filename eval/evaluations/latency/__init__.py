@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvalign.models.loading import LoadedModel
 
-PEER_PLACES = 256  # a context of llama.cpp has a multiple of them
+PEER_POSITIONS = 256  # a context of llama.cpp has a multiple of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,10 @@ class LatencySettings(ComparisonSettings):
                 f"--peer {self.peer} is timed on a CPU, with full caches, one stream at a time: "
                 "leave out --generate, --batch-sizes and --device"
             )
-        if odd := [size for size in self.cache_sizes if (size + 1) % PEER_PLACES]:
-            near = max(1, round((odd[0] + 1) / PEER_PLACES)) * PEER_PLACES - 1
+        if odd := [size for size in self.cache_sizes if (size + 1) % PEER_POSITIONS]:
+            near = max(1, round((odd[0] + 1) / PEER_POSITIONS)) * PEER_POSITIONS - 1
             raise UserError(
-                f"a context of {self.peer} has a multiple of {PEER_PLACES} positions, one more "
+                f"a context of {self.peer} has a multiple of {PEER_POSITIONS} positions, one more "
                 f"than --cache-sizes: use {near} instead of {odd[0]}"
             )
 
@@ -342,8 +342,8 @@ class Latency(Evaluation):
 
     def plot(self, document: Document) -> Figure:
         """Figure of tokens per second for several batch sizes, else of the time per token."""
-        drawn = self.batches_figure(document)
-        return drawn[0] if drawn else self._by_size(document)
+        figure = self.batches_figure(document)
+        return figure[0] if figure else self._by_size(document)
 
     def _by_size(self, document: Document) -> Figure:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""

@@ -59,19 +59,19 @@ class BareStep(Method):
         ids = ids[:, -self.sizes.first_input_len :]
         if ids.shape[1] > 1:
             return self.forward(ids, self.cache)
-        return self._replayed(ids) if self.is_captured else self._step(ids)
+        return self._replay(ids) if self.is_captured else self._step(ids)
 
     @torch.no_grad()
     def _step(self, ids: Tensor) -> Tensor:
         with self.in_eval_mode():
             return last_logits(self.model, ids, self.cache)
 
-    def _replayed(self, ids: Tensor) -> Tensor:
+    def _replay(self, ids: Tensor) -> Tensor:
         if self.graph is None:
             own = Inputs(ids.clone(), ids.new_empty(0))
             compiled = nullcontext() if self.regions is None else self.regions.called()
             with without_padding(self.model), compiled:
-                self.graph = record_cuda_graph(lambda given: self._step(given.ids), own, None)
+                self.graph = record_cuda_graph(lambda inputs: self._step(inputs.ids), own, None)
         self.graph.inputs.ids.copy_(ids)
         return self.graph.replay().clone()
 

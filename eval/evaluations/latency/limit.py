@@ -35,18 +35,18 @@ def read_bytes(method: Method, batch_size: int) -> int:
     """
     model, spec, sizes = method.model, method.spec, method.sizes
     is_bare, cache = isinstance(method, BareStep), getattr(method, "cache", None)
-    found = num_bytes(model)
+    num_read = num_bytes(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
-    found -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
+    num_read -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
     if not is_bare and type(cache) is not StreamingCache:
-        return found
+        return num_read
     width, itemsize = spec.head_dim, model.dtype.itemsize
     if isinstance(cache, StreamingCache) and cache.stores_bare:
         width, itemsize = width + 4, 1
     of_layer = 2 * spec.num_kv_heads * sizes.first_input_len
-    found += batch_size * len(spec.attention) * of_layer * width * itemsize
+    num_read += batch_size * len(spec.attention) * of_layer * width * itemsize
     if isinstance(cache, StreamingCache) and isinstance(cache.realigner, OnRead):
         table = cache.realigner.table
-        found += len(spec.attention) * of_layer * (spec.head_dim + 1) * table.key.itemsize
-    return found
+        num_read += len(spec.attention) * of_layer * (spec.head_dim + 1) * table.key.itemsize
+    return num_read

@@ -14,10 +14,9 @@ from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.timing import random_ids
-from kvalign.eval.protocol.grid import load, trained_for
+from kvalign.eval.protocol.grid import aligners_of, load
 from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
-from kvalign.methods.choice import lack_of_aligner
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, check_device, precision_of
@@ -115,8 +114,7 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
     """
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None
-    at_hand = not lack_of_aligner(model) or trained_for(settings, model)
-    if at_hand and not settings.aligner_kinds:
+    if not settings.aligner_kinds and aligners_of(settings, model):
         return None
     spec, sizes = spec_of(model.config, settings.model), settings.cache_sizes
     aligners = []

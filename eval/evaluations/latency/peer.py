@@ -111,7 +111,7 @@ class LlamaCpp:
         """
         if self.reader is None:
             self.reader = self._fastest(ids)
-        _checked(*self.reader.ask(self._request(ids[0].tolist(), 1)))
+        _check_answer(*self.reader.ask(self._request(ids[0].tolist(), 1)))
 
     def turn(self, ids: Tensor, num_tokens: int) -> list[float]:
         """Seconds of each of so many steps, rounded up to whole periods from one shift to the next,
@@ -122,7 +122,9 @@ class LlamaCpp:
         request |= {"stream": True, "timings_per_token": True}
         answers = self.stream.ask(request)
         seconds: list[float] = []
-        for before, after in itertools.pairwise(_checked(answer)["timings"] for answer in answers):
+        for before, after in itertools.pairwise(
+            _check_answer(answer)["timings"] for answer in answers
+        ):
             ms = after["predicted_ms"] - before["predicted_ms"]
             num = after["predicted_n"] - before["predicted_n"]
             # Several: of a character that took them; none: the end.
@@ -138,10 +140,10 @@ class LlamaCpp:
         tokens, nll = ids[0].tolist(), []
         for i in range(num_context, len(tokens)):
             sure = dict(logit_bias=[[tokens[i], _SURE]], logprobs=1, cache_prompt=True)
-            answer = _checked(*self.stream.ask(self._request(tokens[:i], 1, **sure)))
-            (drawn,) = answer["choices"][0]["logprobs"]["content"]
-            assert drawn["id"] == tokens[i], (drawn, tokens[i])
-            nll.append(-drawn["logprob"])
+            answer = _check_answer(*self.stream.ask(self._request(tokens[:i], 1, **sure)))
+            (token,) = answer["choices"][0]["logprobs"]["content"]
+            assert token["id"] == tokens[i], (token, tokens[i])
+            nll.append(-token["logprob"])
         return nll
 
     def _fastest(self, ids: Tensor) -> PeerProcess:
@@ -151,17 +153,17 @@ class LlamaCpp:
             progress.phase(f"{self.title}, n_ubatch {num_ubatch}")
             reader = self._server(self.longest + 1, num_ubatch)
             start = time.perf_counter()
-            _checked(*reader.ask(self._request(ids[0].tolist(), 1)))
+            _check_answer(*reader.ask(self._request(ids[0].tolist(), 1)))
             if (seconds := time.perf_counter() - start) < best:
                 best, fastest, self.num_ubatch = seconds, reader, num_ubatch
         assert fastest is not None
         return fastest
 
-    def _server(self, num_places: int, num_ubatch: int = UBATCHES[0]) -> PeerProcess:
+    def _server(self, num_positions: int, num_ubatch: int = UBATCHES[0]) -> PeerProcess:
         """A context of so many places."""
         threads = {"cpuparams.n_threads": self.num_threads}
         threads |= {"cpuparams_batch.n_threads": self.num_threads}
-        window = dict(n_ctx=num_places, n_keep=self.sizes.num_sinks, ctx_shift=True)
+        window = dict(n_ctx=num_positions, n_keep=self.sizes.num_sinks, ctx_shift=True)
         alone = dict(n_gpu_layers=0, n_parallel=1, verbosity=0)
         fixed = dict(fit_params=False, cache_ram_mib=0)  # neither other sizes nor old prompts
         model = {"model.path": str(self.file), "n_ubatch": num_ubatch}
@@ -173,7 +175,7 @@ class LlamaCpp:
         return {**request, "n_keep": self.sizes.num_sinks, **more}
 
 
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+def _check_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer, unless it says what went wrong (RunError)."""
     if error := answer.get("error"):
         raise RunError(f"{PEER}: {error['message']}")

@@ -27,7 +27,7 @@ class PeerProcess:
         self.process = context.Process(target=_serve, args=(there, params), daemon=True)
         self.process.start()
         there.close()
-        self._received()
+        self._receive()
 
     def ask(self, request: dict[str, Any]) -> Answers:
         """All that it answers: of a stream one for each of its parts.
@@ -36,9 +36,9 @@ class PeerProcess:
             RunError: the process has ended.
         """
         self.connection.send(request)
-        return self._received()
+        return self._receive()
 
-    def _received(self) -> Answers:
+    def _receive(self) -> Answers:
         try:
             answers: Answers = self.connection.recv()
         except EOFError:
@@ -67,11 +67,11 @@ def server_of(params: dict[str, Any]) -> Any:
     """The package's server."""
     import xllamacpp
 
-    told = xllamacpp.CommonParams()
+    parameters = xllamacpp.CommonParams()
     for name, value in params.items():
         *within, last = name.split(".")
-        setattr(functools.reduce(getattr, within, told), last, value)
-    return xllamacpp.Server(told)
+        setattr(functools.reduce(getattr, within, parameters), last, value)
+    return xllamacpp.Server(parameters)
 
 
 def answers_of(server: Any, request: dict[str, Any]) -> Answers:

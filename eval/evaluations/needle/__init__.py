@@ -88,9 +88,9 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
     Raises:
         UserError: a corpus that is too short.
     """
-    from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
-    from kvalign.eval.protocol.asked import rows_of
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.questions import rows_of
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -99,10 +99,10 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
     streams = haystacks(settings, loaded)
     distances, rows = set(settings.distances), []
     num_all = settings.num_streams * settings.num_needles * len(distances)
-    for method, bar in in_turn(methods, num_all, "questions"):
+    for method, bar in one_by_one(methods, num_all, "questions"):
         size = method.sizes.cache_size
         stops = [stream.stops(distances, size) for stream in streams]
-        for row in rows_of(method, stops, is_found, "distance", bar):
+        for row in rows_of(method, stops, writes_code, "distance", bar):
             rows.append(row | {"distance_tokens": row["distance"] * size})
     return document("eval needle", settings, rows, started=started, plot=EVALUATION.plot)
 

@@ -14,7 +14,7 @@ import torch
 
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
-from kvalign.eval.protocol.asked import Stop
+from kvalign.eval.protocol.questions import Stop
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids
@@ -48,13 +48,13 @@ class Haystack:
         """Places where each code is asked for: at each distance, in cache sizes, from its end."""
         pairs = [(needle, distance) for needle in self.needles for distance in distances]
         stops, num_read = list[Stop[Needle]](), 0
-        for place, distance, needle in sorted(
+        for end, distance, needle in sorted(
             ((needle.end + distance * cache_size, distance, needle) for needle, distance in pairs),
             key=lambda stop: stop[:2],
         ):
             room = len(needle.question) + len(needle.code)
-            stops.append(Stop(distance, self.ids[num_read:place], [needle], room))
-            num_read = place
+            stops.append(Stop(distance, self.ids[num_read:end], [needle], room))
+            num_read = end
         return stops
 
 
@@ -87,7 +87,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     return haystacks
 
 
-def is_found(method: Method, needle: Needle) -> dict[str, bool]:
+def writes_code(method: Method, needle: Needle) -> dict[str, bool]:
     """Return whether greedy decoding writes a code when it is asked for."""
     new = needle.question
     for token in needle.code:

@@ -120,7 +120,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
         UserError: a corpus that ends before the last label.
     """
     from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
-    from kvalign.eval.evaluations.perplexity.loss_store import about_kept
+    from kvalign.eval.evaluations.perplexity.loss_store import summary_of
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
     from kvalign.eval.protocol.grid import load, make_grid
     from kvalign.foundation.runs import keeping
@@ -129,7 +129,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     ids = read_ids(loaded, settings)
-    with keeping(lambda: about_kept(settings.keep)):
+    with keeping(lambda: summary_of(settings.keep)):
         rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
     return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
@@ -246,7 +246,7 @@ class Perplexity(Evaluation):
             if len({tuple((x["from"], x["to"]) for x in of_row) for of_row in of_rows}) > 1:
                 raise UserError(f"rows.{name}: each row needs the same slices")
 
-    def chosen(self, documents: Documents) -> Documents:
+    def select(self, documents: Documents) -> Documents:
         """Documents without those that only measure time, if another scored more of the text."""
         settings = {name: document["settings"] for name, document in documents.items()}
         of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
@@ -278,13 +278,13 @@ class Perplexity(Evaluation):
     def sections(self, documents: Documents) -> list[Section]:
         from kvalign.eval.evaluations.perplexity.slices_shown import sections
 
-        chosen = self.chosen(documents)
+        selection = self.select(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
-        drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
+        drift = Section.of(selection, "Drift", DRIFT, self._drift, suffix="-drift")
         title = "Perplexity against total time"
         tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
         timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
-        return [*super().sections(chosen), drift, *sections(chosen), timed]
+        return [*super().sections(selection), drift, *sections(selection), timed]
 
     def _drift(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing.plots import draw, panels_by

@@ -39,7 +39,9 @@ def hint_at_wrong_text(
         _warn(best, f"about that of guessing among {vocab_size} tokens", corpus)
         return
     of_model = _of_model(loaded.spec.name)
-    pairs = [(row, _expected(method, of_model)) for row, method in zip(rows, methods, strict=True)]
+    pairs = [
+        (row, _expected_loss(method, of_model)) for row, method in zip(rows, methods, strict=True)
+    ]
     known = [(row["low"] / math.exp(nats), row, nats) for row, nats in pairs if nats is not None]
     if not known:
         return
@@ -58,7 +60,7 @@ def _warn(row: Row, what: str, corpus: str) -> None:
     )
 
 
-def _expected(method: Method, of_model: float | None) -> float | None:
+def _expected_loss(method: Method, of_model: float | None) -> float | None:
     """The loss in nats a token that a card has of such a method on text like the training's."""
     aligner: Aligner | None = getattr(method, "aligner", None)
     if aligner is None:

@@ -113,15 +113,15 @@ def import_losses(settings: ImportLossesSettings) -> Document:
                 f"{settings.losses} has other numbers of labels at C = {size}: leave one out"
             )
     compare(rows, losses, settings.reference)
-    seconds = _logged(settings.losses)
+    seconds = _log_figures(settings.losses)
     times = [_time_of(row, one, seconds) for row, one in zip(rows, files, strict=True)]
     if all(times):
         rows = [row | {"seconds": s} for row, s in zip(rows, times, strict=True)]
-    given = replace(settings, model=model, corpus=corpus)
-    made = document("eval import-losses", given, rows, started=started)
-    made |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
-    made["settings"]["stepwise"] = all(times)  # theirs have no faster way
-    return made
+    of_file = replace(settings, model=model, corpus=corpus)
+    result = document("eval import-losses", of_file, rows, started=started)
+    result |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
+    result["settings"]["stepwise"] = all(times)  # theirs have no faster way
+    return result
 
 
 def _files(folder: Path) -> list[_File]:
@@ -184,7 +184,7 @@ def _row(one: _File, nll: Tensor) -> Row:
     return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **figures}
 
 
-def _logged(folder: Path) -> dict[tuple[str, int, int], list[tuple[float, float]]]:
+def _log_figures(folder: Path) -> dict[tuple[str, int, int], list[tuple[float, float]]]:
     """Perplexities and seconds that logs tell, by mode, cache size and labels."""
     figures: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     logs = [path for where in (folder, folder.absolute().parent) for path in where.glob("*.log")]

@@ -71,7 +71,7 @@ def write_losses(
     write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
 
 
-def about_kept(folder: Path | None) -> str:
+def summary_of(folder: Path | None) -> str:
     """Return what a folder keeps of an interrupted run."""
     num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
     return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""

@@ -12,7 +12,7 @@ from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.evaluations.perplexity.loss_store import key_of, read_losses, write_losses
 from kvalign.eval.evaluations.perplexity.slices import distances, slices
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
-from kvalign.eval.protocol.grid import in_turn, sizes_of
+from kvalign.eval.protocol.grid import one_by_one, sizes_of
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
 from kvalign.foundation.device import wait_for
@@ -48,13 +48,13 @@ def score_methods(
     """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
-    for method, bar in in_turn(methods, num_ids := ids.shape[1], "tokens"):
+    for method, bar in one_by_one(methods, num_ids := ids.shape[1], "tokens"):
         cache_size, first_input_len = method.sizes.cache_size, method.sizes.first_input_len
         first_label = settings.first_label_of(cache_size)
         streamed = ids[:, : first_label + num_labels]
         after, key = streamed[0, first_input_len:], key_of(method, streamed, settings.stepwise)
-        if settings.keep and (kept := read_losses(settings.keep, key, after)):
-            nll, seconds = kept
+        if settings.keep and (record := read_losses(settings.keep, key, after)):
+            nll, seconds = record
             bar.skip(num_ids)
         else:
             bar.skip(num_ids - len(after))

@@ -46,7 +46,7 @@ SHOWN = {
         "labels whose token is new. Beyond C only a memory still has the token, so this shows "
         "its benefit.",
         "labels that occurred before",
-        conclusions.last_said,
+        conclusions.on_old_tokens,
     ),
 }
 
@@ -92,10 +92,10 @@ def figure(document: Document, name: str) -> Drawing | None:
     names = [slice_name(one) for one in rows[0][name]]
     panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
     y = f"perplexity{by} (lower is better)"
-    drawn = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
+    figure = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
     caption = f"Perplexity{by}, {SHOWN[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
-    return drawn, caption, SHOWN[name].conclude(rows, reference)
+    return figure, caption, SHOWN[name].conclude(rows, reference)
 
 
 def tables(document: Document, name: str) -> list[Table]:

@@ -116,7 +116,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge
     from kvalign.eval.judging.words import load_words
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.streaming.text_stream import TextStream
 
     started = time.perf_counter()
@@ -128,7 +128,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     runs = [*itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts)), seeds)]
     num_tokens = len(runs) * settings.max_new_tokens
     rows = []
-    for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "tokens"):
+    for method, bar in one_by_one(make_grid(settings, loaded.model), num_tokens, "tokens"):
         for ngram, number, seed in runs:
             sampling = settings.sampling(no_repeat_ngram_size=ngram, seed=seed)
             stream = TextStream(loaded.tokenizer, method, sampling)
@@ -187,7 +187,7 @@ class Readability(JudgedText):
         if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
             raise UserError("rows.prompt: must be the index of one of `prompts`")
 
-    def chosen(self, documents: Documents) -> Documents:
+    def select(self, documents: Documents) -> Documents:
         """Documents of methods, without those of finished texts."""
         return {name: one for name, one in documents.items() if one["settings"]["model"]}
 

@@ -25,7 +25,7 @@ from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, ends
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -49,7 +49,7 @@ class RecallSettings(ComparisonSettings):
         2000,
         help="questions for each quarter of the cache, and beyond it",
         at_least=1,
-        at_most=MOST_HELD,
+        at_most=MOST_ITEMS,
     )
     farthest: int = option(
         0,
@@ -95,7 +95,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a model that was not trained on such streams.
     """
     from kvalign.eval.evaluations.recall.scores import check_words, read_stream, score_method
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -106,7 +106,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
     streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
     longest = max(stream.ages.numel() for stream in streams.values())
     rows = []
-    for method, bar in in_turn(methods, longest, "tokens"):
+    for method, bar in one_by_one(methods, longest, "tokens"):
         stream = streams[method.sizes.cache_size]
         rows.append(score_method(method, stream, bar.update, settings.farthest))
         bar.skip(longest - stream.ages.numel())

@@ -83,12 +83,13 @@ def read_stream(cache_size: int, settings: RecallSettings, device: torch.device)
 def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: int = 0) -> Row:
     start = time.perf_counter()
     of_labels = stream.ages.flatten()
-    wanted = of_labels > 0
-    right = score(method, stream.ids, on_labels, hits, wanted.to(stream.ids.device)).cpu()[wanted]
+    is_answer = of_labels > 0
+    mask = is_answer.to(stream.ids.device)
+    right = score(method, stream.ids, on_labels, hits, mask).cpu()[is_answer]
     seconds = time.perf_counter() - start
     check_losses(right, method)
     cache_size = method.sizes.cache_size
-    ages = of_labels[wanted]
+    ages = of_labels[is_answer]
     parts = torch.tensor([part_of(age, cache_size, farthest) for age in ages.tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}
     hits_of = {"accuracy": right[parts < len(QUARTERS)]}

@@ -32,7 +32,7 @@ from kvalign.eval.protocol.evaluation import (
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -53,7 +53,7 @@ class StreamEvalSettings(ComparisonSettings):
         at_least=0,
     )
     num_lines: int = option(
-        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_HELD
+        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_ITEMS
     )
     query_every: int = option(10, help="lines from one query to the next", at_least=1)
     seed: int = seed_option("the values, the same for each method and distance")
@@ -83,7 +83,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
         UserError: a stream too long for a method that does not evict.
     """
     from kvalign.eval.evaluations.streameval import scores
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -98,7 +98,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     num_all = sum(one.piece.is_query for stream in streams for one in stream)
     rows = [
         scores.score(method, stream, bar.update)
-        for method, bar in in_turn(methods, num_all, "queries")
+        for method, bar in one_by_one(methods, num_all, "queries")
         for stream in streams
     ]
     return document("eval streameval", settings, rows, started=started)

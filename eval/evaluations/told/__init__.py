@@ -88,8 +88,8 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
     from kvalign.eval.evaluations.told.conversation import conversations, is_right
-    from kvalign.eval.protocol.asked import rows_of
-    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.questions import rows_of
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
@@ -97,7 +97,7 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
     progress.phase(f"reading {settings.corpus}")
     talks = conversations(settings, loaded)
     stages, rows = sorted(set(settings.talk)), []
-    for method, bar in in_turn(methods, len(talks) * len(stages), "rounds of questions"):
+    for method, bar in one_by_one(methods, len(talks) * len(stages), "rounds of questions"):
         stops = [talk.stops(stages, method.sizes.cache_size) for talk in talks]
         rows += rows_of(method, stops, is_right, "talk", bar)
     return document("eval told", settings, rows, started=started, plot=EVALUATION.plot)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.data_gen.chunks import cut_chunks
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.evaluations.told import ToldSettings
-from kvalign.eval.protocol.asked import Stop
+from kvalign.eval.protocol.questions import Stop
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
@@ -131,10 +131,10 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
     for _ in range(settings.num_conversations):
         facts, questions = [], []
         for i, (begin, question, words) in enumerate(FACTS):
-            told = rng.randrange(len(words.split()))
-            fact = f"{begin} {words.split()[told]}."
+            index = rng.randrange(len(words.split()))
+            fact = f"{begin} {words.split()[index]}."
             facts += turn_ids(tokenizer, fact, not i) + _answer(tokenizer, ANSWERS[i])
-            questions.append(_question(tokenizer, begin, question, words.split(), told))
+            questions.append(_question(tokenizer, begin, question, words.split(), index))
         talk = list(_talk(tokenizer, passages, num_tokens, rng))
         if sum(map(len, talk)) < num_tokens:
             raise UserError(
@@ -161,7 +161,7 @@ def _talk(
 
 
 def _question(
-    tokenizer: PreTrainedTokenizerBase, begin: str, question: str, words: list[str], told: int
+    tokenizer: PreTrainedTokenizerBase, begin: str, question: str, words: list[str], index: int
 ) -> Question:
     answers = [_answer(tokenizer, f"{begin} {word}.") for word in words]
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*answers, strict=False))
@@ -172,7 +172,7 @@ def _question(
             f"this model's tokenizer does not distinguish the possible answers to {question!r}: "
             "use a model of ordinary text"
         )
-    return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, told)
+    return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, index)
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -44,9 +44,9 @@ def parse(
         add_help=False,
     )
     fields = add_arguments(parser, cls, has_json=has_json)
-    given = vars(parser.parse_args(argv))
-    values = {name: given[name] for name in fields if given[name] is not None}
-    return cls(**values), bool(given.get("json"))
+    arguments = vars(parser.parse_args(argv))
+    values = {name: arguments[name] for name in fields if arguments[name] is not None}
+    return cls(**values), bool(arguments.get("json"))
 
 
 def add_arguments(
@@ -82,9 +82,9 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        if (given := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
+        if (unknown := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
             near := nearest(
-                given[1].replace("-", "_"),
+                unknown[1].replace("-", "_"),
                 [name[2:].replace("-", "_") for name in self._option_string_actions],
             )
         ):

@@ -60,7 +60,7 @@ def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
     if field.name == "method" and field.default == AUTO:
         names = (AUTO, *METHODS)
     if names:
-        return functools.partial(_offered, names, typing.get_origin(hint) is tuple)
+        return functools.partial(_offer, names, typing.get_origin(hint) is tuple)
     return FilesCompleter() if hint is Path else ChoicesCompleter({})
 
 
@@ -89,7 +89,7 @@ def _typed(specs: Iterable[str]) -> tuple[str, ...]:
     return tuple(start[0] for start in starts if start and start[0])
 
 
-def _offered(
+def _offer(
     names: Iterable[str], may_be_several: bool, prefix: str, **_: typing.Any
 ) -> Iterable[str]:
     """Names, and files if no name begins so: a model, an aligner, a corpus may be either. Commas

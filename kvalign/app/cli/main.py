@@ -56,14 +56,14 @@ def _kill_is_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _killed)
+    before = signal.signal(signal.SIGTERM, _on_kill)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _killed(*_: object) -> NoReturn:
+def _on_kill(*_: object) -> NoReturn:
     raise Killed
 
 
@@ -158,7 +158,7 @@ def explain(error: Exception) -> tuple[int, str]:
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if package := _imported(error):
+    if package := _package_of(error):
         return 2, (
             f"{package} cannot be imported ({fault}): correct or unset the variable of the "
             f"environment that it reads{_set_variables(error)}, or install it again"
@@ -169,7 +169,7 @@ def explain(error: Exception) -> tuple[int, str]:
     )
 
 
-def _imported(error: Exception) -> str:
+def _package_of(error: Exception) -> str:
     """Return the package that failed while it was imported: only the machine and its environment
     can be the cause. "" for any other error, and for our own package.
     """

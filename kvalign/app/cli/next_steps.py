@@ -39,16 +39,16 @@ def say_stopped(
     name: str, stop: KeyboardInterrupt, args: Sequence[str], flags: Collection[str]
 ) -> None:
     """Print what Ctrl-C left of a command with these flags, and how to continue."""
-    kept = ""
+    ending = ""
     if isinstance(stop, Interrupted):
-        kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
+        ending = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
     elif "--keep" in flags and name.startswith("eval"):  # elsewhere what stays in a cache
-        kept = "; nothing was kept (--keep FOLDER keeps finished parts)"
+        ending = "; nothing was kept (--keep FOLDER keeps finished parts)"
     elif "--out" in flags:
-        kept = "; nothing was kept; give the same command to start again"
+        ending = "; nothing was kept; give the same command to start again"
     if sys.stderr.isatty() and PART_OF_RUN not in os.environ:
         print(file=sys.stderr)  # the terminal has shown ^C
-    _say(f"kvalign {name}".rstrip() + f": interrupted{kept}")
+    _say(f"kvalign {name}".rstrip() + f": interrupted{ending}")
 
 
 def _say(line: str) -> None:

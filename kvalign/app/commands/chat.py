@@ -19,10 +19,10 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     settings = settings.resolved()
     conversation = Conversation(settings, settings.load())
     stream = conversation.stream
-    is_told = settings.say is not None or not sys.stdin.isatty()
-    shows_turns = (is_told and settings.say is None) or len(settings.say or ()) > 1
+    is_scripted = settings.say is not None or not sys.stdin.isatty()
+    shows_turns = (is_scripted and settings.say is None) or len(settings.say or ()) > 1
     if not as_json:
-        leave = "" if is_told else "; /help, Ctrl-D leaves"
+        leave = "" if is_scripted else "; /help, Ctrl-D leaves"
         say(f"{conversation.about()}{leave}")
     answers: list[dict] = []
     num_out, offer = num_forgotten(stream), memory_offer(stream)

@@ -13,7 +13,12 @@ from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
 from kvalign.app.sessions.marks import MOST, marked, tokens_past
-from kvalign.app.sessions.stream_settings import MAX_NEW_TOKENS, StreamSettings, kept_of, pieces_of
+from kvalign.app.sessions.stream_settings import (
+    MAX_NEW_TOKENS,
+    StreamSettings,
+    num_of_keep,
+    pieces_of,
+)
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
 
@@ -52,7 +57,7 @@ class GenerateSettings(StreamSettings):
         super().__post_init__()
         if self.keep is not None and self.num_sinks is not None:
             raise UserError("--keep and --num-sinks set the same number: give one of them")
-        kept_of(self.keep or "0", "prompt")
+        num_of_keep(self.keep or "0", "prompt")
 
     def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
         """First entries that are never evicted; None: the method's default."""
@@ -60,10 +65,10 @@ class GenerateSettings(StreamSettings):
 
         if self.keep is None:
             return self.num_sinks
-        num_sinks = kept_of(self.keep, "prompt")
+        num_sinks = num_of_keep(self.keep, "prompt")
         if num_sinks is None:
             num_sinks = len(encoded(prompt, loaded.tokenizer, loaded.model))
-        self.check_kept("--keep", num_sinks)
+        self.check_sinks("--keep", num_sinks)
         return num_sinks
 
     def length_of(self, prompt: str, loaded: LoadedModel) -> dict[str, Any]:
@@ -76,16 +81,16 @@ class GenerateSettings(StreamSettings):
 
 
 def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
-    given = read_prompt(settings.prompt, settings.prompt_file)
+    source = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
-    if given is None:
-        given = piped_text()
-    prompt = given if given.strip() else PROMPT
+    if source is None:
+        source = piped_text()
+    prompt = source if source.strip() else PROMPT
     text_stream = settings.stream(
         loaded, prompt, settings.sinks_for(prompt, loaded), settings.length_of(prompt, loaded)
     )
-    pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
     with suppress(KeyboardInterrupt):
+        pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
         first = next(pieces)
         if not as_json:
             print(prompt, end="", flush=True)
@@ -109,7 +114,7 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
         ),
         file=sys.stderr,
     )
-    if not as_json and prompt is not given:  # a first try
+    if not as_json and prompt is not source:  # a first try
         _say_next(settings, loaded)
     document = {"settings": settings.used(text_stream), "prompt": prompt, "text": text_stream.text}
     return {**document, "token_ids": text_stream.token_ids, **timing}

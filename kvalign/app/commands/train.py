@@ -30,10 +30,10 @@ def settings_for(args: Sequence[str] = ()) -> type[Settings]:
     parser.add_argument("--aligner-kind")
     kind = parser.parse_known_args(args)[0].aligner_kind
     words = (word.partition("=")[0].replace("--no-", "--") for word in args)
-    given = {word for word in words if word.startswith("--")}
-    kind = kind or _kind_of(given)
+    names = {word for word in words if word.startswith("--")}
+    kind = kind or _kind_of(names)
     cls = _with_kind(kind)
-    for flag in sorted(given - cls.flags()):
+    for flag in sorted(names - cls.flags()):
         others = [other for other in KINDS if flag in trainer_of(other).SETTINGS.flags()]
         if others:
             raise UserError(f"{flag} is for --aligner-kind {' or '.join(others)}, not {kind}")
@@ -136,11 +136,11 @@ def _beside(judged: dict[str, Any]) -> str:
     return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
 
 
-def _kind_of(given: set[str]) -> str:
+def _kind_of(names: set[str]) -> str:
     """Kind that the flags imply."""
-    first = "network" if given & OF_NETWORKS else DEFAULT_KIND
+    first = "network" if names & OF_NETWORKS else DEFAULT_KIND
     flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
-    known = given & set().union(*flags.values())
+    known = names & set().union(*flags.values())
     return next((kind for kind in flags if known <= flags[kind]), first)
 
 

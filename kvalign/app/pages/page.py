@@ -16,7 +16,7 @@ from kvalign.models.loading import LoadedModel, load_model
 
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 # On gpt2-mini streaming-llm leaves entries stale, which the other two do not.
-CHOSEN = ("streaming-llm", "kvalign", "discard-half")
+DEFAULT_METHODS = ("streaming-llm", "kvalign", "discard-half")
 PROMPT = "The history of the island begins with a small harbour. The people who lived there"
 # The nearest of seeds 0 to 13 to their medians. Perplexities of what streaming-llm, kvalign and
 # discard-half write: 26.8, 14.1, 16.7; medians 26.8, 13.5, 17.8. The first is the highest with 11
@@ -29,7 +29,7 @@ SIZES = (
     *("has_memory", "policy", "positions", "methods", "model", "aligner"),
     *("cache_size", "num_evicted"),
 )
-ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
+INPUTS = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
 IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
@@ -75,7 +75,7 @@ def build(
         return begin(load(model), prompt, chosen, cache_dtype=cache_dtype, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
-        settings = dict(zip(ASKED, values, strict=True))
+        settings = dict(zip(INPUTS, values, strict=True))
         this_run = newest[request.session_hash] = object()
         yield gr.skip(), *_buttons(is_running=True)
         try:
@@ -141,7 +141,7 @@ def build(
                     lines=3,
                     max_length=PROMPT_LEN,
                 )
-                chosen, names = able(CHOSEN, models[0]), offered(models[0])
+                chosen, names = able(DEFAULT_METHODS, models[0]), offered(models[0])
                 which_first = names[0] if names else None
                 methods = gr.CheckboxGroup(
                     METHODS,
@@ -211,8 +211,8 @@ def build(
         inputs, outputs = [prompt, *sizes, num_tokens, *drawing, seed], [stage, start, stop]
         # On a phone the texts are below the settings: a click shows them, the first run does not.
         runs = [
-            begun(run, inputs, outputs, js=js, concurrency_limit=None, **quiet)
-            for begun, js in ((page.load, None), (start.click, source("show_stage.js")))
+            listen(run, inputs, outputs, js=js, concurrency_limit=None, **quiet)
+            for listen, js in ((page.load, None), (start.click, source("show_stage.js")))
         ]
         ended: dict[str, Any] = dict(inputs=None, outputs=[start, stop], queue=False, **quiet)
         for one in runs:

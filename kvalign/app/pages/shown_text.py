@@ -47,7 +47,7 @@ def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
     for first, end, kind in _kinds(len(text), chunks):
         cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
         for a, b in pairwise(cuts):
-            shown = _edited(text, a, b, edits)
+            shown = _edit(text, a, b, edits)
             if shown or kind == "tail":
                 yield Piece(shown, kind, any(h[0] <= a < h[1] for h in headings))
 
@@ -77,7 +77,7 @@ def _edits(text: str) -> list[tuple[int, int, str]]:
     return apart
 
 
-def _edited(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
+def _edit(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
     """Part text[start:end]; an edit across its end belongs to it as a whole."""
     shown = ""
     for first, last, instead in edits:

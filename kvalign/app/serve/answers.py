@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
-from kvalign.app.serve.turn import Row, State, Turn
+from kvalign.app.serve.turn import AnswerRow, State, Turn
 from kvalign.app.serve.wire import Message
 from kvalign.methods.base import Method
 
@@ -36,7 +36,7 @@ class End:
     num_evicted: int  # tokens that left the cache since the answer began
 
     @classmethod
-    def of(cls, row: Row) -> "End":
+    def of(cls, row: AnswerRow) -> "End":
         return cls(row.index, row.finish, len(row.token_ids), row.num_evicted)
 
 
@@ -84,26 +84,28 @@ class SessionUpdate:
     put: Put  # told of the end
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
-    def ended(self, row: Row, state: State | None) -> None:
+    def ended(self, row: AnswerRow, state: State | None) -> None:
         if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
-    def left(self, error: RequestError | None = None) -> None:
+    def release(self, error: RequestError | None = None) -> None:
         """The turn failed, or the client has left."""
         if self._end.acquire(blocking=False):
             self.sessions.release(self.session)
             if error is not None:
                 self.put(error)
 
-    def _keep(self, row: Row, state: State | None) -> None:
+    def _keep(self, row: AnswerRow, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
-        how = self.session.compared
-        asked, said = digest(self.session.said, [*self.messages, answer], how)[-2:]
+        how = self.session.comparison
+        turn_digest, messages_digest = digest(
+            self.session.messages_digest, [*self.messages, answer], how
+        )[-2:]
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
-            said=said,
-            asked=asked,
+            messages_digest=messages_digest,
+            turn_digest=turn_digest,
             answer=row.text,
             finish=row.finish,
             ids=ids,

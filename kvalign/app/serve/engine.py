@@ -13,12 +13,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.turn import Row, Turn, states_of
-from kvalign.foundation.errors import RunError, UserError
+from kvalign.app.serve.turn import OUR_FAULT, AnswerRow, Turn, states_of
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
 from kvalign.streaming.loop import Batch
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 PART = 512
 GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
-NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
-OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 
 
 def _shutting_down() -> RequestError:
@@ -47,7 +44,7 @@ class Engine(threading.Thread):
         self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
         self._waiting: deque[Turn] = deque()
         self._feeding: deque[Turn] = deque()
-        self._batches: dict[int, Batch[Row]] = {}  # by their number of sinks
+        self._batches: dict[int, Batch[AnswerRow]] = {}  # by their number of sinks
         self._wakes, self._is_stopping = threading.Condition(), False
         self.num_rows, self._step_s = 0, 0.0
 
@@ -84,7 +81,7 @@ class Engine(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
-        given_back_s = time.monotonic()
+        last_return_s = time.monotonic()
         while True:
             pause_s: float | None = GIVE_BACK_S
             with self._wakes:
@@ -99,9 +96,9 @@ class Engine(threading.Thread):
             self._feed()
             self._step_all()
             self._count()
-            if time.monotonic() - given_back_s > GIVE_BACK_S:
+            if time.monotonic() - last_return_s > GIVE_BACK_S:
                 give_back()  # prompts and rows of any length leave holes
-                given_back_s = time.monotonic()
+                last_return_s = time.monotonic()
         turns = [*self._waiting, *self._feeding]
         turns += [row.turn for batch in self._batches.values() for row in batch.rows]
         for turn in dict.fromkeys(turns):
@@ -118,7 +115,7 @@ class Engine(threading.Thread):
                 turns.remove(turn)
         for batch in self._batches.values():
             try:
-                batch.keep([not row.turn.is_cancelled for row in batch.rows])
+                batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
         self._drop_empty()
@@ -133,31 +130,33 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        begun = defaultdict[int, list[tuple[Method, list[Row]]]](list)
+        by_sinks = defaultdict[int, list[tuple[Method, list[AnswerRow]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
                 break
             turn = self._feeding.popleft()
-            part, turn.left = turn.left[:PART], turn.left[PART:]
+            part, turn.rest = turn.rest[:PART], turn.rest[PART:]
             try:
                 if turn.state is not None:
                     turn.method.restore(turn.state)
                     turn.state = None
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
-                if len(turn.left):
+                if len(turn.rest):
                     self._feeding.append(turn)
                     continue
                 rows = turn.begin()
-                self._take(rows, logits.expand(len(rows), -1), turn.method)
-                if going := [row for row in rows if row.goes_on]:
+                for row in rows:
+                    row.take(logits, turn.method)
+                self._report(rows, turn.method)
+                if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:
                         turn.method.select([0] * len(going))
-                    begun[turn.method.sizes.num_sinks].append((turn.method, going))
+                    by_sinks[turn.method.sizes.num_sinks].append((turn.method, going))
             except Exception as error:
                 self._fail([turn], error)
-        for num_sinks, pairs in begun.items():
+        for num_sinks, pairs in by_sinks.items():
             methods = [method for method, _ in pairs]
             batch = self._batches.setdefault(num_sinks, Batch(methods[0]))
             try:
@@ -166,33 +165,30 @@ class Engine(threading.Thread):
                 self._fail_all(batch, error)
 
     def _step_all(self) -> None:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         for batch in self._batches.values():
             try:
                 if batch.rows:
-                    self._take(batch.rows, batch.feed(), batch.method)
-                    batch.keep([row.goes_on for row in batch.rows])
+                    self._report(batch.step(), batch.method)
+                    batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
         self._drop_empty()
-        self._step_s = time.perf_counter() - begun_s
+        self._step_s = time.perf_counter() - start_s
 
-    def _take(self, rows: Sequence[Row], logits: Tensor, method: Method) -> None:
-        """Let rows take their next tokens, from logits [B, V], and notify the turns of those that
-        end; a failed row ends with its turn.
+    def _report(self, rows: Sequence[AnswerRow], method: Method) -> None:
+        """Count the tokens that rows have taken, and notify the turns of those that end; a failed
+        row ends with its turn.
         """
         now = time.perf_counter()
-        for i, row in enumerate(rows):
-            try:
-                row.take(logits[i : i + 1], method)
-            except Exception as error:
-                log.error("a token could not be taken", exc_info=error)
-                row.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
-                continue
-            self.metrics.generated.inc()
-            is_first = len(row.token_ids) == 1
-            (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
-            row.since_s = now
+        for row in rows:
+            if row.failure is None:
+                self.metrics.generated.inc()
+                is_first = len(row.token_ids) == 1
+                (self.metrics.first if is_first else self.metrics.between).observe(
+                    now - row.since_s
+                )
+                row.since_s = now
         whole = [i for i, row in enumerate(rows) if row.turn.keeps and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):
@@ -202,7 +198,7 @@ class Engine(threading.Thread):
                 row.turn.is_cancelled = True  # its other rows have the same prompt
                 row.turn.failed(row.failure)
 
-    def _fail_all(self, batch: Batch[Row], error: Exception) -> None:
+    def _fail_all(self, batch: Batch[AnswerRow], error: Exception) -> None:
         self._fail((row.turn for row in batch.rows), error)
         batch.rows = []
 

@@ -21,7 +21,17 @@ from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
-_WORDS = ("compared", "said", "asked", "request", "fields", "key", "answer", "finish")
+_NOTES = {
+    "compared": "comparison",
+    "said": "messages_digest",
+    "asked": "turn_digest",
+    "request": "request",
+    "fields": "fields",
+    "key": "key",
+    "answer": "answer",
+    "finish": "finish",
+}
+"""Fields of a session by the names of a file's notes."""
 _SUFFIX = ".safetensors"
 
 
@@ -38,7 +48,7 @@ class InFolder(Store):
     read nor overwritten.
 
     Attributes:
-        left: why files in the folder are ignored, a line each.
+        notes: why files in the folder are ignored, a line each.
         last: the highest number of a file. Clocks that were changed may not tell which file is
             newer.
     """
@@ -48,7 +58,7 @@ class InFolder(Store):
     digests: Digests
     sampling: Sampling
     has_unnamed: bool = False  # whether sessions that no request named are taken up
-    left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     last: int = 0
 
     def load(self) -> list[Session]:
@@ -59,7 +69,7 @@ class InFolder(Store):
             try:
                 session = self._read(path)
             except DamagedError as error:
-                self.left.append(str(error))
+                self.notes.append(str(error))
                 continue
             if session.is_named or self.has_unnamed:
                 sessions.append(session)
@@ -69,7 +79,7 @@ class InFolder(Store):
         self.last = sessions[-1].number if sessions else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
-            self.left.append(
+            self.notes.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
                 f"{self.folder}: --keep-unnamed continues them"
             )
@@ -88,7 +98,7 @@ class InFolder(Store):
         notes[_OF] = _digest(session.ids)
         self.last += 1
         notes[_NUMBER] = str(self.last)
-        notes |= {name: getattr(session, name) for name in _WORDS}
+        notes |= {note: getattr(session, name) for note, name in _NOTES.items()}
         if session.system is not None:
             notes[SYSTEM] = session.system
         checksum = stream_file.save(
@@ -165,7 +175,7 @@ class InFolder(Store):
         return Session(
             id=saved.notes[_ID],
             state=None,
-            **{name: saved.notes.get(name, "") for name in _WORDS},
+            **{name: saved.notes.get(note, "") for note, name in _NOTES.items()},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
             ids=tensors["ids"],

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
-from kvalign.app.serve.wire import Message, Sent
+from kvalign.app.serve.wire import Headers, Message
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
-from kvalign.streaming.turns import asked_from, evict_turns, message_ids, opening_len
+from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Prompts:
     most_tokens: int  # that one request may bring
     special_tokens: bool  # whether those in messages steer the model
 
-    def begun(self, session: Session, messages: Sequence[Message]) -> Session:
+    def new_session(self, session: Session, messages: Sequence[Message]) -> Session:
         """A new session from messages, with as many sinks as its system prompt has tokens."""
         sizes, system = self.method.sizes, None
         if messages[0].role == "system":
@@ -41,7 +41,7 @@ class Prompts:
                     param="messages",
                     code="system_too_long",
                 )
-        return replace(session, compared=AS_READ, system=system, num_sinks=num_sinks)
+        return replace(session, comparison=AS_READ, system=system, num_sinks=num_sinks)
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that continue a session."""
@@ -84,7 +84,7 @@ class Prompts:
         if session.is_new or not self.keeps_turns:
             return replace(session, turns=turns if self.keeps_turns else ()), None
         text = torch.cat([before, new])
-        num, left = evict_turns(
+        num, rest = evict_turns(
             self.tokenizer,
             turns,
             text.tolist(),
@@ -93,27 +93,27 @@ class Prompts:
             num_answer=num_answer,
             special_tokens=self.special_tokens,
         )
-        return replace(session, turns=turns[num:]), torch.tensor(left) if num else None
+        return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
     def num_gone(self, session: Session) -> int:
         """Tokens of the session's evicted turns."""
         if not session.turns or not session.turns[0]:
             return 0
         how = {"special_tokens": self.special_tokens}
-        first, begin = asked_from(self.tokenizer, (0, session.turns[0]), session.system, **how)
+        first, begin = word_starts(self.tokenizer, (0, session.turns[0]), session.system, **how)
         return begin - first
 
     def _opening_len(self, system: str | None) -> int:
         return opening_len(self.tokenizer, system, special_tokens=self.special_tokens)
 
 
-def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
+def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     """The messages that are new to a session; RequestError if the others differ from its own."""
     if session.is_new:
         return messages
-    digests = digest("", messages, session.compared)
-    if session.said in digests[:-1]:
-        return messages[digests.index(session.said) + 1 :]
+    digests = digest("", messages, session.comparison)
+    if session.messages_digest in digests[:-1]:
+        return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
     turns = messages[1:] if system is not None else messages
     if len(turns) == 1 and (system is None or as_read(system) == as_read(session.system or "")):
@@ -126,8 +126,8 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     )
 
 
-def going_on(
-    session: Session, messages: Sequence[Message], fields: str, sent: Sent
+def session_for(
+    session: Session, messages: Sequence[Message], fields: str, headers: Headers
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
@@ -147,9 +147,9 @@ def going_on(
     """
     if session.is_new:
         return session
-    turn, is_same = digest("", messages, session.compared)[-1], session.fields in ("", fields)
+    turn, is_same = digest("", messages, session.comparison)[-1], session.fields in ("", fields)
     is_same_request = is_same and turn == session.request
-    if sent.key and sent.key == session.key:
+    if headers.key and headers.key == session.key:
         if not is_same_request:
             raise RequestError(
                 "this Idempotency-Key was used with another request: use a new one for a new "
@@ -159,7 +159,7 @@ def going_on(
             )
         return None
     is_whole = any(message.role == "assistant" for message in messages)
-    is_other_turn = bool(sent.key and session.key and not is_whole)
-    if turn == session.asked and not is_other_turn:
-        return None if is_same else session.anew()
-    return None if sent.is_retry and is_same_request and not is_other_turn else session
+    is_other_turn = bool(headers.key and session.key and not is_whole)
+    if turn == session.turn_digest and not is_other_turn:
+        return None if is_same else session.reset()
+    return None if headers.is_retry and is_same_request and not is_other_turn else session

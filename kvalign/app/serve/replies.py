@@ -102,9 +102,9 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
                 batch.append(events.get_nowait())
             if _GONE in batch:
                 raise ClientDisconnect
-            told = [event for event in batch if not isinstance(event, RequestError)]
-            if told:
-                yield told
+            pieces = [event for event in batch if not isinstance(event, RequestError)]
+            if pieces:
+                yield pieces
             for event in batch:
                 if isinstance(event, RequestError):
                     raise event

@@ -24,7 +24,7 @@ from kvalign.app.serve.guard import Guard
 from kvalign.app.serve.replies import WARNING, ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.wire import Chat, Completion, Sent, parsed
+from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
 
@@ -67,16 +67,18 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         begin: Callable[..., Answers],
     ) -> Response:
         body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
-        sent = Sent.of(request.headers)
+        headers = Headers.of(request.headers)
         events, loop = Events(), asyncio.get_running_loop()
-        fields = await loop.run_in_executor(reader, parsed, kind, body, sent.session, most_values)
+        fields = await loop.run_in_executor(
+            reader, parsed, kind, body, headers.session, most_values
+        )
         check_model(fields.model)
 
         def put(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        answers = await run_in_threadpool(begin, fields, sent, put)
+        answers = await run_in_threadpool(begin, fields, headers, put)
         if not fields.stream:
             return await whole(form, answers, events, request.receive)
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
@@ -140,11 +142,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
-    kept = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
-    if left := service.said_of_folder():
-        print(left, file=sys.stderr)
+    note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
+    if notes := service.folder_notes():
+        print(notes, file=sys.stderr)
     print(
-        f"{service.method.spec.name} with {service.method.in_words}{kept}: "
+        f"{service.method.spec.name} with {service.method.in_words}{note}: "
         f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
         flush=True,
     )

@@ -16,11 +16,11 @@ from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.prompts import Prompts, going_on, unheard
+from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import Row, Turn
-from kvalign.app.serve.wire import Chat, Completion, Message, Sent
+from kvalign.app.serve.turn import AnswerRow, Turn
+from kvalign.app.serve.wire import Chat, Completion, Headers, Message
 from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -104,31 +104,31 @@ class Service:
         self.engine.stop()
         self._writer.shutdown()
 
-    def said_of_folder(self) -> str:
+    def folder_notes(self) -> str:
         """Return the ignored files in the folder of sessions, a line each; "" for none."""
         store = self.sessions.store
-        left = store.left if isinstance(store, InFolder) else []
-        return "\n".join(f"not changed: {one}" for one in left)
+        notes = store.notes if isinstance(store, InFolder) else []
+        return "\n".join(f"not changed: {one}" for one in notes)
 
-    def chat(self, request: Chat, sent: Sent, put: Put) -> Answers:
+    def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed."""
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.begun(Session(""), request.messages)
+            new = prompts.new_session(Session(""), request.messages)
             ids = prompts.of_messages(new, request.messages)
             return self._submit([(new, ids)], sampling, request.num_choices, put)
-        with self._taken(name, request.messages) as taken:
-            session = going_on(taken, request.messages, request.fields, sent)
+        with self._session(name, request.messages) as former:
+            session = session_for(former, request.messages, request.fields, headers)
             if session is None:
-                return self._again(taken, put)
-            messages = unheard(session, request.messages)
-            begun = prompts.begun(session, messages) if session.is_new else session
-            begun = begun.asked_by(request.messages, request.fields, sent.key)
-            ids = prompts.of_messages(begun, messages)
-            return self._submit([(begun, ids)], sampling, 1, put, messages)
+                return self._again(former, put)
+            messages = new_messages(session, request.messages)
+            session = prompts.new_session(session, messages) if session.is_new else session
+            session = session.with_request(request.messages, request.fields, headers.key)
+            ids = prompts.of_messages(session, messages)
+            return self._submit([(session, ids)], sampling, 1, put, messages)
 
-    def completion(self, request: Completion, sent: Sent, put: Put) -> Answers:
+    def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
         sampling, name, texts = self._sampling(request), request.session, request.prompts
         num_sinks = self.method.sizes.num_sinks
@@ -140,17 +140,17 @@ class Service:
             pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, request.num_choices, put)
         messages = [Message(role="user", content=str(texts[0]))]
-        with self._taken(name) as taken:
-            session = going_on(taken, messages, request.fields, sent)
+        with self._session(name) as former:
+            session = session_for(former, messages, request.fields, headers)
             if session is None:
-                return self._again(taken, put)
-            begun = replace(session, num_sinks=num_sinks) if session.is_new else session
-            begun = begun.asked_by(messages, request.fields, sent.key)
+                return self._again(former, put)
+            session = replace(session, num_sinks=num_sinks) if session.is_new else session
+            session = session.with_request(messages, request.fields, headers.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            return self._submit([(begun, ids)], sampling, 1, put, messages)
+            return self._submit([(session, ids)], sampling, 1, put, messages)
 
     @contextmanager
-    def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
+    def _session(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
         """Session for a turn, released if that cannot begin."""
         session = self.sessions.take(name, messages)
         try:
@@ -204,15 +204,15 @@ class Service:
             )
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
-        drawn = {"temperature": request.temperature, "top_p": request.top_p}
-        given: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
-        if given:
-            given["do_sample"] = True
+        fields = {"temperature": request.temperature, "top_p": request.top_p}
+        own: dict[str, Any] = {name: x for name, x in fields.items() if x is not None}
+        if own:
+            own["do_sample"] = True
         if request.seed is not None:
-            given["seed"] = request.seed % 2**62
+            own["seed"] = request.seed % 2**62
         if request.stops:
-            given["stop_strings"] = request.stops
-        return Sampling(**{**self.defaults, **given, "max_new_tokens": most})
+            own["stop_strings"] = request.stops
+        return Sampling(**{**self.defaults, **own, "max_new_tokens": most})
 
     def _submit(
         self,
@@ -233,21 +233,21 @@ class Service:
                 before = before[:-1]  # it has not been fed, and the session goes on
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
-            session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
+            session, text = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             update = (
                 SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
                 if messages
                 else None
             )
             if update:
-                answers.on_cancel = update.left
+                answers.on_cancel = update.release
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
-            if anew is not None:
-                ids, num_cached = anew, 0
-                answers.num_reencoded += max(0, len(anew) - len(new))
+            if text is not None:
+                ids, num_cached = text, 0
+                answers.num_reencoded += max(0, len(text) - len(new))
             rows = [
-                Row(
+                AnswerRow(
                     sampling,
                     number * num_choices + draw,
                     ids,
@@ -266,7 +266,7 @@ class Service:
                 ids[num_cached:],
                 rows,
                 ended=update.ended if update else lambda row, _: put(End.of(row)),
-                failed=update.left if update else put,
+                failed=update.release if update else put,
                 keeps=update is not None,
             )
             answers.turns.append(turn)

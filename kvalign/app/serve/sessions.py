@@ -29,9 +29,9 @@ class Session:
     """One conversation, or one text that is continued."""
 
     id: str  # as requests name it
-    compared: str = ""  # how its messages are: AS_READ; "": letter by letter, as 0.2 did, and texts
-    said: str = ""  # a digest of its messages, answers included
-    asked: str = ""  # the same before the last answer
+    comparison: str = ""  # of its messages: AS_READ; "": letter by letter, as of 0.2 and of texts
+    messages_digest: str = ""  # a digest of its messages, answers included
+    turn_digest: str = ""  # the same before the last answer
     request: str = ""  # a digest of the messages alone that brought the last answer
     fields: str = ""  # a digest of the other fields that change an answer; 0.2 stored none
     key: str = ""  # the Idempotency-Key that came with them
@@ -56,14 +56,14 @@ class Session:
         """Return whether requests name it."""
         return not self.id.startswith(_UNNAMED)
 
-    def asked_by(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
+    def with_request(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
         """Return the session with the request for its next answer: its messages, the digest of its
         other fields, and its key.
         """
-        request = digest("", messages, self.compared)[-1]
+        request = digest("", messages, self.comparison)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
-    def anew(self) -> "Session":
+    def reset(self) -> "Session":
         """Return the session before its first turn. Its next one is stored in place of this."""
         return Session(self.id, checksum=self.checksum, number=self.number)
 
@@ -103,13 +103,13 @@ def as_read(text: str) -> str:
     return unicodedata.normalize("NFC", lines).strip()
 
 
-def digest(before: str, messages: Sequence[Message], compared: str) -> list[str]:
+def digest(before: str, messages: Sequence[Message], comparison: str) -> list[str]:
     """Return digests of a conversation after each message, from the digest `before` them. Those of
-    messages that are alike are equal; `compared`: as `Session` has it.
+    messages that are alike are equal; `comparison`: as `Session` has it.
     """
     digests = []
     for message in messages:
-        content = as_read(message.content) if compared == AS_READ else message.content
+        content = as_read(message.content) if comparison == AS_READ else message.content
         text = json.dumps([before, message.role, content])
         before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
@@ -151,18 +151,18 @@ class Sessions:
             RequestError: it is answering another turn; it was dropped and these messages do not
                 repeat it from the start; or its file is not the one that this server wrote.
         """
-        said = []
+        digests = []
         if name is None:
             hows = AS_READ, ""
-            said = [(how, one) for how in hows for one in digest("", messages, how)[-2::-1]]
-        is_told_anew = any(message.role == "assistant" for message in messages)
+            digests = [(how, one) for how in hows for one in digest("", messages, how)[-2::-1]]
+        has_answers = any(message.role == "assistant" for message in messages)
         with self._lock:
             unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
-            idle = {(x.compared, x.said): x.id for x in unnamed}
-            matches = (idle[one] for one in said if one in idle)
+            idle = {(x.comparison, x.messages_digest): x.id for x in unnamed}
+            matches = (idle[one] for one in digests if one in idle)
             name = name or next(matches, _UNNAMED + secrets.token_hex(16))
             self._check_idle(name)
-            if name in self._dropped and not is_told_anew:
+            if name in self._dropped and not has_answers:
                 raise RequestError(
                     f"session {name} was dropped, since at most {self.max_named} are kept: send "
                     f"all its messages, or start it again after {_forget(name)}",
@@ -183,10 +183,10 @@ class Sessions:
 
     def put(self, session: Session) -> None:
         """Store a session after its turn, and drop the least recently used beyond the limit."""
-        kept = self._store_of(session).put(session)
+        record = self._store_of(session).put(session)
         with self._lock:
             self._busy.discard(session.id)
-            self._add(kept)
+            self._add(record)
 
     def release(self, session: Session) -> None:
         """Leave it as it was before its turn."""

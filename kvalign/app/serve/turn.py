@@ -1,5 +1,6 @@
 """One request to the engine: its answers, and the states of rows to store."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,15 +11,20 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
-from kvalign.streaming import loop
 from kvalign.streaming.answer import Answer
+from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
+
+log = logging.getLogger(__name__)
+NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
+OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 
 State = dict[str, Tensor]
 
 
-class Row(loop.Row):
+class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
     tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
@@ -61,9 +67,8 @@ class Row(loop.Row):
         """Return whether it has ended without a failure."""
         return bool(self.finish) and self.failure is None
 
-    @property
-    def goes_on(self) -> bool:
-        return not self.finish and self.failure is None
+    def has_ended(self) -> bool:
+        return bool(self.finish) or self.failure is not None or self.turn.is_cancelled
 
     @property
     def num_evicted(self) -> int:
@@ -72,11 +77,16 @@ class Row(loop.Row):
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
     def take(self, logits: Tensor, method: Method) -> None:
-        """Choose the next token and show its text."""
-        _, shown = self._answer.take(self.advance(logits, method))
-        if shown:
-            self.text += shown
-            self._show(self.index, shown)
+        """Choose the next token and show its text. A failure is this row's alone."""
+        try:
+            super().take(logits, method)
+            _, shown = self._answer.take(int(self.token))
+            if shown:
+                self.text += shown
+                self._show(self.index, shown)
+        except Exception as error:
+            log.error("a token could not be taken", exc_info=error)
+            self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
 
 
 @dataclass(eq=False)
@@ -89,14 +99,14 @@ class Turn:
 
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
-    left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
-    rows: Sequence[Row]  # the answers, drawn from one prompt; none once they have begun
-    ended: Callable[[Row, State | None], None]
+    rest: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
+    rows: Sequence[AnswerRow]  # the answers, drawn from one prompt; none once they have begun
+    ended: Callable[[AnswerRow, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
-    def begin(self) -> Sequence[Row]:
+    def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
         of a circle only Python's collector would free the cache.
         """

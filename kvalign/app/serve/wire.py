@@ -24,7 +24,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=128)]
 _LONGEST_KEY = 255
 
-M = TypeVar("M", bound="Asked")
+M = TypeVar("M", bound="Request")
 T = TypeVar("T")
 Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 MOST_MESSAGES = 4096
@@ -76,7 +76,7 @@ class StreamOptions(Form):
     include_usage: bool | None = None
 
 
-class Asked(Form):
+class Request(Form):
     """Fields that both kinds of requests have."""
 
     harmless = {"user": "says who asks"}
@@ -165,10 +165,10 @@ class Message(Form):
         return fields
 
 
-class Chat(Asked):
+class Chat(Request):
     """A request to /v1/chat/completions."""
 
-    harmless = Asked.harmless | {
+    harmless = Request.harmless | {
         "metadata": "labels for whoever looks at stored answers",
         "store": "lets OpenAI store the answer",
         "service_tier": "says how fast and how dear an answer is",
@@ -178,7 +178,7 @@ class Chat(Asked):
         "prompt_cache_retention": "says how long a prompt is cached",
         "parallel_tool_calls": "says how tools are called, and there are none",
     }
-    refused = Asked.refused | {
+    refused = Request.refused | {
         "logprobs": (False,),
         "top_logprobs": (0,),
         "tools": ([],),
@@ -230,10 +230,10 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
 
 
-class Completion(Asked):
+class Completion(Request):
     """A request to /v1/completions."""
 
-    refused = Asked.refused | {
+    refused = Request.refused | {
         "logprobs": (),  # 0 asks for that of the token that was drawn
         "echo": (False,),
         "suffix": ("",),
@@ -260,7 +260,7 @@ class Completion(Asked):
 
 
 @dataclass(frozen=True)
-class Sent:
+class Headers:
     """Information in the headers of a request about how it was sent."""
 
     session: str | None = None
@@ -268,7 +268,7 @@ class Sent:
     is_retry: bool = False  # OpenAI's client says so
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> "Sent":
+    def of(cls, headers: Mapping[str, str]) -> "Headers":
         """Return the information in headers with lower-case names; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign import checkpoints
-from kvalign.app.sessions.stream_settings import StreamSettings, kept_of, pieces_of
+from kvalign.app.sessions.stream_settings import StreamSettings, num_of_keep, pieces_of
 from kvalign.app.sessions.turns_in_cache import EVICT, NUM_GONE, TURNS, make_room, note_turn
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
-from kvalign.foundation.runs import held_back
+from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
 from kvalign.streaming.sampling import DRAWS, Sampling
 
@@ -111,7 +111,7 @@ class ConversationSettings(TalkSettings):
         if self.keep is not None and self.num_sinks != "auto":
             raise UserError("--keep and --num-sinks set the same number: give one of them")
         if self.keep is not None:
-            kept_of(self.keep, "system")
+            num_of_keep(self.keep, "system")
         if not all(turn.strip() for turn in self.say or ()):
             raise UserError("--say is empty: give at least one word")
 
@@ -157,7 +157,7 @@ class Conversation:
         from kvalign.streaming.turns import turn_ids
 
         stream = self.stream
-        with held_back(signal.SIGINT) as interrupted:  # in a step, it would break the cache
+        with defer_signals(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
             new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
             stream.feed(new)
@@ -203,8 +203,8 @@ class Conversation:
         except KeyboardInterrupt as stop:
             if self.path is None or not self.path.exists():
                 raise
-            kept = f"{self.path} holds the conversation up to its last answer"
-            raise Interrupted(kept, self.to_go_on()) from stop
+            line = f"{self.path} holds the conversation up to its last answer"
+            raise Interrupted(line, self.to_go_on()) from stop
 
     def to_go_on(self) -> str:
         """The command that continues it from its file."""
@@ -215,25 +215,25 @@ class Conversation:
             "compile",
             "special_tokens",
         )  # the file names the rest
-        given = {name: getattr(self.settings, name) for name in same}
-        return ConversationSettings(**given, state=self.path).command_line("chat")
+        values = {name: getattr(self.settings, name) for name in same}
+        return ConversationSettings(**values, state=self.path).command_line("chat")
 
     def about(self) -> str:
         """The conversation in one line: model, method, sizes, sampling, file."""
         stream = self.stream
         sampling, says = stream.sampling, Sampling.of_model(stream.method.model.generation_config)
         flags = sampling.in_flags()
-        taken = [
+        names = [
             flag(name)
             for name, value in says.items()
             if flag(name) in flags.split() and getattr(sampling, name) == value
         ]
-        by_model = f" ({', '.join(taken)}: from the model's generation_config)" if taken else ""
+        by_model = f" ({', '.join(names)}: from the model's generation_config)" if names else ""
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
-        kept = f"; saved in {self.path}{goes_on}" if self.path else ""
+        file = f"; saved in {self.path}{goes_on}" if self.path else ""
         return (
             f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
-            f"{sampling.max_new_tokens} {flags}{by_model}{kept}"
+            f"{sampling.max_new_tokens} {flags}{by_model}{file}"
         )
 
 
@@ -282,11 +282,11 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     num_sinks = sinks_of(settings.num_sinks)
     keep = settings.keep or ("system" if settings.system is not None else None)
     if num_sinks is None and keep is not None:
-        num_sinks = kept_of(keep, "system")
+        num_sinks = num_of_keep(keep, "system")
         if num_sinks is None:
             how = {"special_tokens": settings.special_tokens}
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
-        settings.check_kept("--system" if settings.keep is None else "--keep", num_sinks)
+        settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     says = Sampling.of_model(loaded.model.generation_config)
     calm = {} if says.keys() & set(DRAWS) else CALM
     defaults = {"stop_at_end": True, **calm, **says}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -26,22 +27,21 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     """The pieces of a stream. A line on stderr marks the first piece after an eviction, and the
     first past the context length.
     """
-    context_len = stream.method.spec.context_len
+    context_len = stream.method.spec.context_len or math.inf
     size = stream.method.sizes.cache_size
-    left = [
-        (
-            lambda: stream.num_evicted > 0,
-            f"the cache of {size} entries is full, from here on the oldest are evicted",
-        )
-    ]
-    if context_len is not None:
-        line = f"the context length of {context_len} tokens ends here, the stream continues"
-        left.append((lambda: stream.num_fed > context_len, line))
+    is_full = is_past = False
     for number, piece in enumerate(pieces):
-        for mark in [one for one in left if one[0]()]:
-            left.remove(mark)
-            if number:  # else the prompt passed it, which is said where that forgets something
-                _say(f"[token {stream.num_fed}: {mark[1]}]")
+        lines = []
+        if not is_full and (is_full := stream.num_evicted > 0):
+            lines.append(
+                f"the cache of {size} entries is full, from here on the oldest are evicted"
+            )
+        if not is_past and (is_past := stream.num_fed > context_len):
+            lines.append(
+                f"the context length of {context_len} tokens ends here, the stream continues"
+            )
+        for line in lines if number else ():  # else the prompt passed it: `warn_if_too_long`
+            _say(f"[token {stream.num_fed}: {line}]")
         yield piece
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
@@ -220,7 +221,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             print(line, file=sys.stderr)
         return text_stream
 
-    def check_kept(self, what: str, num_sinks: int) -> None:
+    def check_sinks(self, what: str, num_sinks: int) -> None:
         """Raise UserError if the never evicted entries leave no room in the given cache."""
         if self.cache_size is not None and num_sinks >= self.cache_size:
             raise UserError(
@@ -235,19 +236,19 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.models.packed import weights_of
 
         method = stream.method
-        taken = {**asdict(method.sizes), **asdict(stream.sampling)}
-        taken["compile"] = method.steps_in_a_word in ("compiled", "stored")
-        taken |= {"weights": weights_of(method.model), "device": str(method.model.device)}
-        return {**self.as_dict(), "method": method.name, **taken}
+        values = {**asdict(method.sizes), **asdict(stream.sampling)}
+        values["compile"] = method.steps_in_a_word in ("compiled", "stored")
+        values |= {"weights": weights_of(method.model), "device": str(method.model.device)}
+        return {**self.as_dict(), "method": method.name, **values}
 
     def sampling(self) -> dict[str, Any]:
         """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""
         values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        given = {name: value for name, value in values.items() if value is not None}
-        return {"do_sample": True, **given} if given.keys() & set(DRAWS) else given
+        flags = {name: value for name, value in values.items() if value is not None}
+        return {"do_sample": True, **flags} if flags.keys() & set(DRAWS) else flags
 
 
-def kept_of(keep: str, all_of: str) -> int | None:
+def num_of_keep(keep: str, all_of: str) -> int | None:
     """Number that `--keep` gives, None for its one word; UserError for anything else."""
     if keep == all_of:
         return None
@@ -257,7 +258,7 @@ def kept_of(keep: str, all_of: str) -> int | None:
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
-    """The pieces of a stream, with a named progress bar while the input before the first is read;
+    """The pieces of a stream, once the input before the first is read, with a named progress bar;
     the first may be empty.
     """
     pieces = iter(stream)
@@ -266,5 +267,4 @@ def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
         bar.expect(len(stream.ids) - stream.num_fed, "tokens")
         stream.method.on_tokens = bar.update
         first = next(pieces, "")
-    yield first
-    yield from pieces
+    return chain([first], pieces)

@@ -28,7 +28,7 @@ def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -
     from kvalign.streaming.turns import evict_turns
 
     num_gone, size = _num_gone(stream), stream.method.sizes.cache_size
-    more, left = evict_turns(
+    more, rest = evict_turns(
         stream.tokenizer,
         begins_of(stream)[num_gone:],
         stream.ids,
@@ -39,7 +39,7 @@ def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -
     )
     if more:
         stream.notes[NUM_GONE] = str(num_gone + more)
-        stream.encode_anew(left)
+        stream.encode_anew(rest)
 
 
 def _num_gone(stream: TextStream) -> int:

@@ -20,7 +20,7 @@ from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
-from kvalign.eval.report.suite_file import filled_in, parse_suite_text
+from kvalign.eval.report.suite_file import fill_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
@@ -52,10 +52,12 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
-    def kept() -> str:
-        num_kept = sum(is_finished(cell, settings.out) for cell in cells)
+    def summary() -> str:
+        num_finished = sum(is_finished(cell, settings.out) for cell in cells)
         return (
-            f"{num_kept} of {len(cells)} cells are finished in {settings.out}" if num_kept else ""
+            f"{num_finished} of {len(cells)} cells are finished in {settings.out}"
+            if num_finished
+            else ""
         )
 
     if lacks := lacks_of(missing):
@@ -65,12 +67,12 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
             raise UserError(message)
         print(message, file=sys.stderr)
     to_run = [cell for cell in missing if cell.name not in lacks]
-    with locked(settings.out, kept), keeping(kept):
+    with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
             _run(to_run, settings)
         except UserError as error:
-            if kept():
+            if summary():
                 raise RunError(str(error)) from error
             raise
     ran = {cell.name: "run" for cell in to_run}
@@ -84,7 +86,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            command = filled_in(cell.command, settings.out)
+            command = fill_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             identity = identities.of(cell)  # as it begins
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed, identity)
@@ -105,12 +107,12 @@ def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell
         with progress.shown_as("eval run") as bar:
             bar.expect(len(cells), "cells")
             while waiting:
-                (done,), _ = ray.wait(list(waiting), num_returns=1)
-                output, error = ray.get(done)
+                (task,), _ = ray.wait(list(waiting), num_returns=1)
+                output, error = ray.get(task)
                 if error:
                     raise RunError(error)
                 bar.update(1)
-                yield waiting.pop(done), output
+                yield waiting.pop(task), output
 
 
 def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
@@ -177,14 +179,14 @@ def run_cell(command: str, out: Path) -> str:
     """Run a cell's command in its own process and return its output, a JSON document. UserError if
     it was refused, RunError if it failed; its own message is on stderr.
     """
-    words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
+    words = [sys.executable, "-m", *shlex.split(fill_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
-    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
-    if done.returncode:
+    process = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
+    if process.returncode:
         command = shlex.join(words[2:])
-        error = UserError if done.returncode == 2 else RunError
-        raise error(f"exit code {done.returncode} of {command}; finished cells are kept")
-    return done.stdout
+        error = UserError if process.returncode == 2 else RunError
+        raise error(f"exit code {process.returncode} of {command}; finished cells are kept")
+    return process.stdout
 
 
 def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = "") -> None:

@@ -66,10 +66,10 @@ def rows_of(
     for stops in streams:
         method.reset()
         num_read = 0
-        for done, stop in enumerate(stops):
+        for number, stop in enumerate(stops):
             began, tally = time.perf_counter(), tallies[stop.distance]
             if method.tokens_left is not None and method.tokens_left < len(stop.ids) + stop.room:
-                bar.skip(len(stops) - done)
+                bar.skip(len(stops) - number)
                 break
             if stop.ids:
                 method.feed(torch.tensor([stop.ids], device=method.model.device))
