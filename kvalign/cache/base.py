@@ -109,6 +109,7 @@ class FixedSizeCache(Saving, ForeignCalls):
     def _hold(self, seen: list[int]) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen = seen
+        self._next: Step | None = None  # pass of one token a row, as `prepare` made it
 
     def _hold_in_order(self, seen: list[int]) -> None:
         """Same, with entries in the order of time."""
@@ -262,8 +263,18 @@ class FixedSizeCache(Saving, ForeignCalls):
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
         if not self.seen:
             self._hold_in_order([0] * num_rows)
-        self.step = self._settled(num_new, segment)
-        return self.step
+        is_prepared = self._next is not None and num_new == 1 and segment is None
+        step = self._next if is_prepared else self._settled(num_new, segment)
+        self.step, self._next = step, None
+        return self._now
+
+    def prepare(self) -> Step:
+        """Prepare a pass of one token a row, which the next one will be if it has as many, while a
+        device is busy with the last.
+        """
+        with self.changing():
+            self._next = self._settled(1)
+        return self._next
 
     def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
         first, positions = self.attention[0], self.positions()

@@ -199,11 +199,13 @@ class Method(NotPickled, ABC):
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
-            if self.stepper is not None:
-                logits = self.stepper.logits(ids, cache)
-                if logits is not None:
-                    return logits
-            return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
+            logits = None if self.stepper is None else self.stepper.logits(ids, cache)
+            if is_by_call := logits is None:
+                logits = self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
+        if self.stepper is not None and not is_by_call:
+            self.stepper.prepare_next(cache)
+        assert logits is not None
+        return logits
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: Cache, **inputs: Any) -> Tensor:

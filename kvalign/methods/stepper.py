@@ -42,6 +42,9 @@ class Stepper(ABC):
     def word_for(self, num_rows: int) -> str | None:
         """Word for its steps of so many rows: compiled, stored, captured; None: it makes none."""
 
+    def prepare_next(self, cache: FixedSizeCache) -> None:  # noqa: B027
+        """Prepare the step after one that was just made, while the device makes that one."""
+
     def prepare(self, method: Any, num_rows: int) -> bool:
         """Prepare steps of so many rows for this start and later ones, and compile no others;
         return whether there are such steps.

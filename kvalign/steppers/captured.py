@@ -110,6 +110,7 @@ class Captured(Stepper):
         self.model, self.regions, self.record = model, regions, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self.is_refused = False  # something in a step cannot be recorded
+        self._next: tuple[Step | None, Graph | None] = None, None  # with its counts
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
 
     @classmethod
@@ -135,13 +136,21 @@ class Captured(Stepper):
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
         step = cache.step
         assert step is not None
-        if (graph := self._graph_for(ids, step, cache)) is None:
-            return None
+        self._forget_if_changed()
+        (next_step, graph), self._next = self._next, (None, None)
+        if graph is None or next_step is not step:
+            if (graph := self._graph_for(ids, step, cache)) is None:
+                return None
+            _copy_counts(step, graph)
         graph.inputs.ids.copy_(ids)
-        # From pinned memory, which is not used again before the copy was made, nobody waits for it.
-        counts = step.counts.pin_memory() if ids.is_cuda else step.counts
-        graph.inputs.counts.copy_(counts, non_blocking=True)
         return graph.replay().clone()
+
+    def prepare_next(self, cache: FixedSizeCache) -> None:
+        assert isinstance(cache, StreamingCache)
+        step = cache.prepare()
+        if (graph := self.graphs.get(_key_of(step, cache))) is not None:
+            _copy_counts(step, graph)
+            self._next = step, graph
 
     def _graph_for(self, ids: Tensor, step: Step, cache: FixedSizeCache) -> Graph | None:
         """Graph of a step; None if it is not captured, or comes for the first time: what never
@@ -152,7 +161,6 @@ class Captured(Stepper):
         # Where entries are not written as they come, rows must have the same positions.
         if not (step.is_static and cache.is_decode and (cache.stays or step.is_alike)):
             return None
-        self._forget_if_changed()
         key = _key_of(step, cache)
         if key not in self.graphs:
             self.graphs[key] = None
@@ -193,6 +201,7 @@ class Captured(Stepper):
         self._num += 1
         if not (self._snapshot if self._num % EVERY == 1 else self._snapshot.code).holds():
             self.graphs.clear()
+            self._next = None, None
             self._snapshot = Snapshot(self.model)
 
 
@@ -207,6 +216,15 @@ def not_captured(method: Cached) -> str | None:
     if not cache.may_be_static:
         return "attention goes by the order of entries, takes no marks, or is not in all layers"
     return None
+
+
+def _copy_counts(step: Step, graph: Graph) -> None:
+    """Copy them to where the graph reads them. Nobody waits for it: pinned memory is not used again
+    before the copy was made.
+    """
+    there = graph.inputs.counts
+    counts = step.counts.pin_memory() if there.is_cuda else step.counts
+    there.copy_(counts, non_blocking=True)
 
 
 def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:

@@ -227,15 +227,11 @@ class RegionsCalled(Recorder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_regions"),
-    [
-        ("learned with tables", 6),
-        pytest.param("rotary", 9, marks=pytest.mark.slow),
-        pytest.param("rotary with tables", 9, marks=pytest.mark.slow),
-    ],
+    "kind",
+    ["learned with tables", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rotary", "int8"))],
 )
 @torch.no_grad()
-def test_regions_of_the_model_are_compiled(kind, num_regions):
+def test_regions_of_the_model_are_compiled(kind):
     """Steps with them are those without, and the model is as it was afterwards."""
     name, model, sizes = of_kind(kind)
     before = [*model.modules()], [vars(one).get("forward") for one in model.modules()]
@@ -248,5 +244,5 @@ def test_regions_of_the_model_are_compiled(kind, num_regions):
     for ids in torch.randint(5, 90, (1, 45)).split([30] + 15 * [1], 1):
         torch.testing.assert_close(method.feed(ids), eager.feed(ids), atol=1e-4, rtol=1e-4)
     assert recorder.num == 1 and recorder.num_made == 14
-    assert counters["stats"]["unique_graphs"] >= num_regions
+    assert counters["stats"]["unique_graphs"] > 4
     assert before == ([*model.modules()], [vars(one).get("forward") for one in model.modules()])

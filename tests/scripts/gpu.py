@@ -68,18 +68,21 @@ def same(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 2) -
     return f"{worst:.1e}"
 
 
-def captured(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 1) -> str:
+def captured(
+    name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 1, compiled: bool = False
+) -> str:
     """Logits of captured steps and of eager ones there, from a cache that fills on."""
     ids = torch.randint(2, VOCAB, (num_rows, 140), generator=torch.Generator().manual_seed(1))
     model = copy.deepcopy(tiny_model(kind)).to(device)
     eager, method = (made(name, model, **sizes) for _ in range(2))
-    method.take_ready_stepper()
+    method.compile() if compiled else method.take_ready_stepper()
     found = []
     for one in (eager, method):
         parts = ids.to(device).split([6] + [1] * 134, 1)
         found.append(torch.stack([one.feed(part) for part in parts]).float())
     worst = ((found[1] - found[0]).abs().max() / found[0].abs().max()).item()
-    assert method.steps_in_a_word == "captured", "nothing was captured"
+    expected = "compiled and captured" if compiled else "captured"
+    assert method.steps_in_a_word == expected, "nothing was captured"
     most = OF_INT8 if "cache_dtype" in sizes else CLOSE
     assert worst < most, f"logits differ by {worst:.1e} of the largest"
     return f"{worst:.1e}, {len(method.stepper.graphs)} graphs"
@@ -201,6 +204,10 @@ def checks() -> Iterator[tuple[str, Check]]:
         for num_rows in (1, 4):
             title = f"captured, {name}, {kind}, {sizes}, {num_rows} rows"
             yield title, partial(captured, name, kind, sizes, num_rows=num_rows)
+    for name, kind in (("streaming-llm", "llama"), ("tables", "gpt2"), ("tables", "llama")):
+        yield f"compiled, {name}, {kind}", partial(captured, name, kind, {}, compiled=True)
+    for name, kind in (("streaming-llm", "llama"), ("window", "qwen3"), ("streaming-llm", "gpt2")):
+        yield f"bfloat16, {name}, {kind}", partial(as_exact, name, kind, {})
     for bits in ("int8", "int4"):
         yield f"weights of {bits}", partial(weights, bits)
     for name, kind in ways:
