@@ -12,8 +12,8 @@ from kvalign.app.cli.main import main
 from kvalign.eval import told
 from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
 from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
-from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 
