@@ -53,29 +53,29 @@ def kept(subject: Subject) -> Measured:
     values = watched.entries[0][1][0, :, : watched.num_read]
     born = watched.born()[1][0, :, :-1]
     if isinstance(cache, FixedSizeCache):
-        places, which = aged.stream.places(), "entries, as index() reports them"
+        tokens, which = aged.stream.tokens(), "entries, as index() reports them"
         if aligner_of(cache) is not None:
-            places, which = (
-                places[: cache.sizes.num_sinks],
+            tokens, which = (
+                tokens[: cache.sizes.num_sinks],
                 "sinks; for its other entries see moves",
             )
-            if not places:
+            if not tokens:
                 raise NotApplicableError(
                     "its aligner changes values, and it has no sinks: see moves"
                 )
-        apart = (values[:, : len(places)] - born[:, places]).abs().amax((0, 2))
+        apart = (values[:, : len(tokens)] - born[:, tokens]).abs().amax((0, 2))
         num_other = int((apart > subject.same * born.abs().max()).sum())
-        return Measured(num_other, 0, f"{len(places)} {which}")
-    tokens, num_sinks = tokens_of(watched), aged.num_sinks or 0
-    known = [place for place in tokens if place is not None]
+        return Measured(num_other, 0, f"{len(tokens)} {which}")
+    by_entry, num_sinks = tokens_of(watched), aged.num_sinks or 0
+    known = [token for token in by_entry if token is not None]
     if not known:
         raise NotApplicableError("values are changed")
-    num_wrong = len(tokens) - len(known) + len(set(range(num_sinks)) - set(known))
+    num_wrong = len(by_entry) - len(known) + len(set(range(num_sinks)) - set(known))
     is_ordered = known == sorted(known)
     if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
-        num_wrong += sum(place != at for place, at in zip(known, sorted(known), strict=True))
-    newest = range(born.shape[1] - len(tokens) + num_sinks, born.shape[1])
-    note = f"{len(tokens)} entries: {num_sinks} from the beginning, then "
+        num_wrong += sum(token != at for token, at in zip(known, sorted(known), strict=True))
+    newest = range(born.shape[1] - len(by_entry) + num_sinks, born.shape[1])
+    note = f"{len(by_entry)} entries: {num_sinks} from the beginning, then "
     note += "the newest" if {*range(num_sinks), *newest} == set(known) else "not all the newest"
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
@@ -99,7 +99,7 @@ def moves(subject: Subject) -> Measured:
     aged = age(subject)
     cache = aged.stream.cache
     if isinstance(cache, FixedSizeCache) and (placing := aligner_of(cache)) is not None:
-        aged.stream.places()  # which are the same in all layers and heads
+        aged.stream.tokens()  # which are the same in all layers and heads
         if placing.recursive:
             raise NotApplicableError(
                 "a network moves entries from its own last output: its moves are not meant to "

@@ -63,13 +63,13 @@ class Watched:
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         born = keys.detach().clone(), values.detach().clone()
         entries = self._update(keys, values, layer, *args, **kwargs)
-        place = self.layers.index(layer)
-        self.births[place].append(born)
-        self.entries[place], self.lengths[place] = entries, entries[0].shape[2]
+        number = self.layers.index(layer)
+        self.births[number].append(born)
+        self.entries[number], self.lengths[number] = entries, entries[0].shape[2]
         own = self.cache if isinstance(self.cache, FixedSizeCache) else None
         step = own and (own.step or own.last_step)
         if step is not None:
-            self.entries[place] = step.by_time(KV(*entries))
+            self.entries[number] = step.by_time(KV(*entries))
         return entries
 
     @property
@@ -135,10 +135,10 @@ class Stream:
             return self.keeper.rows[row]
         if isinstance(self.cache, MemoryCache):
             raise NotApplicableError("its heads take back different entries")
-        places = self.places(row)
-        return self.ids[row, [*places, self.ids.shape[1] - 1]]
+        tokens = self.tokens(row)
+        return self.ids[row, [*tokens, self.ids.shape[1] - 1]]
 
-    def places(self, row: int = 0) -> list[int]:
+    def tokens(self, row: int = 0) -> list[int]:
         """Return the positions in the stream of the entries that the last token found, in order.
         Each has the value with which it was passed in.
         """
@@ -155,7 +155,7 @@ class Stream:
         tokens = matches(values, born)
         if None in tokens:
             raise NotApplicableError("values are changed, so its tokens cannot be identified")
-        return sorted(place for place in tokens if place is not None)
+        return sorted(token for token in tokens if token is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
         """Rows in another order, as beam search needs it, or some of them; `by` names the method of

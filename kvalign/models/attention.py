@@ -86,7 +86,8 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             eager = getattr(own, "eager_attention_forward", None)
             before = ALL_ATTENTION_FUNCTIONS.get(name, eager)
             return before(module, query, key, value, *args, **kwargs)
-        if _wants_weights():
+        # Of a pass that is to return attention weights.
+        if not torch.compiler.is_compiling() and "attentions" in (_active_collector.get() or {}):
             raise UserError(
                 "output_attentions: a cache with a table, a memory or a policy that reads weights "
                 "gives none; `kvalign eval attention` measures the model's"
@@ -96,13 +97,6 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return read(query, key, value, scale).to(query.dtype), None
 
     return attention
-
-
-def _wants_weights() -> bool:
-    """Return whether the pass of the model that is running is to return attention weights."""
-    if torch.compiler.is_compiling():
-        return False
-    return "attentions" in (_active_collector.get() or {})
 
 
 def _masking(name: str) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ Timed = Method | LlamaCpp
 Seconds = list[list[float]]
 """Of each that is timed."""
 
-Trials = list[list[list[float]]]
+Turns = list[list[list[float]]]
 """Seconds of the steps of each turn, of each that is timed."""
 
 
@@ -63,7 +63,7 @@ def time_first(
 
 def time_steps(
     timed: Sequence[Timed], batch_size: int, settings: LatencySettings, bar: Bar
-) -> Trials:
+) -> Turns:
     """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
     memories are full: all evicting, realigning, taking back and re-encoding is part of a step. A
     turn of a peer is `trial_len` steps, rounded up to whole periods, and includes draws.
@@ -77,19 +77,19 @@ def time_steps(
             cache.fill(rng)
             for _ in range(3):  # the first two of these are compiled, where any is
                 method.feed(random_ids(model, batch_size, 1, rng))
-    trials: Trials = [[] for _ in timed]
+    turns: Turns = [[] for _ in timed]
     for trial, i in rounds(timed, settings.num_trials, bar, settings.seed):
         one = timed[i]
         if isinstance(one, LlamaCpp):
             filling_ids = random_ids(model, 1, one.sizes.cache_size, rng)
-            trials[i].append(one.turn(filling_ids, settings.trial_len))
+            turns[i].append(one.turn(filling_ids, settings.trial_len))
             continue
         first, last = (
             num_steps(one, settings) * n // settings.num_trials for n in (trial, trial + 1)
         )
         each = (random_ids(model, batch_size, 1, rng) for _ in range(first, last))
-        trials[i].append([clocked(model.device, one.feed, ids) for ids in each])
-    return trials
+        turns[i].append([clocked(model.device, one.feed, ids) for ids in each])
+    return turns
 
 
 def num_rounds(settings: LatencySettings) -> int:
@@ -99,7 +99,7 @@ def num_rounds(settings: LatencySettings) -> int:
 
 def time_generation(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
-) -> tuple[Seconds, Trials]:
+) -> tuple[Seconds, Turns]:
     """Times of the first tokens, and of the `generate` later ones of each trial; trial i continues
     prompts[i % len(prompts)], ids [B, T]. A turn is the first token or `trial_len` of the others.
 
@@ -114,7 +114,7 @@ def time_generation(
         warm_up(method, filling(method, len(prompts[0]), rng))
     drawing: dict[str, Any] = dict(processors=SAMPLING.processors(), do_sample=True)
     first: Seconds = [[] for _ in methods]
-    later: Trials = [[] for _ in methods]
+    later: Turns = [[] for _ in methods]
     for trial in range(settings.num_trials):
         seeds, ids = (settings.seed, trial), prompts[trial % len(prompts)]
         draws = [torch.Generator(model.device).manual_seed(sum(seeds)) for _ in methods]
