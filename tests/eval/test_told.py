@@ -86,24 +86,6 @@ def test_a_reader_is_right_where_it_has_the_facts(memory_len, expected, loaded, 
     assert rows[-1]["num_tokens"] == pytest.approx(length / 3)
 
 
-MEMORY = dict(memory=500, num_recalled=8)
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("streaming-llm", {}), ("streaming-llm", MEMORY), ("discard-half", {}), ("dense", {})],
-)
-def test_questions_leave_the_stream_as_it_is(name, more, loaded, talks):
-    undisturbed, asked = (make_method(name, loaded.model, cache_size=40, **more) for _ in "ab")
-    talk = talks[0]
-    for method in (undisturbed, asked):
-        method.feed(torch.tensor([talk.facts]))
-    first = on_copies(asked, talk.questions, is_right)
-    assert on_copies(asked, talk.questions[::-1], is_right) == first[::-1]
-    ids = torch.tensor([talk.talk[0]])
-    assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
-
-
 @pytest.mark.slow
 def test_nothing_lost_is_dense(loaded, talks):
     """A cache and a memory that hold all give the answers of dense attention."""
