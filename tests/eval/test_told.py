@@ -105,19 +105,10 @@ def test_nothing_lost_is_dense(loaded, talks):
 
 @pytest.mark.slow
 def test_the_command(loaded, tmp_path, capsys, caplog):
-    flags = [
-        "--model",
-        "llama-mini",
-        "--cache-sizes",
-        "40",
-        "--talk",
-        "8,1,1",
-        "--passage-len",
-        "30",
-    ]
-    flags += ["--num-conversations", "1", "--methods", "dense,streaming-llm", "--memory", "0,2000"]
+    flags = "--model llama-mini --cache-sizes 40 --talk 8,1,1 --passage-len 30"
+    flags += " --num-conversations 1 --methods dense,streaming-llm --memory 0,2000"
     plot = tmp_path / "told.svg"
-    assert main(["eval", "told", *flags, "--json", "--plot", str(plot)]) == 0
+    assert main(["eval", "told", *flags.split(), "--json", "--plot", str(plot)]) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["rows"]
     assert [(row["method"], row["memory"], row["talk"]) for row in rows] == [
