@@ -69,6 +69,7 @@ def test_every_turn_that_is_said_is_answered(capsys, monkeypatch):
     assert [line for line in printed.splitlines() if line.startswith("> ")] == [
         f"> {turn}" for turn in turns
     ]
+    assert all(one["text"] + "\n" in printed for one in document["answers"])
 
 
 def test_the_file_names_the_model(tmp_path, capsys):
@@ -213,12 +214,7 @@ def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
         (["--say", "a", "--system", "word " * 60], "--system takes"),
         (["--say", "a", "--keep", "all"], "--keep must be system or a number of tokens, got 'all'"),
         (["--say", "a", "--keep", "41"], "--keep takes 41 entries, so --cache-size must be above"),
-        (
-            ["--say", "a", "--keep", "4", "--num-sinks", "4"],
-            "set the same number: give one of them",
-        ),
-        (["--say", "a", "--method", "sinks"], "unknown method 'sinks'"),
-        (["--say", "a", "--top-p", "2"], "--top-p must be above 0 and at most 1, got 2"),
+        (["--say", "a", "--keep", "4", "--num-sinks", "4"], "set the same number: give one"),
         (["--say", "a", "--state", "talk", "--num-evicted", "5"], "has its own --num-evicted"),
         (["--say", "a", "--state", "talk", "--system", "b"], "has its own --system"),
         (["--say", "a", "--state", "talk", "--method", "window"], "has its own --method"),
@@ -287,14 +283,6 @@ def test_ctrl_c_in_a_terminal():
         _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
         _interrupt(process, ours, rb"kvalign chat: interrupted")
         assert process.wait(timeout=PATIENCE_S) == 130
-
-
-@pytest.mark.slow
-def test_ctrl_d_in_a_terminal_ends():
-    with _terminal() as (process, ours):
-        _read_until(ours, b"> ")
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def said(path, loaded):
@@ -483,7 +471,7 @@ def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monk
     assert [path.read_bytes()] == others
 
 
-def test_kill_at_an_idle_prompt_is_asked_about_nothing(monkeypatch, capsys):
+def test_only_a_ctrl_c_at_an_idle_prompt_is_asked_about(monkeypatch, capsys):
     from kvalign.app.sessions.conversation import turns
     from kvalign.foundation.errors import Killed
 
@@ -493,39 +481,11 @@ def test_kill_at_an_idle_prompt_is_asked_about_nothing(monkeypatch, capsys):
 
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StopIteration if by is EOFError else KeyboardInterrupt):
             next(turns())
         return capsys.readouterr().err.count("Ctrl-C again leaves")
 
-    assert (stopped(Killed), stopped(KeyboardInterrupt)) == (0, 1)
-
-
-@pytest.mark.slow
-def test_answers_are_printed_as_text(capsys):
-    assert chat("--say", "Who?") == 0
-    text = capsys.readouterr().out
-    assert chat("--say", "Who?", "--json") == 0
-    assert text == answers(capsys)[0] + "\n"
-
-
-@pytest.mark.slow
-def test_the_system_prompt_stays(tmp_path):
-    loaded, system = load_model("gpt2-mini"), "You know all islands."
-    opening = turn_ids(loaded.tokenizer, "Who?", True, system)[
-        : opening_len(loaded.tokenizer, system)
-    ]
-    assert loaded.tokenizer.decode(opening) == f"{system}\n\nUSER:"
-    from kvalign import load_stream
-
-    path = tmp_path / "talk.safetensors"
-    for turn in ("Who?", "Why?", "When?"):
-        flags = ["--state", str(path), "--say", turn]
-        assert chat(*flags, *(["--system", system] if not path.exists() else [])) == 0
-    stream = load_stream(path, loaded.model, loaded.tokenizer)
-    method = stream.method
-    assert method.sizes.num_sinks == len(opening) and len(stream.ids) > method.sizes.cache_size + 10
-    assert method.cache.index()[: len(opening)].tolist() == list(range(len(opening)))
-    assert stream.ids[: len(opening)] == opening
+    assert [stopped(by) for by in (Killed, KeyboardInterrupt, EOFError)] == [0, 1, 0]
 
 
 @pytest.mark.slow
@@ -542,15 +502,3 @@ def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_pa
     opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
     assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
     assert resumed["answers"][0]["is_cut"]
-
-
-@pytest.mark.slow
-def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError("cannot write talk: no space left")
-
-    monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
-    assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
-    printed = capsys.readouterr()
-    assert printed.out.endswith("\n") and len(printed.out) > 10
-    assert "error: this answer was not saved: cannot write talk: no space left\n" in printed.err

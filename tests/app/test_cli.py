@@ -123,15 +123,7 @@ WRONG = [
     (["generate", *PROMPT, "--method", "kv-align"], "did you mean kvalign?"),
     (["generate", *PROMPT, "--device", "warp"], "device 'warp' is not available"),
     (
-        [
-            "eval",
-            "perplexity",
-            "--model",
-            "no/model",
-            "--methods",
-            "streaming-llm",
-            "--cache-sizes=3",
-        ],
+        ["eval", "perplexity", "--model=no/model", "--methods=streaming-llm", "--cache-sizes=3"],
         "above --num-sinks (4)",
     ),
     (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
@@ -288,15 +280,8 @@ def test_half_of_the_window_is_evicted_by_any_command(capfd):
             document = json.loads(capfd.readouterr().out)
             found.append(document.get("text") or document["answers"][0]["text"])
     assert texts["half"] == texts["6"] != texts["1"]
-    argv = [
-        "eval",
-        "perplexity",
-        "--methods",
-        "streaming-llm,discard-half",
-        "--num-evicted",
-        "half",
-    ]
-    assert main([*argv, "--cache-sizes", "16", "--num-tokens", "20", "--json"]) == 0
+    argv = "eval perplexity --methods streaming-llm,discard-half --num-evicted half"
+    assert main([*argv.split(), "--cache-sizes", "16", "--num-tokens", "20", "--json"]) == 0
     rows = json.loads(capfd.readouterr().out)["rows"]
     assert [row["num_evicted"] for row in rows] == [6, 6]
 

@@ -251,18 +251,6 @@ def test_hostile_text_is_seen_as_text(page):
     assert page.locator("#stage img, #stage script").count() == 0
 
 
-def test_wrong_settings_are_one_line(page):
-    for changes, expected in [
-        (dict(methods=[]), "no method is chosen: select at least one"),
-        (dict(prompt=""), "the prompt is empty"),
-    ]:
-        choose(page, **changes)
-        page.click("#start")
-        page.locator("#stage").get_by_text(expected).wait_for()
-        assert page.locator("#stage [role=alert]").count() == 1
-        finish(page)
-
-
 def test_it_opens_on_stale_entries_that_fail(opened):
     """The page as it comes: nothing is pressed."""
     page = opened(stops=False, **DESKTOP)
@@ -300,16 +288,6 @@ def test_sliders_stop_where_the_aligner_does(page):
     page.locator("#methods input[name=kvalign]").check()
     page.wait_for_function(most.format(255))
     assert slider.input_value() == "255"
-
-
-def test_a_method_that_refuses_says_why_in_its_column(page):
-    pick(page, "Aligner of kvalign", "kvalign-gpt2-mini-network-rollout8")
-    run(page, ["window", "kvalign"], **{"Cache size": 24, "New tokens": 10})
-    assert page.locator(".card h2").all_inner_texts() == ["window", "kvalign"]
-    assert counts(page) == [10]
-    line = page.locator(".card [role=alert]").inner_text()
-    assert line.startswith("Evicted at once or evictions before a move must be a multiple of 8")
-    pick(page, "Aligner of kvalign", "kvalign-gpt2-mini-table-kl")
 
 
 def test_lane_follows_the_settings(page):

@@ -208,28 +208,6 @@ def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_pat
     assert "no finished recording of llama-mini" in refused.err
 
 
-REFUSED = {
-    "train --target key": "make one with kvalign gen-data, or",
-    "train --target key --model llama-mini": "make one with kvalign gen-data --model llama-mini,",
-    "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
-    "train --target key --data data --lr 0.1": "already holds a trained key network",
-    "train --data data --model llama-mini": "data was recorded with gpt2-mini",
-    "generate --prompt-file nothing.txt": "nothing.txt",
-}
-
-
-@pytest.mark.slow
-def test_what_is_refused_is_one_line(kvalign, tmp_path):
-    kvalign("gen-data --num-tokens 2560 --out data")
-    kvalign("train --target key --data data --max-steps 2")
-    for command, message in REFUSED.items():
-        if command.startswith("gen-data"):
-            kvalign("gen-data --num-tokens 2560")
-        printed = kvalign(command, code=2)
-        assert message in printed.err and printed.err.count("\n") == 1, command
-        assert printed.out == ""
-
-
 @pytest.mark.slow
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
     printed = kvalign("train --num-tokens 6000 --chunk-len 48")

@@ -75,8 +75,9 @@ def test_it_is_one_line_and_leaves_nothing(name, disk, tmp_path, monkeypatch, ca
     before = files_in(Path())
     with disk():
         code = main(shlex.split(COMMANDS[name]))
-    said = capfd.readouterr().err.splitlines()
-    goes_on = name in ("a talk", "a memory")
+    printed = capfd.readouterr()
+    said, goes_on = printed.err.splitlines(), name in ("a talk", "a memory")
+    assert bool(printed.out) == goes_on, "an answer that cannot be kept is shown"
     assert code == (2 if disk is read_only and not goes_on else 1), said
     assert len([line for line in said if "error: " in line]) == 1, said
     assert "an error in KV-Align" not in said[-1] and "Traceback" not in "".join(said)

@@ -70,24 +70,14 @@ def test_a_flipped_bit_of_a_shard_is_refused_by_train(recording, tmp_path, capfd
 
 @pytest.mark.slow
 def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
-    argv = [
-        "eval",
-        "perplexity",
-        "--methods",
-        "window",
-        "--cache-sizes",
-        "16",
-        "--num-tokens",
-        "400",
-        "--keep",
-    ]
-    assert main([*argv, str(tmp_path)]) == 0
+    argv = "eval perplexity --methods window --cache-sizes 16 --num-tokens 400 --keep"
+    assert main([*argv.split(), str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.parquet")
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 3] ^= 4
     path.write_bytes(bytes(whole))
     capfd.readouterr()
-    assert main([*argv, str(tmp_path)]) == 2
+    assert main([*argv.split(), str(tmp_path)]) == 2
     assert f"{path} is damaged" in capfd.readouterr().err
 
 

@@ -134,7 +134,7 @@ DEVICES = "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu mtia CPU c
 @pytest.mark.parametrize("device", [*DEVICES.split(), " ", "cuda:99999999999", "meta:0"])
 def test_devices(device, place, capfd):
     refuses(lambda: check_device(device), f"device {device!r} is not available here")
-    if device in ("meta", "cpu:99", "mkldnn"):
+    if device in ("meta", "cpu:99"):
         for argv in (
             ["generate", *PROMPT],
             ["gen-data", "--out", "o"],
@@ -154,17 +154,13 @@ CALLS = [
     (lambda m: kvalign.stream(m.model, m.tokenizer, HALF), "the text is not UTF-8"),
     (lambda m: kvalign.stream(m.model, m.tokenizer, "a", aligner=""), "aligner is empty"),
     (lambda m: kvalign.stream(m.model, m.tokenizer, "a", temperature=1e-40), "temperature must"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", top_k=10**30), "top_k must be"),
     (lambda m: kvalign.stream(m.model, m.tokenizer, "a", seed=2**63), "seed must be"),
     (lambda m: kvalign.stream(m.model, m.tokenizer, "a", cache_size=10**30), "cache_size must be"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", repetition_penalty=1e-40), "repetition"),
     (lambda m: list(texts(MARKED)), "marked: takes another corpus"),
     (lambda m: load_model("recall-gpt2", device="meta"), "device 'meta'"),
     (lambda m: load_model(""), "model"),
     (lambda m: kvalign.eval.perplexity(model=""), "--model is empty"),
-    (lambda m: kvalign.eval.perplexity(cache_sizes=[10**30]), "--cache-sizes must be"),
     (lambda m: kvalign.training.train_table(out=""), "--out is empty"),
-    (lambda m: kvalign.training.train_table(seed=2**64), "--seed must be"),
 ]
 
 
@@ -177,13 +173,11 @@ EARLY = [
     ("gen-data --out o/p --ray-address 127.0.0.1:1 --workers 2", "no Ray cluster"),
     ("gen-data --out o/p --device cuda", "device 'cuda' is not available"),
     ("gen-data --out o/p --model nowhere", "no model 'nowhere'"),
-    ("gen-data --out o/p --num-tokens 10", "--num-tokens must be at least"),
     ("train --data data --out o/p --accelerator gpu --target key", "--accelerator gpu"),
     ("train --data data --out o/p --devices 100 --accelerator gpu", "each of 100 devices"),
     ("train --data data --out o/p --key-hidden1 65536 --key-hidden2 65536", "of memory"),
     ("train --data data --out o/p --model llama-mini", "--model is llama-mini"),
     ("train --aligner-kind table --out o/p --accelerator gpu", "device 'cuda' is not available"),
-    ("train --aligner-kind table --out o/p --model nowhere", "no model 'nowhere'"),
     (f"train --aligner-kind table --out o/p --init nowhere {SMALL}", "no aligner 'nowhere'"),
     ("train --aligner-kind table --out o/p --corpus text:empty.txt", "too short"),
     ("tune --target key --data data --out o/p --ray-address 127.0.0.1:1", "no Ray cluster"),
@@ -192,13 +186,9 @@ EARLY = [
     ("pretrain --out o/p --hidden-size 65536 --num-layers 1000", "of memory, "),
     ("pretrain --out o/p --corpus python-docs@0", "weights must be above 0"),
     ("pretrain --out o/p --corpus wikitext", "wikitext"),
-    ("pretrain --out o/p --corpus text:short.txt --vocab-size 300", "--context-len"),
     ("eval run s.yaml --out o/p", "unknown method 'sink'"),
     ("eval run quick --out o/p --override '--num-turns 0'", "cell chat: --num-turns"),
-    ("eval run quick --out o/p --variables x=3", "--variables takes NAME=VALUE"),
     ("eval run quick --out o/p --ray --ray-address 127.0.0.1:1", "no Ray cluster"),
-    ("lanes --out o/p/l.html --cache-size 25", "at most 24 for this page"),
-    ("eval perplexity --keep o/p --model nowhere", "no model 'nowhere'"),
     ("eval perplexity --plot o/p/x.svg --corpus text:empty.txt", "too short"),
     ("import-published --keys empty.txt --values empty.txt --model m --out o/p", "empty.txt"),
     ("chat --state o/p/t.safetensors --say Hi --model nowhere", "no model 'nowhere'"),
@@ -217,7 +207,6 @@ def recording(tmp_path_factory):
 @pytest.mark.parametrize(("words", "message"), EARLY, ids=[words[:50] for words, _ in EARLY])
 def test_what_is_refused_leaves_nothing(words, message, place, recording, capfd):
     (place / "data").symlink_to(recording)
-    (place / "short.txt").write_text("a few words only\n")
     cell = "{name: a, command: eval perplexity --methods sink}"
     (place / "s.yaml").write_text(f"cells:\n- {cell}\n")
     capfd.readouterr()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from helpers.refusals import refused, refuses
-from helpers.results_example import documents
+from helpers.results_example import documents, write_folder
 
 from kvalign.app.suites.cells import parse_suite
 
@@ -28,23 +28,18 @@ def named(name):
 SUITES = {
     "empty": ("", "it: Input should be"),
     "no cells": ("title: x", "cells: Field required"),
-    "cells a number": ("cells: 3", "cells: Input should be"),
     "cells none": ("cells: []", "has no cells"),
     "key a list": ("? [a]\n: b\n", "is not YAML"),
     "key a number": (f"1: 2\n{CELLS}", "Keys should be strings"),
-    "name a list": (named("[a]"), "name: Input should be"),
     "name a path": (named("../x"), "letters, digits and -"),
     "name long": (named("a" * 1000), "at most 100 letters"),
     "name twice": (CELLS + ONE, "two cells with the same name"),
     "command a list": ("cells:\n- {name: a, command: [eval]}", "command: Input should be"),
     "command empty": (command(""), "its command is empty"),
     "command unknown": (command("eval speed"), "unknown command 'eval speed'"),
-    "command half": (command("eval"), "unknown command 'eval'"),
     "command no end": (command('eval perplexity --corpus "'), "No closing quotation"),
     "command a word more": (command("eval perplexity x"), "flags begin with --"),
-    "command writes": (command("generate"), "generate is not an evaluation"),
     "command serves": (command("demo-ui"), "demo-ui is not an evaluation"),
-    "command trains": (command("train"), "train is not an evaluation"),
     "command a suite": (command("eval run quick --out x"), "eval run is not an evaluation"),
     "command helps": (command("eval perplexity --help"), "leave out --help"),
     "number below": (command("eval perplexity --num-tokens 0"), "--num-tokens must be at least"),
@@ -56,10 +51,7 @@ SUITES = {
     ),
     "paper's table half": (f"paper: {{tables: [{{title: x}}]}}\n{CELLS}", "cell: Field required"),
     "field unknown": (f"{CELLS}more: 1", "more: Extra inputs"),
-    "field of a cell unknown": ("cells:\n- {name: a, command: b, x: 1}", "x: Extra inputs"),
-    "title a date": (f"title: 2020-01-01\n{CELLS}", "title: Input should be"),
     "alias bomb": (f"{BOMB}cells: *i\n", "cells.0: Input should be"),
-    "alias bomb aside": (f"{BOMB}{CELLS}", "Extra inputs"),
 }
 
 
@@ -97,32 +89,25 @@ REMOVED = object()
 RESULTS = [
     ("perplexity", placed("eval speed", "kind"), "unknown evaluation"),
     ("perplexity", placed(REMOVED, "settings"), "settings: Field required"),
+    ("perplexity", placed(REMOVED, "rows", 0, "segments", 0, "ratio"), "rows.segments: each needs"),
+    ("readability", placed([], "prompts"), "rows.prompt: must be the index"),
+    ("chat", placed(REMOVED, "word_list"), "word_list: Field req"),
     ("perplexity", placed([], "rows"), "rows: List should have"),
-    ("perplexity", placed([{}], "rows"), "Field required"),
     ("perplexity", placed(None, "rows", 1), "rows.1: Input should be"),
     ("perplexity", placed("ten", "rows", 0, "perplexity"), "perplexity"),
     ("perplexity", placed(REMOVED, "rows", 0, "ratio"), "ratio"),
-    ("perplexity", placed("wide", "rows", 0, "high"), "high"),
     ("perplexity", placed([{}], "rows", 0, "segments"), "segments"),
-    ("perplexity", placed(3, "rows", 0, "bigrams"), "bigrams"),
     ("perplexity", placed(REMOVED, "rows", 0, "tokens", 1, "ratio"), "tokens"),
-    ("perplexity", placed("64", "rows", 0, "cache_size"), "cache_size"),
-    ("perplexity", placed(3, "rows", 0, "method"), "method"),
     ("perplexity", placed(-1, "rows", 0, "num_sinks"), "num_sinks"),
-    ("perplexity", placed("dense", "settings", "corpus", "x"), ""),
     ("perplexity", placed("\ud800", "command"), "is not JSON"),
     ("total-time", placed(0, "rows", 0, "seconds"), "seconds"),
     ("latency", placed(-1.5, "rows", 1, "batch_size"), "batch_size"),
-    ("latency", placed("fast", "rows", 1, "mean_ms"), "mean_ms"),
     ("latency", placed(None, "rows", 1, "bare_mean_ratio"), "bare_mean_ratio"),
-    ("readability", placed(7, "rows", 0, "prompt"), "prompt"),
-    ("readability", placed([["x"]], "rows", 0, "chunks"), "chunks"),
     ("readability", placed(1e-308, "rows", 0, "num_chunks"), "num_chunks"),
     ("readability", placed(REMOVED, "rows", 0, "no_repeat_ngram_size"), "no_repeat_ngram_size"),
     ("readability", placed("mine", "rule"), "rule"),
     ("chat", placed(REMOVED, "rows", 1), "answers"),
     ("streameval", placed("half", "rows", 0, "accuracy"), "accuracy"),
-    ("attention", placed([], "rows", 0, "after", "by_head"), "by_head"),
     ("attention", placed(REMOVED, "rows", 0, "after", "by_entry"), "by_entry"),
 ]
 
@@ -134,10 +119,23 @@ RESULTS = [
 )
 def test_results(name, change, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    document = documents()[name]
-    if message == "":
-        document["settings"]["corpus"] = {}
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / f"{name}.json").write_text(json.dumps(change(document)))
+    (tmp_path / "r" / f"{name}.json").write_text(json.dumps(change(documents()[name])))
     refused(["report", "r"], message, capfd)
     refused(["report", "r", "--terminal"], message, capfd)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("other.json", "{", "other.json is not JSON"),
+        ("other.json", "[1]", "must hold a JSON object"),
+        ("suite.yaml", "cells: [", "is not YAML"),
+        ("suite.yaml", "cells: []\npaper: {tables: [{title: x}]}", "tables.0.cell: Field required"),
+    ],
+)
+def test_a_folder_with_another_file(name, text, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "r")
+    (tmp_path / "r" / name).write_text(text)
+    refused(["report", "r"], message, capfd)

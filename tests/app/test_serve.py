@@ -371,32 +371,3 @@ def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server
         told = {"role": "system", "content": "x " * i + "Know."}
         say(client, [told, {"role": "user", "content": "Who?"}], max_tokens=1)
     assert server.service._blank.cache_info().currsize <= 8
-
-
-@pytest.mark.slow
-def test_rows_together_are_rows_alone(server, loaded):
-    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(5)}
-
-    def hold(name, prefix, answers):
-        with server.client() as client:
-            answers[name] = [content(say(client, turn, prefix + name)) for turn in talks[name]]
-
-    together, alone = {}, {}
-    threads = [threading.Thread(target=hold, args=(name, "m-", together)) for name in talks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in talks:
-        hold(name, "s-", alone)
-    assert together == alone
-
-
-@pytest.mark.slow
-def test_least_recently_used_sessions_go(loaded):
-    with serving(loaded, cache_size=48, max_sessions=2) as server, server.client() as client:
-        for name in ("a", "b", "a", "c"):
-            say(client, "Who?", name, max_tokens=2)
-        assert list(server.service.sessions._by_id) == ["a", "c"]
-        with pytest.raises(openai.APIStatusError, match="was dropped"):
-            say(client, "Why?", "b")

@@ -96,6 +96,8 @@ def test_a_key_belongs_to_one_request(server):
         with pytest.raises(openai.UnprocessableEntityError, match="used with another request"):
             ask(server, says("Who?"), "key", key="one", **fields)
     assert ask(server, says("Who?"), "key", key="two", seed=2)[1] > 0, "a new turn"
+    with pytest.raises(openai.BadRequestError):
+        ask(server, says("Who?"), "key", key="a" * 300)
 
 
 @pytest.mark.slow

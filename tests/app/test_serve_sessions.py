@@ -342,50 +342,12 @@ def test_an_answer_that_cannot_be_kept_names_no_path(loaded, tmp_path, monkeypat
         assert num_cached(ask(server, "Who?", "s")) == 0
 
 
-TOLD = {"role": "system", "content": "You know islands."}
-
-
 @pytest.mark.slow
 def test_what_is_kept_in_memory_is_no_larger_than_it_has_to_be(server):
     """A buffer has room for more, and a long row of a batch lengthens those of all others."""
     text(ask(server, "Who?"))
     (session,) = server.service.sessions._by_id.values()
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in session.state.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("said", ["Who?", [TOLD, {"role": "user", "content": "Who?"}]])
-def test_the_first_turn_sent_again_is_answered_again(server, said):
-    replies = [ask(server, said, "s") for _ in range(3)]
-    assert len({text(reply) for reply in replies}) == 1
-    assert len({num_prompt(reply) for reply in replies}) == 1
-    alone = ask(server, said, "t")
-    expected = ask(server, "Why?", "t")
-    assert text(alone) == text(replies[0])
-    then = ask(server, "Why?", "s")
-    assert (text(then), num_prompt(then)) == (text(expected), num_prompt(expected))
-
-
-@pytest.mark.slow
-def test_a_key_says_what_is_the_same_turn(server):
-    once = ask(server, "Who?", "s", idempotency_key="one")
-    again = ask(server, "Who?", "s", idempotency_key="one")
-    assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
-    other = ask(server, "Who?", "s", idempotency_key="two")
-    assert num_prompt(other) > num_prompt(once)
-    is_refused(ask(server, "When?", "s", idempotency_key="two"), 422, "idempotency_key_reused")
-    is_refused(ask(server, "When?", "s", idempotency_key="a" * 300), 400, None)
-
-
-@pytest.mark.slow
-def test_a_text_sent_again_is_answered_again(server):
-    asked = dict(model="gpt2-mini", prompt="The king", max_tokens=6, temperature=0, session="t")
-    address = f"{server.address}/v1/completions"
-    replies = [httpx.post(address, json=asked, timeout=PATIENCE_S).json() for _ in range(2)]
-    assert replies[0]["usage"] | {"prompt_tokens_details": 0} == replies[1]["usage"] | {
-        "prompt_tokens_details": 0
-    }
-    assert replies[0]["choices"] == replies[1]["choices"]
 
 
 @pytest.mark.slow

@@ -84,24 +84,6 @@ def test_closing_ends_the_work(gpt2, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (dict(prompt=" \n"), "the prompt is empty"),
-        (dict(methods=[]), "no method is chosen"),
-        (dict(methods=["windows"]), "unknown method 'windows'"),
-        (dict(seed=-1), "seed must be at least 0"),
-        (dict(seed=2**63), "seed must be below 2\\^63"),
-        (dict(top_k=-1), "top_k must be at least 0"),
-    ],
-)
-def test_what_is_wrong_for_all_is_one_line(gpt2, changes, expected):
-    settings = dict(prompt=PROMPT, methods=["window", "kvalign"]) | SETTINGS | changes
-    with pytest.raises(ValueError, match=expected) as error:
-        begin(gpt2, **settings)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("changes", "refusing", "expected"),
     [
         (dict(cache_size=512), ["window", "kvalign"], "cache_size must be at most"),
@@ -121,17 +103,6 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
     assert {one.title for one in refusals} == set(refusing)
     assert all(one.line.startswith(expected) and "\n" not in one.line for one in refusals)
     assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
-
-
-@pytest.mark.slow
-def test_policies_are_those_of_methods_that_take_them(gpt2, words):
-    streams = begin(gpt2, PROMPT, NAMES, policy="key-norm", seed=3, **SETTINGS)
-    *_, last = side_by_side(streams, words)
-    for name, stream, view in zip(NAMES, streams, last, strict=True):
-        takes = METHODS[name].takes_policy
-        assert view.policy == ("policy key-norm" if takes else "")
-        assert (view.fill, stream.method.sizes.policy == "key-norm") == (stream.method.fill, takes)
-    assert {name for name in NAMES if METHODS[name].takes_policy} == {*NAMES[:3]}
 
 
 @pytest.mark.slow
@@ -238,20 +209,6 @@ def test_text_is_escaped_and_coloured():
     assert 'style="width: 25.0%"' in html
     line = render("message.html", line=HOSTILE)
     assert ESCAPED in line and "<script" not in line
-
-
-@pytest.mark.slow
-def test_all_grow_from_nothing_a_token_at_a_time(run):
-    first, *later = run[1]
-    assert all(
-        (view.text, view.num_tokens, view.fill, view.chunks) == ("", 0, 0, []) for view in first
-    )
-    for before, after in zip([first, *later], later, strict=False):
-        for a, b in zip(before, after, strict=True):
-            assert b.text.startswith(a.text) and 0 <= b.num_tokens - a.num_tokens <= 4
-    for views in run[1][:-1]:
-        counts = [view.num_tokens for view in views if not view.is_done]
-        assert max(counts, default=0) - min(counts, default=0) <= 4
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -233,29 +232,6 @@ def test_variables_name_what_is_here(away, tmp_path):
 def test_a_hub_that_answers_is_not_second_guessed(away, monkeypatch):
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
     assert lacks_of(parse_suite(AWAY, "own.yaml")) == {}
-
-
-@pytest.mark.slow
-def test_killed_run_takes_up_where_it_was(own, tmp_path):
-    """Killed in its second cell, after the first loss of it was kept."""
-    code = (
-        "import os, signal, kvalign.app.suites.suite as s\n"
-        "keep = s.keep\n"
-        "def kept(*args):\n"
-        "    keep(*args)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "s.keep = kept\n"
-        "from kvalign.app.cli.main import main\n"
-        "main(['eval', 'run', 'own.yaml', '--out', 'results'])\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert killed.returncode == -9
-    first = (tmp_path / "results" / "short.json").read_bytes()
-    assert not (tmp_path / "results" / "long.json").exists()
-    own.clear()
-    assert main(["eval", "run", "own.yaml", "--out", "results"]) == 0
-    assert len(own) == 1 and "window,recompute" in own[0]
-    assert (tmp_path / "results" / "short.json").read_bytes() == first
 
 
 def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):

@@ -25,12 +25,6 @@ def fed(sizes, chunks):
     return cache, lengths
 
 
-def test_sinks_and_the_newest_are_kept():
-    cache, _ = fed(CacheSizes(cache_size=7, num_sinks=3, num_evicted=1), [1] * 10)
-    assert cache.index().tolist() == [0, 1, 2, 6, 7, 8, 9]
-    assert cache.seen == [10] and cache.positions() == [7]
-
-
 def test_evictions_are_counted_one_in_k():
     """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
     token).
@@ -38,15 +32,6 @@ def test_evictions_are_counted_one_in_k():
     cache, lengths = fed(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3), [1] * 40)
     assert cache.num_evictions == 10
     assert max(lengths) == 10 and min(lengths[10:]) == 8
-
-
-@pytest.mark.parametrize("chunks", [[12, 12, 1], [10, 12, 3], [1] * 25, [11, 1, 1, 6, 6]])
-@pytest.mark.parametrize("num_evicted", [1, 2, 5, 8])
-def test_entries_do_not_depend_on_chunks(chunks, num_evicted):
-    """Two moves are one long move (llama.cpp issue 3825: only the last was kept)."""
-    cache, _ = fed(CacheSizes(cache_size=11, num_sinks=3, num_evicted=num_evicted), chunks)
-    dropped = -(-(25 - 11) // num_evicted) * num_evicted
-    assert cache.index().tolist() == [0, 1, 2, *range(3 + dropped, 25)]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +84,6 @@ def test_rows_that_do_not_fit_are_refused(models, ids):
     assert cache.seen == [3, 3, 5]
     with pytest.raises(ValueError, match="rows of unequal length take one token each, got 2"):
         models["gpt2"](input_ids=ids[[0, 1, 0], :2], past_key_values=cache)
-
-
-def test_reset_begins_a_new_stream(models, ids):
-    spec = spec_of(models["llama"].config)
-    cache = StreamingCache(spec, CacheSizes(12), realigner_of(models["llama"]))
-    first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(ROTARY_KINDS, [1, 3]))

@@ -13,7 +13,7 @@ from kvalign.cache.form import Form, form_of
 from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
-from kvalign.memory.memory import ALIKE, Memory
+from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.memory.sketch import BLOCK
@@ -43,17 +43,6 @@ def new(model, way="rotation", **changes):
         return make_method("streaming-llm", model, **sizes)
     make = anchored if way == "anchored" else tables
     return make_method("kvalign", model, aligner=make(model, scale=0.3), **sizes)
-
-
-def best_of(worth, keys, num):
-    """Of tokens by their worth those to take back, the oldest first: of the best twice as many,
-    those whose keys no newer one of them says again.
-    """
-    compared = sorted(sorted(worth, key=worth.get)[-2 * num :])
-    apart = keys[compared] - keys[compared].mean(0)
-    alike = torch.nn.functional.cosine_similarity(apart[:, None], apart[None], dim=-1) > ALIKE
-    kept = [j for i, j in enumerate(compared) if not alike[i, i + 1 :].any()]
-    return sorted(sorted(kept, key=worth.get)[-num:])
 
 
 def stepped(method, ids):
@@ -182,41 +171,6 @@ def test_what_is_stored_is_what_was_evicted(ids):
                 slot = (j - 2) % held.shape[2]
                 assert torch.equal(held[:, :, slot], x[:, :, j])
     assert start == 1500 and memory.num_slots == memory.most < 600
-
-
-@pytest.mark.parametrize("head_dim", [4, 16])
-def test_what_is_found_is_what_a_loop_finds(head_dim):
-    """By PyTorch and, of heads of 16, by our kernel: 600 lost entries are more than it scores."""
-    sizes = CacheSizes(64, 2, memory=600, num_recalled=8)
-    rng = torch.Generator().manual_seed(1)
-    num, seen = 900, [899, 300]
-    entries = KV(*(torch.randn(2, 2, num, head_dim, generator=rng) for _ in range(2)))
-    rows = []
-    for row, n in enumerate(seen):  # each row its own tokens
-        rows.append(Memory(entries.rows(slice(row, row + 1)), sizes, FLOATS))
-        rows[row].write([0], entries.slots(0, n + 1).rows(slice(row, row + 1)))
-    memory = rows[1]
-    memory.join(rows[::-1])
-    memory.select(torch.tensor([1, 0]))
-    query = torch.randn(2, 2, 3, 1, head_dim, generator=rng)
-    found = memory.find(
-        query,
-        QueryBatch(sizes, torch.tensor(seen)[:, None], torch.tensor(seen) + 1, RECENCY_BY_AGE),
-    )
-    for row, n in enumerate(seen):
-        for head in range(2):
-            lost = range(max(2, n - 54 - 600), n - 54)
-            worth = {
-                j: float((query[row, head, :, 0] @ entries.keys[row, head, j]).max())
-                - RECENCY_BY_AGE * math.log(n - j)
-                for j in lost
-            }
-            expected = best_of(worth, entries.keys[row, head], 8)
-            is_seen = found.visible[row, head, 0]
-            assert (n - found.ages[row, head, 0])[is_seen].tolist() == expected
-            assert torch.equal(
-                found.entries.values[row, head, 0][is_seen], entries.values[row, head, expected]
-            )
 
 
 def test_places():

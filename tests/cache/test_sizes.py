@@ -1,12 +1,10 @@
 """The arithmetic of eviction, against dropping entries one by one."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.errors import UserError
 
 
 @given(st.integers(1, 40), st.data())
@@ -22,17 +20,3 @@ def test_num_dropped_is_what_repeated_evictions_drop(cache_size, data):
         while left > cache_size:
             left -= num_evicted
         assert sizes.num_dropped(num_entries) == of_tensor == num_entries - left
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((8, -1, 1), "num_sinks must be at least 0, got -1"),
-        ((4, 4, 1), r"cache_size must be above num_sinks \(4\)"),
-        ((8, 4, 0), "num_evicted must be between 1 and the window"),
-        ((8, 4, 5), "num_evicted must be between 1 and the window"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(UserError, match=message):
-        CacheSizes(*sizes)

@@ -105,22 +105,6 @@ def test_every_kind_is_timed_beside_the_reference(run_tiny):
         assert row["peak_mb"] > 0
 
 
-@pytest.mark.slow
-def test_batches_are_groups_of_their_own(run_tiny, calls):
-    flags = ["--batch-sizes", "1,3", "--num-evicted", "2", "--methods", "streaming-llm,kvalign"]
-    rows = run_tiny(*TWO_SIZES, *flags, "--aligner-kinds", "table")["rows"]
-    assert [(row["cache_size"], row["batch_size"]) for row in rows] == [
-        (cache_size, batch_size) for cache_size in (12, 20) for batch_size in (1, 3) for _ in "bsk"
-    ]
-    for bare, base, row in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        assert bare["bare_ratio"] == bare["bare_mean_ratio"] == base["ratio"] == 1
-        assert base["num_evicted"] == row["num_evicted"] == 2
-        assert row["ratio"] == pytest.approx(row["mean_ms"] / base["mean_ms"])
-    for one, three in zip(rows[:3], rows[3:6], strict=True):
-        assert three["peak_mb"] > 2 * one["peak_mb"]
-    assert [size for size, _ in groupby(len(ids) for _, ids, _ in calls)] == [1, 3, 1, 3]
-
-
 def test_figures_are_those_of_the_clock(run, monkeypatch):
     """On a clock that `feed` and `reset` alone move: a prompt costs its tokens, the k-th single
     token of a stream k squared, a reset much.
@@ -246,12 +230,6 @@ def test_what_is_generated_is_drawn_by_the_loop(run, calls):
         assert sorted(turns) == [("streaming-llm", num_tokens), ("window", num_tokens)]
 
 
-def test_a_method_that_ends_is_refused_before_it_generates(capsys):
-    flags = ["--generate", "600", "--methods", "streaming-llm,dense", "--cache-sizes", "12"]
-    assert main([*SHORT, *flags]) == 2
-    assert "dense ends after 512 tokens: leave it out of --methods" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
     texts = ["The island was", "It is a long story, and", "Bread"]
@@ -324,11 +302,24 @@ def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
     assert names[2] == "window, memory 5000, 0 sinks" and len(set(names)) == 7
 
 
-def test_a_memory_that_does_not_fit_is_said(capsys):
-    flags = ["--model", "llama-mini", "--methods", "streaming-llm", "--memory", "1000000000000"]
-    assert main([*SHORT, *flags]) == 2
-    need = "6.58" if kernel.is_here() else "6.14"  # 7 % more for keys in 4 bits
-    said = f"of a memory of 1000000000000 tokens need {need} PB of memory, "
+PB = "6.58" if kernel.is_here() else "6.14"  # 7 % more for keys in 4 bits
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--captured", "--captured needs --device cuda"),
+        ("--generate 600 --methods dense", "dense ends after 512 tokens: leave it out of"),
+        ("--aligner a --aligner-kinds table", "give --aligner (trained) or --aligner-kinds (untr"),
+        ("--prompts missing.jsonl --model none", "no prompts at 'missing.jsonl'"),
+        (
+            "--model llama-mini --methods streaming-llm --memory 1000000000000",
+            f"of a memory of 1000000000000 tokens need {PB} PB of memory, ",
+        ),
+    ],
+)
+def test_what_cannot_be_timed_is_said(flags, said, capsys):
+    assert main([*SHORT, *flags.split()]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -431,34 +422,6 @@ def test_trained_aligners_take_the_place_of_untrained(run):
     _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
     assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
     assert [row["num_sinks"] for row in rows] == [4, 4, 4]
-
-
-@pytest.mark.slow
-def test_aligners_of_both_sorts_are_refused(capsys):
-    both = ["--aligner", "kvalign-gpt2-mini-table", "--aligner-kinds", "table"]
-    assert main([*SHORT, *both]) == 2
-    assert "give --aligner (trained) or --aligner-kinds (untrained), not" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_missing_prompts_are_said_before_the_model_is_loaded(capsys):
-    assert main([*SHORT, "--prompts", "missing.jsonl", "--model", "none"]) == 2
-    assert "no prompts at 'missing.jsonl'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_peaks_hold_the_cache_and_are_the_same_again(run):
-    flags = ["--cache-sizes", "200", "--methods", "streaming-llm,recompute"]
-    rows = run(*flags)["rows"]
-    spec = load_model("gpt2-mini").spec
-    entries = 2 * spec.num_layers * spec.num_kv_heads * 201  # float32 vectors
-    assert rows[0]["peak_mb"] > entries * spec.head_dim * 4 / 1e6
-    assert [row["peak_mb"] for row in run(*flags)["rows"]] == [row["peak_mb"] for row in rows]
-
-
-def test_captured_steps_need_a_gpu(capsys):
-    assert main([*SHORT, "--captured"]) == 2
-    assert "--captured needs --device cuda" in capsys.readouterr().err
 
 
 def test_what_a_step_reads_is_weights_entries_and_tables(models):

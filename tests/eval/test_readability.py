@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 import kvalign.eval
-from kvalign import load_model, make_method
+from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
@@ -21,6 +20,7 @@ from kvalign.eval.judging.rules import RULES
 from kvalign.eval.judging.words import SHA256, load_words
 from kvalign.eval.protocol.evaluation import Panel, Passage, Piece
 from kvalign.eval.report.terminal import print_passages
+from kvalign.streaming.turns import turn_ids
 
 SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]
 
@@ -197,29 +197,19 @@ def test_colours_are_for_terminals(is_terminal, no_color, monkeypatch):
 
 
 def test_answers_come_from_one_stream():
-    """The command's answers are those of a loop that feeds every turn to one method."""
-    found = chat(
-        methods=("streaming-llm",),
-        cache_sizes=(24,),
-        num_turns=3,
-        max_new_tokens=12,
-        top_k=1,
-    )
+    """The command's answers are those of a stream that is fed every turn."""
+    sizes = dict(cache_sizes=(24,), num_turns=3, max_new_tokens=12)
+    found = chat(methods=("streaming-llm",), top_k=1, **sizes)
     loaded = load_model("gpt2-mini")
-    method = make_method("streaming-llm", loaded.model, cache_size=24)
-    logits, num_fed = None, 0
+    stream = kvalign.stream(
+        loaded.model,
+        loaded.tokenizer,
+        method="streaming-llm",
+        cache_size=24,
+        do_sample=False,
+        max_new_tokens=12,
+    )
     for row, turn in zip(found["rows"], found["turns"], strict=True):
-        opening = "\n\n" if num_fed else ""
-        ids = loaded.tokenizer(f"{opening}USER: {turn}\n\nASSISTANT:").input_ids
-        if logits is not None:
-            ids = [int(logits.argmax()), *ids]
-        num_fed += len(ids)
-        assert row["num_fed"] == num_fed
-        logits = method.feed(torch.tensor([ids]))
-        answer = []
-        for _ in range(11):
-            answer.append(int(logits.argmax()))
-            logits = method.feed(torch.tensor([[answer[-1]]]))
-            num_fed += 1
-        answer.append(int(logits.argmax()))
-        assert loaded.tokenizer.decode(answer) == row["text"]
+        stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
+        assert row["num_fed"] == len(stream.ids)
+        assert row["text"] == "".join(stream)

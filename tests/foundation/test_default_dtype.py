@@ -35,8 +35,7 @@ def other_default(request):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "way"), [*(("gpt2", way) for way in WAYS), ("llama", "table")])
 def test_streams_and_losses(kind, way, models, ids, other_default):
     model = models[kind]
 

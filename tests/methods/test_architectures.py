@@ -119,24 +119,6 @@ def test_tables_are_read_as_they_are_written(case, made, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), one_of_each(CASES, STREAMING))
-def test_rows_go_on_as_each_alone(case, name, made, ids):
-    """After prompts of other lengths, and from a state that was saved."""
-    prompts = ids[:1, :30], ids[1:, :11]
-    alone = [stream(name, made(case)) for _ in prompts]
-    together = [stream(name, made(case)) for _ in prompts]
-    for method, prompt in zip([*alone, *together], prompts * 2, strict=True):
-        method.feed(prompt)
-    rows, restored = together[0], stream(name, made(case))
-    rows.join(together[1:])
-    restored.restore({key: x.clone() for key, x in rows.state().items()})
-    for i in range(40, 55):
-        found = restored.feed(ids[:, i : i + 1])
-        expected = [x.feed(ids[row : row + 1, i : i + 1]) for row, x in enumerate(alone)]
-        assert torch.allclose(found, torch.cat(expected), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "name"), one_of_each(CASES, STREAMING))
 def test_it_keeps_to_the_invariants(case, name, made):
     changes = dict(invariants=ROWS, num_steps=45)
     outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)

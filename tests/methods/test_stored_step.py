@@ -21,7 +21,7 @@ from kvalign.steppers import step_file
 from kvalign.steppers.compiled import Compiled
 from kvalign.steppers.stored import CHANGED, EVERY, Stored
 
-SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
+SIZE, NUM = 16, 110  # several laps of the ring, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)
 
 
@@ -32,7 +32,10 @@ def never(*args, **kwargs):
     raise AssertionError("it was to be stored")
 
 
-pytestmark = pytest.mark.slow  # a step is compiled in ten seconds
+pytestmark = pytest.mark.slow  # a step is compiled in seconds, more for each layer
+# Rotary and learned positions, attention of its own, a window.
+FEW = {"llama": dict(num_hidden_layers=2), "gpt2": dict(n_layer=1), "gpt_neo": {}}
+FEW["mistral"] = dict(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def tiny(kind="llama", **sizes):
 
 @pytest.fixture(scope="module")
 def llama():
-    return tiny()
+    return tiny(**FEW["llama"])
 
 
 def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **sizes):
@@ -76,14 +79,10 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
     return most
 
 
-# Learned positions, ALiBi, attention of its own, a window.
-OTHERS = ("gpt2", "gpt_neo", "mistral")
-
-
-@pytest.mark.parametrize("kind", ["llama", *OTHERS])
+@pytest.mark.parametrize("kind", FEW)
 def test_a_stored_step_is_the_eager_one(kind):
-    """Across copies to the buffer's front and turns of all keys."""
-    assert differ(tiny(kind)) < 1e-5
+    """Across laps of the ring and turns of all keys."""
+    assert differ(tiny(kind, **FEW[kind])) < 1e-5
 
 
 def test_a_stored_step_reads_and_writes_entries_of_8_bits():
@@ -109,12 +108,10 @@ def test_rows_of_any_lengths_that_come_and_go_are_those_alone(sizes, llama, monk
 
 
 @needs_kernel
-@pytest.mark.slow
-def test_one_file_is_for_any_number_of_rows_and_cache_size(monkeypatch):
-    model = tiny(num_hidden_layers=1)
+def test_one_file_is_for_any_number_of_rows_and_cache_size(llama, monkeypatch):
     for size, lens in ((16, (6, 3, 17, 9)), (60, (20, 5, 90, 61))):
-        method = make_method("streaming-llm", model, cache_size=size, warn=False).compile()
-        method.stepper.fallback = Compiled(model, never)
+        method = make_method("streaming-llm", llama, cache_size=size, warn=False).compile()
+        method.stepper.fallback = Compiled(llama, never)
         come_and_go(method, lens, (0, 2), num_steps=80, leave=12, join=30)
         assert method.stepper.has(1) and method.stepper.has(2)
         monkeypatch.setattr("torch.export.export", never)
@@ -153,7 +150,6 @@ def test_steps_that_were_used_last_are_kept(tmp_path, monkeypatch):
     assert left == {x for i in kept for x in (f"{i}.pt2", f"{i}.json", f".{i}.lock")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", packed.PACKED)
 def test_with_packed_weights(weights):
     """Whose products round their inputs: a number beside a border may go the other way."""
@@ -190,13 +186,12 @@ def test_a_start_takes_what_is_stored_and_makes_nothing(llama, monkeypatch, tmp_
     assert not other.stepper.has(1) and torch.equal(logits, eager)
 
 
-def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
+def test_a_cache_that_fills_token_by_token_compiles_nothing_else(llama, monkeypatch):
     """Its buffers grow: at first they are shorter than those that the stored step knows."""
-    model = tiny(num_hidden_layers=1)
-    sizes = dict(cache_size=60, num=170)
-    assert differ(model, first=61, **sizes) < 1e-5
+    differ(llama)
     monkeypatch.setattr("torch.export.export", never)
-    assert differ(model, first=3, **sizes) < 1e-5
+    for first in (61, 3):
+        assert differ(llama, first=first, cache_size=60, num=170) < 1e-5
 
 
 def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
@@ -420,7 +415,6 @@ def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
     assert len(made) == 1 and not made[0].exists()
 
 
-@pytest.mark.slow
 def test_a_file_is_for_any_number_of_threads(llama, monkeypatch):
     differ(llama)
     monkeypatch.setattr(step_file, "_made", never)

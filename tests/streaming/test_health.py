@@ -113,19 +113,10 @@ def test_commands(tmp_path, monkeypatch, capfd):
     altered_model(tmp_path / "m", weights=one("transformer.wte.weight", number(NAN, 777)))
     said = "the weights of the model m: transformer.wte.weight is not finite"
     for argv in (
-        ["generate", "--prompt", "a", "--method", "recompute", "--cache-size", "16"],
-        [
-            "eval",
-            "perplexity",
-            "--methods",
-            "recompute",
-            "--num-tokens",
-            "10",
-            "--cache-sizes",
-            "16",
-        ],
+        "generate --prompt a --method recompute --cache-size 16",
+        "eval perplexity --methods recompute --num-tokens 10 --cache-sizes 16",
     ):
-        refused([*argv, "--model", "m"], said, capfd, code=1)
+        refused([*argv.split(), "--model", "m"], said, capfd, code=1)
     altered_aligner(tmp_path / "a", "kvalign-recall-gpt2-table", weights=one("key", number(NAN)))
     argv = ["generate", "--prompt", "a", "--model", "recall-gpt2", "--aligner", "a"]
     argv += ["--cache-size", "16"]

@@ -18,7 +18,7 @@ from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import losses
-from kvalign.training.network_rows import InOrder, gather
+from kvalign.training.network_rows import InOrder
 from kvalign.training.network_run import config_for
 
 
@@ -105,11 +105,11 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(recorded, make_sett
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [1, 34, 35, 68])
+@pytest.mark.parametrize("num_steps", [34, 68])
 def test_interrupted_and_resumed_ends_in_the_same_weights(
     make_settings, tmp_path, monkeypatch, num_steps
 ):
-    """Stopped before and after reports, at an epoch's end, and in the second network's run."""
+    """Stopped before a report, at an epoch's end, and in the second network's run."""
     undisturbed = make_settings(out=tmp_path / "undisturbed", max_epochs=2)
     expected = train_network(undisturbed)
     disturbed = make_settings(max_epochs=2)
@@ -248,64 +248,6 @@ def test_a_recording_of_0_2_is_taken_with_a_line(recorded, make_settings, tmp_pa
 def test_early_stopping_counts_reports(make_settings):
     settings = make_settings(target="key", lr=10.0, patience=2, max_epochs=50)
     assert train_network(settings)["key"]["num_steps"] < 500
-
-
-def rows_of(net: RealignNet, stale: torch.Tensor):
-    """All rows of stale [num_chunks, L, H, S, D], in order."""
-    return gather(stale, stale, torch.arange(stale.shape[:4].numel()))
-
-
-@pytest.mark.slow
-def test_forward_is_the_plain_concatenation(net):
-    batch = rows_of(net, torch.randn(2, 3, 2, 11, 8))
-    places = net.position(batch.position), net.layer(batch.layer), net.head(batch.head)
-    hidden = torch.relu(net.fc1(torch.cat([batch.stale, *places], 1)))
-    expected = batch.stale + net.fc3(torch.relu(net.fc2(hidden)))
-    found = net(batch.stale, batch.position, batch.layer, batch.head)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(
-        torch.autograd.grad(found.square().sum(), list(net.parameters())),
-        torch.autograd.grad(expected.square().sum(), list(net.parameters())),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_correction_of_a_layer_is_that_row_by_row(net):
-    stale = torch.randn(2, 3, 2, 9, 8)
-    batch = rows_of(net, stale)
-    by_row = net(batch.stale, batch.position, batch.layer, batch.head).view(stale.shape)
-    for layer in range(3):
-        x = stale[:, layer]
-        torch.testing.assert_close(x + net.correction(x, layer), by_row[:, layer])
-        torch.testing.assert_close(
-            net.correction(x[:, :, 3:], layer, 3), net.correction(x, layer)[:, :, 3:]
-        )
-
-
-@pytest.mark.slow
-def test_save_and_load_are_exact(make_settings, tmp_path):
-    settings = make_settings(max_steps=3)
-    train_network(settings)
-    aligner = Aligner.from_pretrained(settings.out)
-    aligner.save_pretrained(tmp_path / "again")
-    again = Aligner.from_pretrained(tmp_path / "again")
-    assert_equal(weights(again), weights(aligner))
-    assert again.config == aligner.config
-
-
-@pytest.mark.slow
-def test_same_seed_same_weights(make_settings, tmp_path):
-    runs = [
-        make_settings(out=tmp_path / name, max_steps=4, seed=seed)
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    ]
-    for settings in runs:
-        train_network(settings)
-    same, again, other = (weights(Aligner.from_pretrained(settings.out)) for settings in runs)
-    assert_equal(again, same)
-    assert not torch.equal(other["key.fc2.weight"], same["key.fc2.weight"])
 
 
 @pytest.mark.slow

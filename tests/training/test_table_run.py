@@ -192,17 +192,8 @@ def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work
     argv += ["--max-steps", "2"] if objective == "kl" else []
     assert main([*argv, "--out", out]) == 0
     capfd.readouterr()
-    argv = [
-        "eval",
-        "perplexity",
-        "--methods",
-        "kvalign",
-        "--cache-sizes",
-        "32",
-        "--num-tokens",
-        "9",
-    ]
-    assert main([*argv, "--aligner", out, "--json"]) == 0
+    argv = "eval perplexity --methods kvalign --cache-sizes 32 --num-tokens 9 --json"
+    assert main([*argv.split(), "--aligner", out]) == 0
     assert json.loads(capfd.readouterr().out)["rows"][0]["aligner_label"] == f"table-{objective}"
 
 
