@@ -14,7 +14,8 @@ A pass that fails leaves layers that differ. From then on the cache is refused, 
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from operator import sub
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class FixedSizeCache(Saving, ForeignCalls):
             one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
         step: the current pass.
+        stores_bare: whether keys are stored without their rotation.
         last_step: the last pass, if it was of one token a row and has ended.
         attention: the layers that have entries. Hybrid models have other layers, which have a
             state.
@@ -82,6 +84,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 "computed again when they move, and would be rounded each time"
             )
         self.bases, self.config = bases, config
+        self.stores_bare = sizes.cache_dtype == "int8"
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
         self.last_step: Step | None = None
@@ -89,6 +92,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         self._counts_places = spec.family == "alibi"  # in the mask that uneven rows are told
         self._hold_in_order([])
         self.attention = self._make_layers(spec)
+        self.attention[0].is_first = self.attention[-1].is_last = True
         super().__init__(layers=with_states(self.attention, spec.num_layers))
 
     is_static = False
@@ -130,9 +134,9 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
 
     @property
-    def stores_bare(self) -> bool:
-        """Return whether keys are stored without their rotation."""
-        return self.sizes.cache_dtype == "int8"
+    def is_filled(self) -> bool:
+        """Return whether layers have received entries."""
+        return self.end > 0 and self.attention[0].is_initialized
 
     def bare_keys(self, layer_idx: int) -> BareKeys:
         """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
@@ -144,20 +148,11 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""
-        return [n - self.frame.num_moved(n) for n in self.seen]
+        return [*map(sub, self.seen, map(self.frame.num_moved, self.seen))]
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """Context for one change to the cache; UserError if the change before did not end."""
-        self._whole.check()
-        was_fed = any(self.seen)
-        try:
-            with self._whole.change():
-                yield
-        except BaseException:
-            if not was_fed:
-                self.reset()
-            raise
+        return self._whole.change(None if any(self.seen) else self.reset)
 
     @contextmanager
     def forward_pass(
@@ -173,35 +168,30 @@ class FixedSizeCache(Saving, ForeignCalls):
         self._check_takes(num_rows, num_new, segment)
         with self.changing():
             try:
-                step = self._begin(num_rows, num_new, segment)
+                self.step = step = self._begin(num_rows, num_new, segment)
                 yield step
                 self._end(step)
             finally:
                 self.step = None
 
-    def enter(self, layer_idx: int, new: KV) -> Step:
-        """The pass in which a layer receives new entries. A user's own loop calls the model without
+    def enter(self, new: KV) -> None:
+        """The first layer receives new entries. A user's own loop calls the model without
         `forward_pass`: there the first layer begins a pass, and the last one ends it. An error
         after that is the user's: the token counts.
         """
-        is_first = layer_idx == self.attention[0].layer_idx
-        if not self._whole.is_changing and (is_first or self.step is None):
+        if not self._whole.is_changing:
             num_rows, num_new = len(new.keys), new.keys.shape[2]
             self.check_caller()
             self._check_takes(num_rows, num_new)
             self._check_room(num_new)
             self._whole.begin()
-            self._begin(num_rows, num_new)
-        return self.describe() if is_first else self._now
-
-    @property
-    def _now(self) -> Step:
-        assert self.step is not None
-        return self.step
+            self.step = self._begin(num_rows, num_new)
+        self.describe()
 
     def describe(self) -> Step:
         """Describe to layers the pass that the cache is in, once a pass."""
-        return self._now
+        assert self.step is not None
+        return self.step
 
     @property
     def is_decode(self) -> bool:
@@ -215,10 +205,10 @@ class FixedSizeCache(Saving, ForeignCalls):
         """
         return False
 
-    def leave(self, layer_idx: int) -> None:
-        """Record that the layer has taken its entries."""
-        if layer_idx == self.attention[-1].layer_idx and not self._whole.is_changing:
-            self._end(self._now)
+    def leave(self) -> None:
+        """The last layer has taken its entries."""
+        if self.step is not None and not self._whole.is_changing:
+            self._end(self.step)
             self.step = None
             self._whole.end()
 
@@ -229,7 +219,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         if not self.seen:
             return None
         with self.changing():
-            return self._settled(0) if self.step is None else None
+            return self._begin(len(self.seen), 0) if self.step is None else None
 
     def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
         """Raise UserError unless a pass can have so many tokens of so many rows."""
@@ -260,18 +250,13 @@ class FixedSizeCache(Saving, ForeignCalls):
             )
 
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
+        """A pass over so many tokens, with all entries where it finds them."""
         if not self.seen:
             self._hold_in_order([0] * num_rows)
-        self.step = self._settled(num_new, segment)
-        return self.step
-
-    def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
-        first, positions = self.attention[0], self.positions()
-        stored = [self.sizes.num_stored(n) for n in self.seen]
-        runs_on = self.realigner.runs_on  # there positions are no places
-        device = first.device if first.is_filled else torch.device("cpu")
-        behind = [self.frame.num_behind(n) for n in self.seen]
-        births = stored if runs_on else positions
+        positions, stored = self.positions(), [*map(self.sizes.num_stored, self.seen)]
+        device = self.attention[0].device if self.is_filled else torch.device("cpu")
+        behind = [*map(self.frame.num_behind, self.seen)]
+        births = stored if self.realigner.runs_on else positions  # there positions are no places
         counts = torch.tensor([[self.end] * len(stored), stored, positions, births, behind])
         return self._prepare_entries(
             Step(

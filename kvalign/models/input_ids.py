@@ -56,7 +56,7 @@ def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
     if ids.numel() == 0:
         raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
     if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
-        low, high = (int(x) for x in torch.aminmax(ids))
+        low, high = map(int, torch.aminmax(ids))
         if not 0 <= low <= high < vocab_size:
             raise UserError(
                 f"token ids must be below {vocab_size} for this model, got {low} to {high}"
