@@ -1,5 +1,6 @@
-"""Shared parts of all caches of fixed size: the counts of their rows, the passes of the model, and
-the interface to transformers. `streaming_cache.py` and `any_slot_cache.py` have one kind each.
+"""Shared parts of all caches of fixed size: the counts of their rows, the passes of the model, rows
+that are selected and joined, saving, and the interface to transformers. `streaming_cache.py` and
+`any_slot_cache.py` have one kind each.
 
 A layer passes in the keys and values of new tokens and gets all entries for this pass's attention.
 One `Step`, made before the first layer, holds everything that is the same for all layers. The model
@@ -12,33 +13,36 @@ A pass that fails leaves layers that differ. From then on the cache is refused, 
 `restore`. A cache that had been fed nothing stays usable.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import sub
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.foreign import ForeignCalls
+from kvalign.cache.form import is_finite
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV
-from kvalign.cache.saving import Saving
+from kvalign.cache.ring import KV, Part
+from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.state_layer import with_states
+from kvalign.cache.state_layer import restore_states, with_states
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import expect
+from kvalign.foundation.not_pickled import NotPickled
+from kvalign.foundation.settings import expect, typed
 from kvalign.foundation.whole import Whole
-from kvalign.models.architectures import ModelSpec
+from kvalign.models.architectures import ModelSpec, spec_of
+from kvalign.models.input_ids import rows_of
 from kvalign.models.key_bases import KeyBases
 
 
-class FixedSizeCache(Saving, ForeignCalls):
+class FixedSizeCache(NotPickled, Cache, ABC):
     """A `Cache` with a fixed number of entries. Pass it as `past_key_values`, without mask or
     position ids.
 
@@ -95,6 +99,9 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.attention[0].is_first = self.attention[-1].is_last = True
         super().__init__(layers=with_states(self.attention, spec.num_layers))
 
+    instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
+    _is_user_defined = False  # transformers' `generate` says that it is, of a cache it was given
+    attention: list[Any]
     is_static = False
     """Whether passes of one token have the shapes of a full cache."""
 
@@ -233,6 +240,11 @@ class FixedSizeCache(Saving, ForeignCalls):
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
 
+    def check_rows(self, num_rows: int) -> None:
+        """Raise UserError unless a pass can have so many rows."""
+        if self.seen and num_rows != len(self.seen):
+            raise UserError(f"this cache has {len(self.seen)} rows, got ids of {num_rows}")
+
     @property
     def room(self) -> int:
         """Tokens that a call of the model may have, so that none of them sees an entry that would
@@ -302,3 +314,135 @@ class FixedSizeCache(Saving, ForeignCalls):
         for layer in self.layers:
             layer.reset()
         self._whole.end()
+
+    def _parts(self) -> list[Part]:
+        """Return the parts that hold rows."""
+        return [*self.layers]
+
+    def select(self, rows: Sequence[int] | Tensor) -> None:
+        """Keep these rows, in this order; one may occur several times."""
+        if not self.seen:
+            return
+        rows = rows_of(rows, len(self.seen))
+        if rows == [*range(len(self.seen))]:
+            return
+        with self.changing():
+            self.settle()
+            for part in self._parts():
+                part.select(torch.tensor(rows, dtype=torch.int64))
+            self._hold([self.seen[row] for row in rows])
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the rows of caches with the same arguments, each of which was fed something."""
+        caches = [cache for cache in (self, *others) if cache.seen]
+        if caches == [self] or not caches:
+            return
+        for cache in caches:
+            cache.settle()
+        with self.changing():
+            for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
+                part.join(joined)
+            self._hold_in_order([n for cache in caches for n in cache.seen])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy with the same rows, which continues alone; the realigner is shared."""
+        memo[id(self.realigner)] = self.realigner
+        memo[id(self)] = other = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for layer in other.attention:
+            layer.cache = other
+        return other
+
+    def state(self) -> dict[str, Tensor]:
+        """State of the cache as tensors by name; `restore` of a cache made with the same arguments
+        continues from it.
+        """
+        if not self.seen:
+            return {}
+        with self.changing():
+            self.settle()
+        tensors = {"seen": torch.tensor(self.seen), "end": torch.tensor([self.end])}
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
+        return tensors
+
+    def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        """Restore a `state`; UserError if it does not fit this cache or this model."""
+        self.reset()
+        if not state:
+            return
+        with self.changing():
+            self._restore(state, model)
+
+    def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        num_rows = state["seen"].numel() if "seen" in state else 0
+        seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
+        if not all(0 < n < 2**62 for n in seen) or not seen:
+            raise UserError("each row of a stream must have at least one token")
+        stored = max(map(self.sizes.num_stored, seen))
+        # Version 0.2 had no ring: there the order of time is that of the slots.
+        end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
+        if not stored <= end < 2**62:
+            raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
+        self.end = int(end)
+        spec = spec_of(model.config)
+        restore_states(self.layers, state, num_rows, model)
+        for layer in self.attention:
+            i = layer.layer_idx
+
+            def read(
+                name: str,
+                shape: tuple[int, ...],
+                dtype: torch.dtype,
+                device: str | None = None,
+                i: int = i,
+            ) -> Tensor:
+                of_rows = (num_rows, spec.num_kv_heads, *shape)
+                is_older = dtype == torch.int8 and has_placed_keys(state, i)
+                given = older_name(name) if is_older else name
+                tensor = expect_tensor(state, f"{i}.{given}", of_rows, dtype)
+                if dtype == torch.int8 and not is_finite(tensor):
+                    raise UserError(f"a stream's {i}.{given} has scales that are not finite")
+                if is_older and name.endswith(".0"):
+                    tensor = with_bare_keys(name, tensor, self.bare_keys(i), seen, self.frame)
+                return tensor.to(device or model.device)
+
+            layer.restore(read, seen, spec.head_dim, model.dtype)
+        self._hold(seen)
+
+    def check_caller(self) -> None:
+        """Raise UserError within a pass of plain `model.generate`."""
+        if self._is_user_defined:
+            raise UserError(
+                "model.generate counts its own positions, which are wrong once this cache evicts: "
+                "pass custom_generate=kvalign.stream_generate, cache_size=... instead of the "
+                "cache, or use kvalign.stream_tokens"
+            )
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select(
+            [row for row in range(len(self.seen)) for _ in range(typed("repeats", repeats, int))]
+        )
+
+    def __repr__(self) -> str:
+        """`StreamingCache(cache_size=64, num_sinks=4): 64 entries in it, 100 tokens seen`, of each
+        row if there are several.
+        """
+        sizes, seen = self.sizes, self.seen or [0]
+        some = f"cache_size={sizes.cache_size}, num_sinks={sizes.num_sinks}"
+        some += "" if sizes.is_oldest else f", policy={sizes.policy!r}"
+        some += f", memory={sizes.memory}" if sizes.memory else ""
+        stored, fed = (
+            "/".join(map(str, numbers))
+            for numbers in ([sizes.num_stored(num) for num in seen], seen)
+        )
+        return f"{type(self).__name__}({some}): {stored} entries in it, {fed} tokens seen"

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.layer import Owner
-from kvalign.cache.recalled import Recalled
 from kvalign.cache.ring import KV
 from kvalign.cache.saved import ReadTensor
-from kvalign.cache.segments import Block
+from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
