@@ -36,6 +36,8 @@ class WindowLayer(StreamingLayer):
     def reset(self) -> None:
         super().reset()
         self.rings: list[Ring] = []
+        for name in ("entries", "sources"):  # there are none before the first
+            self.__dict__.pop(name, None)
         self.ahead: KV | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
