@@ -117,7 +117,7 @@ class AnySlotCache(FixedSizeCache):
         super()._check_takes(num_rows, num_new, segment)
 
     def _prepare_entries(self, step: Step) -> Step:
-        if self.attention[0].is_filled:
+        if self.is_filled:
             for layer in self.attention:
                 layer.evict(step)
         if self.policy.reads_weights:

@@ -47,10 +47,6 @@ class AnySlotLayer(StreamingLayer):
         self.index = torch.empty(0, 0, 0, dtype=torch.int64)
         self.scores = torch.empty(0, 0, 0, dtype=torch.float32)
 
-    @property
-    def is_filled(self) -> bool:
-        return self.held.keys.shape[2] > 0
-
     def take(self, step: Step, new: KV) -> KV:
         # 1. What attention sees: entries placed by rank, and the new ones as they are.
         found = cat([*self.pieces(step), new])
@@ -133,7 +129,7 @@ class AnySlotLayer(StreamingLayer):
 
     def _placed(self, held: KV, index: Tensor) -> list[KV]:
         """Sinks, and the others at their present positions: the r-th at position r."""
-        num, realigner = index.shape[2], self.cache.realigner
+        num, realigner = index.shape[2], self.realigner
         num_sinks = min(num, self.sizes.num_sinks)
         now, births = torch.arange(num_sinks, num, device=self.device), None
         if not (realigner.aligner is None or isinstance(realigner.aligner, TableAligner)):

@@ -1,5 +1,6 @@
-"""Shared parts of all caches of fixed size: the counts of their rows, the passes of the model, and
-the interface to transformers. `streaming_cache.py` and `any_slot_cache.py` have one kind each.
+"""Shared parts of all caches of fixed size: the counts of their rows, the passes of the model, rows
+that are selected and joined, saving, and the interface to transformers. `streaming_cache.py` and
+`any_slot_cache.py` have one kind each.
 
 A layer passes in the keys and values of new tokens and gets all entries for this pass's attention.
 One `Step`, made before the first layer, holds everything that is the same for all layers. The model
@@ -12,32 +13,36 @@ A pass that fails leaves layers that differ. From then on the cache is refused, 
 `restore`. A cache that had been fed nothing stays usable.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import sub
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.foreign import ForeignCalls
+from kvalign.cache.form import is_finite
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV
-from kvalign.cache.saving import Saving
+from kvalign.cache.ring import KV, Part
+from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.state_layer import with_states
+from kvalign.cache.state_layer import restore_states, with_states
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import expect
+from kvalign.foundation.not_pickled import NotPickled
+from kvalign.foundation.settings import expect, typed
 from kvalign.foundation.whole import Whole
-from kvalign.models.architectures import ModelSpec
+from kvalign.models.architectures import ModelSpec, spec_of
+from kvalign.models.input_ids import rows_of
 from kvalign.models.key_bases import KeyBases
 
 
-class FixedSizeCache(Saving, ForeignCalls):
+class FixedSizeCache(NotPickled, Cache, ABC):
     """A `Cache` with a fixed number of entries. Pass it as `past_key_values`, without mask or
     position ids.
 
@@ -55,6 +60,7 @@ class FixedSizeCache(Saving, ForeignCalls):
             one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
         step: the current pass.
+        stores_bare: whether keys are stored without their rotation.
         last_step: the last pass, if it was of one token a row and has ended.
         attention: the layers that have entries. Hybrid models have other layers, which have a
             state.
@@ -82,6 +88,7 @@ class FixedSizeCache(Saving, ForeignCalls):
                 "computed again when they move, and would be rounded each time"
             )
         self.bases, self.config = bases, config
+        self.stores_bare = sizes.cache_dtype == "int8"
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
         self.last_step: Step | None = None
@@ -89,8 +96,12 @@ class FixedSizeCache(Saving, ForeignCalls):
         self._counts_places = spec.family == "alibi"  # in the mask that uneven rows are told
         self._hold_in_order([])
         self.attention = self._make_layers(spec)
+        self.attention[0].is_first = self.attention[-1].is_last = True
         super().__init__(layers=with_states(self.attention, spec.num_layers))
 
+    instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
+    _is_user_defined = False  # transformers' `generate` says that it is, of a cache it was given
+    attention: list[Any]
     is_static = False
     """Whether passes of one token have the shapes of a full cache."""
 
@@ -131,9 +142,9 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
 
     @property
-    def stores_bare(self) -> bool:
-        """Return whether keys are stored without their rotation."""
-        return self.sizes.cache_dtype == "int8"
+    def is_filled(self) -> bool:
+        """Return whether layers have received entries."""
+        return self.end > 0 and self.attention[0].is_initialized
 
     def bare_keys(self, layer_idx: int) -> BareKeys:
         """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
@@ -145,20 +156,11 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""
-        return [n - self.frame.num_moved(n) for n in self.seen]
+        return [*map(sub, self.seen, map(self.frame.num_moved, self.seen))]
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """Context for one change to the cache; UserError if the change before did not end."""
-        self._whole.check()
-        was_fed = any(self.seen)
-        try:
-            with self._whole.change():
-                yield
-        except BaseException:
-            if not was_fed:
-                self.reset()
-            raise
+        return self._whole.change(None if any(self.seen) else self.reset)
 
     @contextmanager
     def forward_pass(
@@ -174,35 +176,30 @@ class FixedSizeCache(Saving, ForeignCalls):
         self._check_takes(num_rows, num_new, segment)
         with self.changing():
             try:
-                step = self._begin(num_rows, num_new, segment)
+                self.step = step = self._begin(num_rows, num_new, segment)
                 yield step
                 self._end(step)
             finally:
                 self.step = None
 
-    def enter(self, layer_idx: int, new: KV) -> Step:
-        """The pass in which a layer receives new entries. A user's own loop calls the model without
+    def enter(self, new: KV) -> None:
+        """The first layer receives new entries. A user's own loop calls the model without
         `forward_pass`: there the first layer begins a pass, and the last one ends it. An error
         after that is the user's: the token counts.
         """
-        is_first = layer_idx == self.attention[0].layer_idx
-        if not self._whole.is_changing and (is_first or self.step is None):
+        if not self._whole.is_changing:
             num_rows, num_new = len(new.keys), new.keys.shape[2]
             self.check_caller()
             self._check_takes(num_rows, num_new)
             self._check_room(num_new)
             self._whole.begin()
-            self._begin(num_rows, num_new)
-        return self.describe() if is_first else self._now
-
-    @property
-    def _now(self) -> Step:
-        assert self.step is not None
-        return self.step
+            self.step = self._begin(num_rows, num_new)
+        self.describe()
 
     def describe(self) -> Step:
         """Describe to layers the pass that the cache is in, once a pass."""
-        return self._now
+        assert self.step is not None
+        return self.step
 
     @property
     def is_decode(self) -> bool:
@@ -216,10 +213,10 @@ class FixedSizeCache(Saving, ForeignCalls):
         """
         return False
 
-    def leave(self, layer_idx: int) -> None:
-        """Record that the layer has taken its entries."""
-        if layer_idx == self.attention[-1].layer_idx and not self._whole.is_changing:
-            self._end(self._now)
+    def leave(self) -> None:
+        """The last layer has taken its entries."""
+        if self.step is not None and not self._whole.is_changing:
+            self._end(self.step)
             self.step = None
             self._whole.end()
 
@@ -230,7 +227,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         if not self.seen:
             return None
         with self.changing():
-            return self._settled(0) if self.step is None else None
+            return self._begin(len(self.seen), 0) if self.step is None else None
 
     def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
         """Raise UserError unless a pass can have so many tokens of so many rows."""
@@ -243,6 +240,11 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.check_rows(num_rows)
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise UserError unless a pass can have so many rows."""
+        if self.seen and num_rows != len(self.seen):
+            raise UserError(f"this cache has {len(self.seen)} rows, got ids of {num_rows}")
 
     @property
     def room(self) -> int:
@@ -261,12 +263,13 @@ class FixedSizeCache(Saving, ForeignCalls):
             )
 
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
+        """A pass over so many tokens, with all entries where it finds them."""
         if not self.seen:
             self._hold_in_order([0] * num_rows)
-        is_prepared = self._next is not None and num_new == 1 and segment is None
-        step = self._next if is_prepared else self._settled(num_new, segment)
-        self.step, self._next = step, None
-        return self._now
+        prepared, self._next = self._next, None
+        if prepared is not None and num_new == 1 and segment is None:
+            return prepared
+        return self._settled(num_new, segment)
 
     def prepare(self) -> Step:
         """Prepare a pass of one token a row, which the next one will be if it has as many, while a
@@ -277,12 +280,10 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self._next
 
     def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
-        first, positions = self.attention[0], self.positions()
-        stored = [self.sizes.num_stored(n) for n in self.seen]
-        runs_on = self.realigner.runs_on  # there positions are no places
-        device = first.device if first.is_filled else torch.device("cpu")
-        behind = [self.frame.num_behind(n) for n in self.seen]
-        births = stored if runs_on else positions
+        positions, stored = self.positions(), [*map(self.sizes.num_stored, self.seen)]
+        device = self.attention[0].device if self.is_filled else torch.device("cpu")
+        behind = [*map(self.frame.num_behind, self.seen)]
+        births = stored if self.realigner.runs_on else positions  # there positions are no places
         counts = torch.tensor([[self.end] * len(stored), stored, positions, births, behind])
         return self._prepare_entries(
             Step(
@@ -328,3 +329,135 @@ class FixedSizeCache(Saving, ForeignCalls):
         for layer in self.layers:
             layer.reset()
         self._whole.end()
+
+    def _parts(self) -> list[Part]:
+        """Return the parts that hold rows."""
+        return [*self.layers]
+
+    def select(self, rows: Sequence[int] | Tensor) -> None:
+        """Keep these rows, in this order; one may occur several times."""
+        if not self.seen:
+            return
+        rows = rows_of(rows, len(self.seen))
+        if rows == [*range(len(self.seen))]:
+            return
+        with self.changing():
+            self.settle()
+            for part in self._parts():
+                part.select(torch.tensor(rows, dtype=torch.int64))
+            self._hold([self.seen[row] for row in rows])
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the rows of caches with the same arguments, each of which was fed something."""
+        caches = [cache for cache in (self, *others) if cache.seen]
+        if caches == [self] or not caches:
+            return
+        for cache in caches:
+            cache.settle()
+        with self.changing():
+            for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
+                part.join(joined)
+            self._hold_in_order([n for cache in caches for n in cache.seen])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy with the same rows, which continues alone; the realigner is shared."""
+        memo[id(self.realigner)] = self.realigner
+        memo[id(self)] = other = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for layer in other.attention:
+            layer.cache = other
+        return other
+
+    def state(self) -> dict[str, Tensor]:
+        """State of the cache as tensors by name; `restore` of a cache made with the same arguments
+        continues from it.
+        """
+        if not self.seen:
+            return {}
+        with self.changing():
+            self.settle()
+        tensors = {"seen": torch.tensor(self.seen), "end": torch.tensor([self.end])}
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
+        return tensors
+
+    def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        """Restore a `state`; UserError if it does not fit this cache or this model."""
+        self.reset()
+        if not state:
+            return
+        with self.changing():
+            self._restore(state, model)
+
+    def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        num_rows = state["seen"].numel() if "seen" in state else 0
+        seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
+        if not all(0 < n < 2**62 for n in seen) or not seen:
+            raise UserError("each row of a stream must have at least one token")
+        stored = max(map(self.sizes.num_stored, seen))
+        # Version 0.2 had no ring: there the order of time is that of the slots.
+        end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
+        if not stored <= end < 2**62:
+            raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
+        self.end = int(end)
+        spec = spec_of(model.config)
+        restore_states(self.layers, state, num_rows, model)
+        for layer in self.attention:
+            i = layer.layer_idx
+
+            def read(
+                name: str,
+                shape: tuple[int, ...],
+                dtype: torch.dtype,
+                device: str | None = None,
+                i: int = i,
+            ) -> Tensor:
+                of_rows = (num_rows, spec.num_kv_heads, *shape)
+                is_older = dtype == torch.int8 and has_placed_keys(state, i)
+                given = older_name(name) if is_older else name
+                tensor = expect_tensor(state, f"{i}.{given}", of_rows, dtype)
+                if dtype == torch.int8 and not is_finite(tensor):
+                    raise UserError(f"a stream's {i}.{given} has scales that are not finite")
+                if is_older and name.endswith(".0"):
+                    tensor = with_bare_keys(name, tensor, self.bare_keys(i), seen, self.frame)
+                return tensor.to(device or model.device)
+
+            layer.restore(read, seen, spec.head_dim, model.dtype)
+        self._hold(seen)
+
+    def check_caller(self) -> None:
+        """Raise UserError within a pass of plain `model.generate`."""
+        if self._is_user_defined:
+            raise UserError(
+                "model.generate counts its own positions, which are wrong once this cache evicts: "
+                "pass custom_generate=kvalign.stream_generate, cache_size=... instead of the "
+                "cache, or use kvalign.stream_tokens"
+            )
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select(
+            [row for row in range(len(self.seen)) for _ in range(typed("repeats", repeats, int))]
+        )
+
+    def __repr__(self) -> str:
+        """`StreamingCache(cache_size=64, num_sinks=4): 64 entries in it, 100 tokens seen`, of each
+        row if there are several.
+        """
+        sizes, seen = self.sizes, self.seen or [0]
+        some = f"cache_size={sizes.cache_size}, num_sinks={sizes.num_sinks}"
+        some += "" if sizes.is_oldest else f", policy={sizes.policy!r}"
+        some += f", memory={sizes.memory}" if sizes.memory else ""
+        stored, fed = (
+            "/".join(map(str, numbers))
+            for numbers in ([sizes.num_stored(num) for num in seen], seen)
+        )
+        return f"{type(self).__name__}({some}): {stored} entries in it, {fed} tokens seen"

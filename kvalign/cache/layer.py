@@ -24,14 +24,15 @@ class Owner(Protocol):
     seen: list[int]
     end: int
     num_guessed: int
+    step: Step | None
 
     @property
     def num_stored(self) -> int: ...
     @property
     def turns_sinks(self) -> bool: ...
     def bare_keys(self, layer_idx: int) -> BareKeys: ...
-    def enter(self, layer_idx: int, new: KV) -> Step: ...
-    def leave(self, layer_idx: int) -> None: ...
+    def enter(self, new: KV) -> None: ...
+    def leave(self) -> None: ...
     def settle(self) -> Step | None: ...
     def get_seq_length(self) -> int: ...
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]: ...
@@ -40,8 +41,11 @@ class Owner(Protocol):
 class StreamingLayer(CacheLayerMixin, Part):
     """Interface of every kind of layer: it takes new entries and gives attention all of them."""
 
+    is_first = is_last = False
+    """Whether it is the first, or the last, of the cache's layers that have entries."""
+
     def __init__(self, cache: Owner, layer_idx: int):
-        self.cache, self.layer_idx = cache, layer_idx
+        self.cache, self.layer_idx, self.realigner = cache, layer_idx, cache.realigner
         self.reset()
 
     @property
@@ -68,19 +72,19 @@ class StreamingLayer(CacheLayerMixin, Part):
                 f"gives {key_states.dtype} on {key_states.device}: reset() the stream, or "
                 "convert the model back and load a saved stream"
             )
-        step = self.cache.enter(self.layer_idx, new)
-        found = self.take(step, new)
-        self.cache.leave(self.layer_idx)
+        cache = self._cache()
+        assert cache is not None
+        if self.is_first or cache.step is None:
+            cache.enter(new)
+        assert cache.step is not None
+        found = self.take(cache.step, new)
+        if self.is_last:
+            cache.leave()
         return found
 
     def reset(self) -> None:
         """Let go of all entries."""
         self.is_initialized = False
-
-    @property
-    @abstractmethod
-    def is_filled(self) -> bool:
-        """Return whether it has received entries."""
 
     @abstractmethod
     def take(self, step: Step, new: KV) -> KV:
@@ -102,7 +106,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         """New entries as `anchor` of the realigner, the cache's or another, returns them; sinks
         stay unchanged.
         """
-        anchor = (realigner or self.cache.realigner).anchor
+        anchor = (realigner or self.realigner).anchor
         num_sinks, segment = step.sizes.num_sinks, step.segment
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.

@@ -31,6 +31,7 @@ class Realigner:
 
     Attributes:
         rotation: of the model's keys; None if they do not rotate.
+        runs_on: whether keys keep their original positions; only differences matter.
         aligner: corrects entries further; None: nothing does.
     """
 
@@ -48,11 +49,7 @@ class Realigner:
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation
-
-    @property
-    def runs_on(self) -> bool:
-        """Return whether keys keep their original positions; only differences matter."""
-        return self.rotation is not None and not self.moves
+        self.runs_on = rotation is not None and not self.moves
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
         """Return a realigner for these sizes, whose frames may be too short for this one."""

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from kvalign.cache.recalled import Recalled
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.rope import Rotation
 
@@ -46,6 +45,19 @@ class Tables(NamedTuple):
 
 TablesOf = Callable[[int], Tables | None]
 """Tables of a layer; None if entries are read where they lie."""
+
+
+class Recalled(NamedTuple):
+    """Entries that T queries of a segment take back, as attention gets them.
+
+    Attributes:
+        scores: [B, H, G, T, R] float32, -inf of what is not there.
+        values: [B, H, T, R, D], where each query finds them.
+    """
+
+    scores: Tensor
+    values: Tensor
+
 
 Recall = Callable[["Block", Tensor], Recalled]
 """Recalled entries for the scaled queries [B, H, G, T, D] of a block."""

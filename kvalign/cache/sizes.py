@@ -8,6 +8,7 @@ slots   0 1 2 3 | 4 5 6 ... C-1 C    where they lie: C + 1, of which the window'
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from kvalign.cache.recall_layers import numbers_in, usual_recalled
@@ -168,22 +169,22 @@ class CacheSizes:
         assert self.num_recalled is not None
         return self.window_size - self.num_recalled
 
-    @property
+    @cached_property
     def is_oldest(self) -> bool:
         """Return whether the kept entries are a slice of the stream, which a ring can hold."""
         return self.policy == OLDEST and self.positions == "compact"
 
-    @property
+    @cached_property
     def window_size(self) -> int:
         """Entries after the sinks."""
         return self.cache_size - self.num_sinks
 
-    @property
+    @cached_property
     def first_input_len(self) -> int:
         """Tokens that an empty cache reads before anything is evicted: C + 1."""
         return self.cache_size + 1
 
-    @property
+    @cached_property
     def num_window_slots(self) -> int:
         """Slots of the ring: one more than the window, for the new entry."""
         return self.window_size + 1
@@ -213,13 +214,13 @@ class CacheSizes:
         evicted, or those up to the last multiple of `realign_every`.
         """
         dropped = self.num_dropped(num_entries)
-        return dropped // self.move_size * self.move_size
+        return dropped - dropped % self.move_size
 
     def num_behind(self, num_entries: N) -> N:
         """Positions by which the stream has run on since the last move."""
-        return self.num_dropped(num_entries) - self.num_moved(num_entries)
+        return self.num_dropped(num_entries) % self.move_size
 
-    @property
+    @cached_property
     def move_size(self) -> int:
         """Positions of a move: `realign_every`, in whole evictions."""
         return -(-self.realign_every // self.num_evicted) * self.num_evicted

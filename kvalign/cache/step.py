@@ -70,7 +70,7 @@ class Counts(NamedTuple):
     behind: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """Forward pass over `num_new` tokens of each row.
 
@@ -88,7 +88,17 @@ class Step:
             positions, births, behind.
         is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
-        decode: description of the usual pass.
+        decode: description of the usual pass, once a layer asks for it.
+        is_single: whether it has one token per row, and no segment.
+        num_before: entries that the longest row finds.
+        num_visible: entries that the longest row's last new token sees.
+        size: slots that are in use after the pass; in a static one all.
+        length: entries or slots that attention gets.
+        hides: whether some of these are not of its row.
+        is_even: whether rows have equally many entries.
+        is_alike: whether the entries of rows have equal positions, too.
+        is_decode: whether it can be the usual pass: one token in rows that have their sinks.
+        position: position of the longest row's first new token.
     """
 
     sizes: CacheSizes
@@ -106,6 +116,20 @@ class Step:
     segment: Segment | None = None
     decode: DecodeStep | None = None
 
+    def __post_init__(self) -> None:
+        sizes, num_new = self.sizes, self.num_new
+        self.is_single = num_new == 1 and self.segment is None
+        self.num_before, self.position = max(self.stored), max(self.positions)
+        self.num_visible = self.num_before + num_new
+        most = sizes.first_input_len
+        self.size = most if self.is_static else min(self.end + num_new, most)
+        as_they_lie = self.is_single and not self.in_order
+        self.length = self.size if as_they_lie else self.num_visible
+        self.hides = min(self.stored) + num_new < self.length
+        self.is_even = len(set(self.stored)) == 1
+        self.is_alike = self.is_even and len(set(self.births)) == 1
+        self.is_decode = self.is_single and min(self.seen) >= sizes.num_sinks
+
     @cached_property
     def _count(self) -> Counts:
         # A copy that does not wait may read the numbers after they are gone.
@@ -117,46 +141,9 @@ class Step:
         return self._count.behind[:, None, None] if self.decode is None else self.decode.behind
 
     @property
-    def num_before(self) -> int:
-        """Entries that the longest row finds."""
-        return max(self.stored)
-
-    @property
-    def num_visible(self) -> int:
-        """Entries that the longest row's last new token sees."""
-        return self.num_before + self.num_new
-
-    @property
-    def size(self) -> int:
-        """Slots that are in use after the pass; in a static one all."""
-        most = self.sizes.first_input_len
-        return most if self.is_static else min(self.end + self.num_new, most)
-
-    @property
-    def length(self) -> int:
-        """Entries or slots that attention gets."""
-        as_they_lie = self.is_single and not self.in_order
-        return self.size if as_they_lie else self.num_visible
-
-    @property
-    def hides(self) -> bool:
-        """Return whether some of what attention gets is not of its row."""
-        return min(self.stored) + self.num_new < self.length
-
-    @property
     def first_place(self) -> int:
         """Position of the first entry after the sinks, in rows that are alike."""
         return self.sizes.num_sinks + self.births[0] - self.stored[0]
-
-    @property
-    def is_even(self) -> bool:
-        """Return whether rows have equally many entries."""
-        return len(set(self.stored)) == 1
-
-    @property
-    def is_alike(self) -> bool:
-        """Return whether the entries of rows have equal positions, too."""
-        return self.is_even and len(set(self.births)) == 1
 
     @property
     def places(self) -> Tensor:
@@ -234,11 +221,6 @@ class Step:
         return [slice(None)] if self.is_alike else [slice(i, i + 1) for i in range(len(self.seen))]
 
     @property
-    def position(self) -> int:
-        """Position of the longest row's first new token."""
-        return max(self.positions)
-
-    @property
     def evicts(self) -> bool:
         """Return whether an entry is evicted before the next pass."""
         dropped = self.sizes.num_dropped
@@ -270,16 +252,6 @@ class Step:
         if window_of(config) is not None:  # which it adds to a mask of all its positions
             return pad(visible.long(), (self.position - self.num_before, 0))
         return torch.finfo(model.dtype).min * hidden.to(model.dtype)
-
-    @property
-    def is_single(self) -> bool:
-        """Return whether it has one token per row, and no segment."""
-        return self.num_new == 1 and self.segment is None
-
-    @property
-    def is_decode(self) -> bool:
-        """Return whether it can be the usual pass: one token in rows that have their sinks."""
-        return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
     @property
     def _birth(self) -> slice | Tensor:

@@ -10,8 +10,8 @@ however long the stream is.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
+from operator import sub
 from typing import NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class StreamingCache(FixedSizeCache):
         super()._hold(seen)
         self.ahead = None
         # Places by which the entries of each row have been moved.
-        self._moved = [self.frame.num_moved(n) for n in seen]
+        self._moved = [*map(self.frame.num_moved, seen)]
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
         if self._goes_by_order:
@@ -136,11 +136,11 @@ class StreamingCache(FixedSizeCache):
         return step
 
     def _is_decode(self, step: Step) -> bool:
-        return step.is_decode and self.attention[0].is_filled
+        return step.is_decode and self.is_filled
 
     def describe(self) -> Step:
-        step = self._now
-        if step.decode is not None or not self.is_decode:
+        step = super().describe()
+        if step.decode is not None or not self._is_decode(step):
             return step
         self._turn_sinks(step)
         in_sight = None
@@ -148,16 +148,18 @@ class StreamingCache(FixedSizeCache):
             in_sight = InSight(self.places(step), step.behind_rows, self.turns)
         asks = in_sight is None and (self._asks_for_places or step.hides)
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
-        self.step = replace(step, decode=self.realigner.describe(step, decode))
-        return self.step
+        step.decode = self.realigner.describe(step, decode)
+        return step
 
     @property
     def is_decode(self) -> bool:
-        return self._is_decode(self._now)
+        assert self.step is not None
+        return self._is_decode(self.step)
 
     @property
     def is_usual(self) -> bool:
-        return self.is_decode and self._now.is_alike
+        assert self.step is not None
+        return self.is_decode and self.step.is_alike
 
     @property
     def _asks_for_places(self) -> bool:
@@ -174,8 +176,8 @@ class StreamingCache(FixedSizeCache):
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
-        moved = [self.frame.num_moved(n) for n in step.seen]
-        shifts = [now - before for now, before in zip(moved, self._moved, strict=True)]
+        moved = [*map(sub, step.seen, step.positions)]
+        shifts = [*map(sub, moved, self._moved)]
         self._moved = moved
         runs_on = self.realigner.runs_on and not self.stores_bare
         if any(shifts) and (self.realigner.moves or runs_on):

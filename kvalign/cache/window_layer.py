@@ -22,7 +22,10 @@ class WindowLayer(StreamingLayer):
     """Sinks and a window.
 
     Attributes:
-        rings: `entries` and `sources`, which may be one; none before the first entry.
+        entries: in their stored form, which attention gets; there are none before the first.
+        sources: input of a realigner that moves entries: a ring of its own; or `entries`, if
+            nothing moves or moves start from the last output in the model's precision.
+        rings: these two, or the one.
         ahead: entries that were read ahead, as they are stored, until their tokens come.
     """
 
@@ -33,11 +36,13 @@ class WindowLayer(StreamingLayer):
     def reset(self) -> None:
         super().reset()
         self.rings: list[Ring] = []
+        for name in ("entries", "sources"):  # there are none before the first
+            self.__dict__.pop(name, None)
         self.ahead: KV | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate rings for entries like these."""
-        like, realigner = KV(key_states, value_states), self.cache.realigner
+        like, realigner = KV(key_states, value_states), self.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
         form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
         most = self.sizes.first_input_len
@@ -45,25 +50,10 @@ class WindowLayer(StreamingLayer):
         if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
             dtype = torch.float32 if realigner.recursive else self.dtype
             self.rings.append(Ring(like, most, form_of(self.sizes, dtype)))
+        self.entries, self.sources = self.rings[0], self.rings[-1]
         if self.cache.turns_sinks:
             self.sinks.make(key_states)
         self.is_initialized = True
-
-    @property
-    def entries(self) -> Ring:
-        """Entries in their stored form, which attention gets."""
-        return self.rings[0]
-
-    @property
-    def sources(self) -> Ring:
-        """Input of a realigner that moves entries: a ring of its own; or `entries`, if nothing
-        moves or moves start from the last output in the model's precision.
-        """
-        return self.rings[-1]
-
-    @property
-    def is_filled(self) -> bool:
-        return self.is_initialized and self.cache.end > 0
 
     def take(self, step: Step, new: KV) -> KV:
         if step.decode is not None:
@@ -78,8 +68,8 @@ class WindowLayer(StreamingLayer):
 
     def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
         """Write one token of each row, and return what its attention gets."""
-        realigner, form = self.cache.realigner, self.entries.form
-        slot = self._slot(step)
+        realigner, form = self.realigner, self.entries.form
+        slot = decode.slot.to(self.device) if step.decode is not None else self._slots(step)
         stored = new
         if realigner.reads or self.sources is not self.entries:
             anchored = self._anchored(step, new)
@@ -96,7 +86,7 @@ class WindowLayer(StreamingLayer):
             return KV(mark(data.keys.detach(), attend), data.values)
         if decode.read is not None:
             data = data.at(decode.read)
-        elif self.entries.num_slots > decode.size:
+        elif data.keys.shape[2] > decode.size:
             data = data.slots(0, decode.size)
         if decode.all_at is not None:
             data = KV(*form.decode_at(*data, decode.all_at))
@@ -105,10 +95,8 @@ class WindowLayer(StreamingLayer):
             return KV(mark(data.keys.detach(), attend), data.values)
         return data
 
-    def _slot(self, step: Step) -> Tensor:
-        """Slots that a token of each row is written to: [1], or [B, 1] where rows differ."""
-        if step.decode is not None:
-            return step.decode.slot.to(self.device)
+    def _slots(self, step: Step) -> Tensor:
+        """Slots that a token of each row is written to, [B, 1], in rows without their sinks."""
         num_sinks, newest = self.sizes.num_sinks, self.sizes.slot(step.end)
         slots = [n if n < num_sinks else newest for n in step.seen]
         return torch.tensor(slots, device=self.device)[:, None]
@@ -118,13 +106,13 @@ class WindowLayer(StreamingLayer):
         decode = step.decode
         if decode is None or decode.birth is None:
             return self.without_position(step, new)
-        return KV(*self.cache.realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
+        return KV(*self.realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
 
     def _take_many(self, step: Step, new: KV) -> KV:
         """Write the tokens of a prefill chunk or a segment, and return all that was there, and all
         of them.
         """
-        realigner, form, segment = self.cache.realigner, self.entries.form, step.segment
+        realigner, form, segment = self.realigner, self.entries.form, step.segment
         at = step.at(step.num_new, step.num_new)
         if segment is not None:
             new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
@@ -209,7 +197,7 @@ class WindowLayer(StreamingLayer):
         """Return sinks, and the entries behind them from the place `first` on, as attention
         sees them.
         """
-        realigner, num = self.cache.realigner, held.keys.shape[2] - num_sinks
+        realigner, num = self.realigner, held.keys.shape[2] - num_sinks
         now = torch.arange(first, first + num, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
         window = realigner.read(self.layer_idx, *held.slots(num_sinks, num), now, at)
@@ -217,7 +205,7 @@ class WindowLayer(StreamingLayer):
 
     def move(self, step: Step, shifts: list[int]) -> None:
         """Move the entries after the sinks by `shifts`, row by row if rows differ."""
-        realigner, num_sinks = self.cache.realigner, step.sizes.num_sinks
+        realigner, num_sinks = self.realigner, step.sizes.num_sinks
         alike = len(set(zip(shifts, step.stored, step.behind, strict=True))) == 1
         for rows in [slice(None)] if alike else [slice(i, i + 1) for i in range(len(shifts))]:
             if not shifts[rows][0]:

@@ -1,6 +1,6 @@
 """Objects that change in several steps, and must not be used after one of them failed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvalign.foundation.errors import UserError
@@ -32,16 +32,24 @@ class Whole:
         self._is_whole = True
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Context for a change, which may be part of a longer one; UserError as of `check`."""
+    def change(self, undo: Callable[[], object] | None = None) -> Iterator[None]:
+        """Context for a change, which may be part of a longer one; UserError as of `check`.
+
+        Args:
+            undo: called when it fails, to start again from the beginning.
+        """
         if self.is_changing:
             yield
             return
-        self.begin()
-        self.is_changing = True
+        self.check()
+        self._is_whole, self.is_changing = False, True
         try:
             yield
-            self.end()
+            self._is_whole = True
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
         finally:
             self.is_changing = False
 

@@ -145,7 +145,7 @@ class MemoryCache(StreamingCache):
         super()._end(step)
 
     def state(self) -> dict[str, Tensor]:
-        """State as of `Saving`, with digests of the entries of each slot in all layers, [B, S]
+        """State as of the base, with digests of the entries of each slot in all layers, [B, S]
         int64: equal ones are of equal entries.
         """
         tensors = super().state()

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.layer import Owner
-from kvalign.cache.recalled import Recalled
 from kvalign.cache.ring import KV
 from kvalign.cache.saved import ReadTensor
-from kvalign.cache.segments import Block
+from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -77,7 +76,7 @@ class MemoryLayer(WindowLayer):
         """Put the window's newest entries into the memory: those of `num` tokens of each row after
         `seen`, at the positions `at` [B, 1, num].
         """
-        entries, realigner = self.newest(self.sources, num), self.cache.realigner
+        entries, realigner = self.newest(self.sources, num), self.realigner
         if self.memory.form.is_int8:  # they are stored bare, and there without a position
             self.memory.put(seen, entries)
             return
@@ -108,7 +107,7 @@ class MemoryLayer(WindowLayer):
         ones instead of the window's oldest: [B, 1, H, D].
         """
         asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
-        found, realigner = self.memory.find(asked, asking), self.cache.realigner
+        found, realigner = self.memory.find(asked, asking), self.realigner
         stored = self.recalls.stored(self.layer_idx, realigner, step, asking, found)
         slots = step.oldest(stored.keys.shape[2]).to(keys.device)
         seen, bias = KV(keys, values), self._bias(asking, found, keys, slots)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.recalled import Recalled
 from kvalign.cache.ring import KV, cat
-from kvalign.cache.segments import Block
+from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes

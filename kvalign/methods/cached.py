@@ -155,11 +155,15 @@ class Cached(Method):
         chunks have half a window each; all tokens of a chunk see the same older entries.
         """
         check_ids(ids, self.model.config.vocab_size)
+        if ids.shape[1] == 1:
+            logits = self.step(ids, self.cache)
+            self.on_tokens(1)
+            return logits
         self.cache.check_rows(len(ids))
         if isinstance(self.cache, AnySlotCache):
             self.cache.check_room(ids.shape[1])
         with self.cache.changing():
-            if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
+            if len(set(self.cache.seen)) > 1:
                 for i in range(ids.shape[1]):
                     logits = self.feed(ids[:, i : i + 1])
                 return logits

@@ -80,7 +80,7 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        read = getattr(key, MARK, None)
+        read: ReadKeys | None = getattr(key, MARK, None)
         if read is None:
             own = sys.modules[type(module).__module__]
             eager = getattr(own, "eager_attention_forward", None)

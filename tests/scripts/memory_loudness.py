@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kvalign
 from kvalign.app.cli.arguments import parse
-from kvalign.cache.recalled import Recalled
+from kvalign.cache.segments import Recalled
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation.settings import Settings, option
