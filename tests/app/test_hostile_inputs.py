@@ -187,7 +187,7 @@ EARLY = [
     ("pretrain --out o/p --corpus python-docs@0", "weights must be above 0"),
     ("pretrain --out o/p --corpus wikitext", "wikitext"),
     ("eval run s.yaml --out o/p", "unknown method 'sink'"),
-    ("eval run quick --out o/p --override '--num-turns 0'", "cell chat: --num-turns"),
+    ("eval run full --out o/p --override '--num-turns 0'", "cell chat: --num-turns"),
     ("eval run quick --out o/p --ray --ray-address 127.0.0.1:1", "no Ray cluster"),
     ("eval perplexity --plot o/p/x.svg --corpus text:empty.txt", "too short"),
     ("import-published --keys empty.txt --values empty.txt --model m --out o/p", "empty.txt"),

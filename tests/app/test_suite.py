@@ -30,7 +30,15 @@ cells:
       eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 30
       --keep {out}/losses
 """
-SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2", "paper-gpt2-mini", "recall")
+SHIPPED = (
+    "quick",
+    "full",
+    "reference",
+    "paper-distilgpt2",
+    "paper-smollm2",
+    "paper-gpt2-mini",
+    "recall",
+)
 
 
 @pytest.fixture
@@ -245,7 +253,7 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
     cells = suite_cells.parse_suite(suite_cells.read_suite(name), name)
-    assert len(cells) >= (2 if name == "recall" else 6)
+    assert len(cells) >= (2 if name in ("quick", "recall") else 6)
     assert all(cell.command.startswith("kvalign ") for cell in cells)
     paper = parse_suite_text(suite_cells.read_suite(name), name).paper
     names = {cell.name for cell in cells}

@@ -10,10 +10,10 @@ from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 class RunSettings(Settings):
     """Run every cell of a suite whose result is not yet in the folder, then write the report.
 
-    Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
-    paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same experiments on a
-    shipped model), or a .yaml file of your own. Cells that need a hub which is away are left out,
-    and the first line says how to get what they need.
+    Suites: quick (a minute or two), full (every evaluation, short), reference (the shipped models),
+    paper-distilgpt2 and paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same
+    experiments on a shipped model), or a .yaml file of your own. Cells that need a hub which is
+    away are left out, and the first line says how to get what they need.
 
     Example:
         kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
