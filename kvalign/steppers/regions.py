@@ -10,9 +10,8 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -44,28 +43,32 @@ class Regions:
             type(one): (of_products if _multiplies(one) else compiled)(type(one).forward)
             for one in {type(one): one for one in modules}.values()
         }
-        self._forwards = [(one, functools.partial(of_classes[type(one)], one)) for one in modules]
         files = {sys.modules[type(one).__module__] for one in model.modules()}
         functions = [(sys.modules[one.__module__], one.__name__) for one in _OURS]
         functions += [(file, _ROTATION) for file in files if hasattr(file, _ROTATION)]
-        self._functions = [
-            (file, name, (of_products if file is on_read else compiled)(getattr(file, name)))
-            for file, name in functions
+        # What is called by which name, in which namespace.
+        self._calls: list[tuple[dict[str, Any], str, Any]] = [
+            (vars(one), "forward", functools.partial(of_classes[type(one)], one)) for one in modules
         ]
+        for file, name in functions:
+            compiles = of_products if file is on_read else compiled
+            self._calls.append((vars(file), name, compiles(getattr(file, name))))
 
     @contextmanager
     def called(self) -> Iterator[None]:
         """Context in which calls of the model call its compiled regions."""
-        with ExitStack() as stack, torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
-            for file, name, function in self._functions:
-                stack.enter_context(patch.object(file, name, function))
-            for module, forward in self._forwards:
-                module.forward = forward
+        before = [names.get(name) for names, name, _ in self._calls]
+        with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
             try:
+                for names, name, call in self._calls:
+                    names[name] = call
                 yield
             finally:
-                for module, _ in self._forwards:
-                    del module.forward
+                for (names, name, _), own in zip(self._calls, before, strict=True):
+                    if own is None:
+                        del names[name]
+                    else:
+                        names[name] = own
 
 
 def _regions(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -75,9 +78,14 @@ def _regions(model: PreTrainedModel) -> Iterator[nn.Module]:
             continue
         for child in layer.children():
             if _takes_cache(child):
-                yield from (one for one in child.children() if [*_weights(one)])
-            elif [*_weights(child)]:
+                yield from filter(_can_be_compiled, child.children())
+            elif _can_be_compiled(child):
                 yield child
+
+
+def _can_be_compiled(module: nn.Module) -> bool:
+    """Return whether it has weights, and the `forward` of its class."""
+    return "forward" not in vars(module) and any(True for _ in _weights(module))
 
 
 def _multiplies(module: nn.Module) -> bool:

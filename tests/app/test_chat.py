@@ -22,6 +22,7 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
+from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -30,7 +31,7 @@ from kvalign.streaming.turns import opening_len, turn_ids
 
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"
-SMALL = ["--cache-size", "40", "--max-new-tokens", "12", "--seed", "0"]
+SMALL = ["--model", "gpt2-mini", "--cache-size", "40", "--max-new-tokens", "12", "--seed", "0"]
 
 
 def chat(*flags):
@@ -52,6 +53,15 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, monkeypatch, capsys):
         assert chat("--json", "--state", "talk.safetensors", "--say", turn) == 0
         one_by_one += answers(capsys)
     assert one_by_one == at_once
+
+
+def test_without_a_model_that_answers_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    assert main(["chat", "--say", "Who?"]) == 2
+    err = capsys.readouterr().err
+    assert "no model that can answer is here" in err and "kvalign models --fetch smollm2" in err
+    (tmp_path / "smollm2-135m-instruct").mkdir()
+    assert ConversationSettings().resolved().model == "smollm2-135m-instruct"
 
 
 def test_every_turn_that_is_said_is_answered(capsys, monkeypatch):
@@ -247,7 +257,7 @@ def _terminal(*flags):
     """A chat in a terminal of its own: its process, and our end."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvalign", "chat", *flags],
+        [sys.executable, "-m", "kvalign", "chat", "--model", "gpt2-mini", *flags],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -338,7 +348,8 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
 
 @pytest.mark.slow
 def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
-    for command in (["chat", "--say", "Who?"], ["generate", "--prompt", "Who?"]):
+    chat = ["chat", "--model", "gpt2-mini", "--say", "Who?"]
+    for command in (chat, ["generate", "--prompt", "Who?"]):
         assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
         err = capsys.readouterr().err
         said = "cache of 511 entries: the context length 512 (--cache-size names"

@@ -126,11 +126,17 @@ WRONG = [
         ["eval", "perplexity", "--model=no/model", "--methods=streaming-llm", "--cache-sizes=3"],
         "above --num-sinks (4)",
     ),
-    (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
-    (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
-    (["chat", "--say", "x", "--weights", "q4_0"], "got 'q4_0': did you mean int4?"),
     (
-        ["chat", "--say", "x", "--weights", "int4", "--dtype", "bfloat16"],
+        ["chat", "--model", "gpt2-mini", "--say", "Who?", "--state", "."],
+        "--state . is a folder: name a file in it",
+    ),
+    (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
+    (
+        ["chat", "--model", "gpt2-mini", "--say", "x", "--weights", "q4_0"],
+        "got 'q4_0': did you mean int4?",
+    ),
+    (
+        ["chat", "--model", "gpt2-mini", "--say", "x", "--weights", "int4", "--dtype", "bfloat16"],
         "contradict each other: leave",
     ),
     (
@@ -153,7 +159,7 @@ WRONG = [
         "--cache-size must be above --num-sinks",
     ),
     (["generate", *PROMPT, "--num-evicted", "third"], "takes numbers or half, got 'third'"),
-    (["chat", "--num-evicted", "-1"], "takes numbers or half, got '-1'"),
+    (["chat", "--model", "gpt2-mini", "--num-evicted", "-1"], "takes numbers or half, got '-1'"),
     (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
     (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
     (
@@ -275,7 +281,7 @@ def test_half_of_the_window_is_evicted_by_any_command(capfd):
     texts = {"half": [], "6": [], "1": []}
     for num, found in texts.items():
         flags = [*sizes, num, "--max-new-tokens", "24", "--seed", "0", "--json"]
-        for command in (["generate", *PROMPT], ["chat", "--say", "Who?"]):
+        for command in (["generate", *PROMPT], ["chat", "--model", "gpt2-mini", "--say", "Who?"]):
             assert main([*command, *flags]) == 0
             document = json.loads(capfd.readouterr().out)
             found.append(document.get("text") or document["answers"][0]["text"])

@@ -29,7 +29,7 @@ COMMANDS = {
     "a recording": "gen-data --num-tokens 600 --chunk-len 64 --out o",
     "a memory": "chat --model llama-mini --state o/talk.safetensors --say Hi --max-new-tokens 9 "
     "--cache-size 16 --memory 50",
-    "a talk": "chat --state o/talk.safetensors --say Hi --max-new-tokens 3",
+    "a talk": "chat --model gpt2-mini --state o/talk.safetensors --say Hi --max-new-tokens 3",
 }
 
 

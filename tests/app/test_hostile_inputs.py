@@ -30,7 +30,10 @@ CASES = [
     (["generate", "--prompt-file", "/dev/null"], "/dev/null is not a file"),
     (["generate", "--prompt-file", "halves.txt"], "halves.txt is not UTF-8"),
     (["generate", "--prompt-file", "empty.txt"], "the prompt is empty"),
-    (["chat", "--state", "pipe", "--say", "Hi"], "--state pipe cannot be written"),
+    (
+        ["chat", "--model", "gpt2-mini", "--state", "pipe", "--say", "Hi"],
+        "--state pipe cannot be written",
+    ),
     (["gen-data", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
     (["gen-data", "--corpus", "marked:", "--out", "o"], "unknown corpus 'marked:'"),
     (["gen-data", "--corpus", "text:empty.txt", "--out", "o"], "is too short"),
@@ -65,8 +68,14 @@ CASES = [
     (["generate", "--prompt-file", "n" * 300], "File name too long"),
     (["generate", *PROMPT, "--aligner", "n" * 300], "n"),
     (["pretrain", "--tokenizer", "n" * 300, "--corpus", "text:some.txt", "--out", "o"], "too long"),
-    (["chat", "--state", "/proc/talk", "--say", "Hi"], "/proc is not writable for you"),
-    (["chat", "--state", "loop/talk", "--say", "Hi"], "loop is a file, not a folder"),
+    (
+        ["chat", "--model", "gpt2-mini", "--state", "/proc/talk", "--say", "Hi"],
+        "/proc is not writable for you",
+    ),
+    (
+        ["chat", "--model", "gpt2-mini", "--state", "loop/talk", "--say", "Hi"],
+        "loop is a file, not a folder",
+    ),
 ]
 
 
@@ -140,7 +149,7 @@ def test_devices(device, place, capfd):
             ["gen-data", "--out", "o"],
             ["pretrain", "--out", "o"],
             ["eval", "latency"],
-            ["chat", "--say", "Hi"],
+            ["chat", "--model", "gpt2-mini", "--say", "Hi"],
         ):
             refused([*argv, "--device", device], f"device {device!r} is not available", capfd)
 

@@ -17,7 +17,7 @@ WRONG = [
     (f"{GENERATE} --policy keydiff --realign-every 4", "--realign-every is for policy oldest"),
     ("eval perplexity --policy h2o,best", "--policy must be one of .* got 'best'"),
     ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "--num-recent must be between"),
-    ("chat --say hello --policy oldst", "did you mean oldest"),
+    ("chat --model gpt2-mini --say hello --policy oldst", "did you mean oldest"),
 ]
 
 

@@ -251,8 +251,8 @@ COMMANDS = (
     ),
     Command(
         "chat",
-        "chat --state out/talk.safetensors --method streaming-llm --cache-size 32 --no-do-sample "
-        "--max-new-tokens 60",
+        "chat --model gpt2-mini --state out/talk.safetensors --method streaming-llm "
+        "--cache-size 32 --no-do-sample --max-new-tokens 60",
         ("*.safetensors",),
         lambda out: _conversation(out)[:60],  # a run that goes on says all turns once more
         ("*.safetensors",),

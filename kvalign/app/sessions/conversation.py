@@ -17,6 +17,7 @@ from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
+from kvalign.models import fetched
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ class ConversationSettings(TalkSettings):
     what is asked for, which is slower.
 
     Example:
-        kvalign chat --say "Who lived on the island?" --max-new-tokens 30 --state talk.safetensors
+        kvalign chat --model gpt2-mini --say "Who lived on the island?" --state talk.safetensors
     """
 
     model: str = option(
         "",
-        help="shipped name, hub id or folder of a causal LM (default: that of --state, else "
-        f"{DEFAULT_MODEL})",
+        help="shipped name, hub id or folder of a causal LM (default: that of --state, else a "
+        "fetched one that can answer)",
     )
     system: str | None = option(
         None, help="instructions to the model before the first turn, never evicted"
@@ -116,13 +117,17 @@ class ConversationSettings(TalkSettings):
             raise UserError("--say is empty: give at least one word")
 
     def resolved(self) -> ConversationSettings:
-        """These settings with a model: the named one, that of the file, or the default."""
+        """These settings with a model: the named one, that of the file, or one that was fetched.
+
+        Raises:
+            UserError: none was fetched.
+        """
         from kvalign.streaming import stream_file
 
         if self.model:
             return self
         if self.state is None or not self.state.exists():
-            return replace(self, model=DEFAULT_MODEL)
+            return replace(self, model=_fetched_model())
         saved = stream_file.about(self.state)
         weights = (saved.weights or "auto") if self.weights == "auto" else self.weights
         return replace(self, model=saved.base_model or DEFAULT_MODEL, weights=weights)
@@ -265,6 +270,19 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
         is_warned = False
         if turn:
             yield turn
+
+
+def _fetched_model() -> str:
+    """A fetched model, which can answer; those that ship only write."""
+    for name in fetched.MODELS:
+        if fetched.model_path(name):
+            return name
+    name, source = next(iter(fetched.MODELS.items()))
+    raise UserError(
+        f"no model that can answer is here: fetch one ({fetched.how_to_fetch(name)}, "
+        f"{source.size}), or name yours with --model ({DEFAULT_MODEL} ships, and only goes on with "
+        "what you write)"
+    )
 
 
 def sinks_of(num_sinks: str) -> int | None:
