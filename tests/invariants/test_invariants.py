@@ -320,7 +320,7 @@ PLANTED = {
     sinks_lost: ["kept", "moves", "evicting-chunks", "save"],
     sinks_of_the_first_row: ["rows", "reorder", "evicting-chunks"],
     mask_short: ["masks"],
-    positions_off_by_one: ["moves", "evicting-chunks"],
+    positions_off_by_one: ["moves", "evicting-chunks", "save", "repeat", "reorder"],
     positions_run_on: ["positions"],
     reorder_ignored: ["reorder"],
     reorder_without_sinks: ["reorder", "repeat"],
