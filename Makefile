@@ -16,10 +16,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
+	@echo "== about three minutes on two cores"
 	@echo "== 1. record caches of gpt2-mini before and after eviction, for the paper's networks"
-	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 20000 --out $(DEMO)/caches
+	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 16000 --out $(DEMO)/caches
 	@echo "== 2. train: the paper's networks on these caches, position tables on text"
-	$(BIN)/kvalign train --target both --data $(DEMO)/caches --out $(DEMO)/network
+	$(BIN)/kvalign train --target both --data $(DEMO)/caches --no-judge --out $(DEMO)/network
 	$(BIN)/kvalign train --aligner-kind table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
 	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
