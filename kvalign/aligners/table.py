@@ -13,12 +13,23 @@ The scale is needed because a layer norm divides the sum of token and position b
 the position embedding is large (the first positions), the token's part becomes small.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.foundation.errors import UserError
+
+
+class Tables(NamedTuple):
+    """Means [H, P, D] and scales [H, P] of a layer's entries at P positions."""
+
+    key_means: Tensor
+    value_means: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
 
 
 class TableAligner(Aligner):
@@ -52,7 +63,7 @@ class TableAligner(Aligner):
         # A slice is a view: for the one token of a step that is most of the cost.
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
-        return standardised(keys, values, *means, *scales)
+        return standardised(keys, values, Tables(*means, *scales))
 
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         heads: slice | Tensor = slice(None)
@@ -66,18 +77,11 @@ class TableAligner(Aligner):
         )
 
 
-def standardised(
-    keys: Tensor,
-    values: Tensor,
-    key_means: Tensor,
-    value_means: Tensor,
-    key_scales: Tensor,
-    value_scales: Tensor,
-) -> KeysValues:
-    """Entries [B, H, S, D] without the means [H, S, D] and scales [H, S] of their positions."""
+def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KeysValues:
+    """Entries [B, H, S, D] without the means and scales of their S positions."""
     return (
-        (keys - key_means) / key_scales[..., None],
-        (values - value_means) / value_scales[..., None],
+        (keys - tables.key_means) / tables.key_scales[..., None],
+        (values - tables.value_means) / tables.value_scales[..., None],
     )
 
 

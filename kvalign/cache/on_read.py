@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Move, TableAligner
 from kvalign.aligners.base import Birth, KeysValues
+from kvalign.aligners.table import Tables
 from kvalign.cache.realigner import Realigner, is_short, positions_of, running
-from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.autograd import no_autograd_modes
@@ -119,36 +119,21 @@ class OnRead(Realigner):
     ) -> Tensor:
         """Attention with sinks at their own positions; rows may have unequal lengths."""
         tables = self._tables(layer, self.step_means[layer])
-        placed = query
+        placed = None
         if self.rotation is not None:
             placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-        decode = step.decode
+        decode, of_both = step.decode, (query, placed, keys, values)
         if decode is None or decode.scales is None:
-            return _read_uneven(query, placed, keys, values, tables, num_sinks, bias, scale, step)
+            return _read_uneven(*of_both, tables, num_sinks, scale, bias, step)
         assert decode.ranks is not None
         assert decode.order is not None
         ranks, order = (x.to(keys.device) for x in (decode.ranks, decode.order))
         places = slice(step.first_place, step.first_place + len(order))
         hidden = ~step.visible[:, None, None].to(keys.device) if decode.hides else None
-        key_means, value_means = tables.key_means[:, places], tables.value_means[:, places]
-        key_scales, value_scales = (x[layer, :, None] for x in decode.scales)
-        return read_alike(
-            query,
-            placed,
-            keys,
-            values,
-            key_means,
-            value_means,
-            key_scales,
-            value_scales,
-            ranks,
-            order,
-            num_sinks,
-            scale,
-            hidden,
-            bias,
-        )
+        means = tables.key_means[:, places], tables.value_means[:, places]
+        of_step = Tables(*means, *(x[layer] for x in decode.scales))
+        return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)
 
     def _turned_means(self, layer: int) -> Tensor:
         """Mean keys [H, P, D], rotated to their positions on a rotary model."""
@@ -161,39 +146,37 @@ class OnRead(Realigner):
 
 def read_alike(
     query: Tensor,
-    placed: Tensor,
+    placed: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    key_means: Tensor,
-    value_means: Tensor,
-    key_scales: Tensor,
-    value_scales: Tensor,
+    tables: Tables,
     ranks: Tensor,
     order: Tensor,
     num_sinks: int,
     scale: float,
-    hidden: Tensor | None,
     bias: Tensor | None,
+    hidden: Tensor | None,
 ) -> Tensor:
     """Attention [B, 1, H, D] of a query over entries [B, H_kv, S, D] in rows with the same places.
     Positions are read and written in the order of time, and numbers go from there to the slots and
     back: no table is copied.
 
     Args:
-        query, placed: [B, H, 1, D]; where keys turn, `placed` is the query at its place.
-        key_means, value_means: [H_kv, W, D], of the places of the W entries after the sinks.
-        key_scales, value_scales: [H_kv, 1, S - num_sinks], of slots.
+        query: [B, H, 1, D].
+        placed: the same at its place, where keys turn; None: they do not.
+        tables: means of the places of the W entries after the sinks, and scales of the slots after
+            the sinks.
         ranks, order: as of `DecodeStep`.
-        hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.
+        scale: of the query.
         bias: [B, H_kv, S] float32, added to the scores; None: none.
+        hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.
     """
     in_place = not torch.is_grad_enabled()  # scores are overwritten, unless gradients are recorded
     mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
-    dtype, (query, placed) = query.dtype, (_grouped(x, keys, scale) for x in (query, placed))
-    scores = (query @ keys.mT).float()  # [B, H_kv, G, S]
+    scores, placed = _scores(query, placed, keys, scale)
     sinks, window = scores.tensor_split([num_sinks], -1)
-    window = mul(window, key_scales)
-    of_position = _by_head(placed.float(), key_means.mT)
+    window = mul(window, tables.key_scales[:, None])
+    of_position = _by_head(placed, tables.key_means.mT)
     window = add(window, of_position.index_select(-1, ranks))
     if not in_place:
         scores = torch.cat([sinks, window], -1)
@@ -203,26 +186,25 @@ def read_alike(
         scores = add(scores, bias[:, :, None])
     weights = scores.softmax(-1)
     sinks, window = weights.tensor_split([num_sinks], -1)
-    out = _by_head(window.index_select(-1, order), value_means)
-    window = mul(window, value_scales)
+    out = _by_head(window.index_select(-1, order), tables.value_means)
+    window = mul(window, tables.value_scales[:, None])
     weights = weights if in_place else torch.cat([sinks, window], -1)
-    return (out + weights.to(values.dtype) @ values).to(dtype).flatten(1, 2)[:, None]
+    return _given(weights, values, out, query)
 
 
 def _read_uneven(
     query: Tensor,
-    placed: Tensor,
+    placed: Tensor | None,
     keys: Tensor,
     values: Tensor,
     tables: Tables,
     num_sinks: int,
-    bias: Tensor | None,
     scale: float,
+    bias: Tensor | None,
     step: Step,
 ) -> Tensor:
-    """Same for rows whose entries have their own positions."""
-    dtype, (query, placed) = query.dtype, (_grouped(x, keys, scale) for x in (query, placed))
-    scores = (query @ keys.mT).float()
+    """Same for rows whose entries have their own positions; tables of all positions."""
+    scores, placed = _scores(query, placed, keys, scale)
     ranks = step.places.expand(len(scores), -1).to(scores.device)
     births, stored = (
         torch.tensor(x, device=scores.device)[:, None] for x in (step.births, step.stored)
@@ -236,8 +218,7 @@ def _read_uneven(
     def of_slots(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
         return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
 
-    of_position = _by_head(placed.float(), tables.key_means.mT)
-    of_position = of_position.gather(-1, places.expand_as(scores))
+    of_position = _by_head(placed, tables.key_means.mT).gather(-1, places.expand_as(scores))
     scores = torch.where(inside, scores * of_slots(tables.key_scales) + of_position, scores)
     scores = scores.masked_fill(~visible, -torch.inf)
     if bias is not None:
@@ -247,12 +228,30 @@ def _read_uneven(
     shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
     out = _by_head(shares, tables.value_means)
     weights = torch.where(inside, weights * of_slots(tables.value_scales), weights)
-    return (out + weights.to(values.dtype) @ values).to(dtype).flatten(1, 2)[:, None]
+    return _given(weights, values, out, query)
 
 
-def _grouped(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Query [B, H, 1, D] by the heads of keys, scaled: [B, H_kv, G, D]."""
-    return query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale
+def _scores(
+    query: Tensor, placed: Tensor | None, keys: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Scores [B, H_kv, G, S] of a query [B, H, 1, D], and the query at its place by the heads of
+    keys, scaled, [B, H_kv, G, D]; both float32.
+    """
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale
+
+    query = grouped(query)
+    placed = query if placed is None else grouped(placed)
+    return (query @ keys.mT).float(), placed.float()
+
+
+def _given(weights: Tensor, values: Tensor, of_position: Tensor, query: Tensor) -> Tensor:
+    """Output [B, 1, H, D] for weights [B, H_kv, G, S] and the part that comes from positions, in
+    the query's dtype.
+    """
+    out = of_position + weights.to(values.dtype) @ values
+    return out.to(query.dtype).flatten(1, 2)[:, None]
 
 
 def _by_head(x: Tensor, table: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, KeysValues
-from kvalign.cache.segments import Tables
+from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
 from kvalign.models.architectures import window_of

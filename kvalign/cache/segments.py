@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.rope import Rotation
 
@@ -34,17 +35,8 @@ BLOCK_LEN = 64  # queries whose scores are made at once: few see what another do
 SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
 
 
-class Tables(NamedTuple):
-    """Tables that place a layer's entries when they are read: means [H, P, D], scales [H, P]."""
-
-    key_means: Tensor
-    value_means: Tensor
-    key_scales: Tensor
-    value_scales: Tensor
-
-
 TablesOf = Callable[[int], Tables | None]
-"""Tables of a layer; None if entries are read where they lie."""
+"""Tables that place a layer's entries when they are read; None: they are read where they lie."""
 
 
 class Recalled(NamedTuple):

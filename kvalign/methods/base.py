@@ -200,11 +200,9 @@ class Method(NotPickled, ABC):
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
             logits = None if self.stepper is None else self.stepper.logits(ids, cache)
-            if is_by_call := logits is None:
-                logits = self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
-        if self.stepper is not None and not is_by_call:
-            self.stepper.prepare_next(cache)
-        assert logits is not None
+            if self.stepper is None or logits is None:
+                return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
+        self.stepper.prepare_next(cache)
         return logits
 
     @torch.no_grad()

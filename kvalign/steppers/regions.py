@@ -34,25 +34,27 @@ class Regions:
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any):
-        compiled = functools.partial(torch.compile, dynamic=False, **options)
-        of_products = compiled
+        of_products = options
         if not options and model.device.type == "cuda":
-            of_products = functools.partial(compiled, options=_OF_PRODUCTS)
+            of_products = {"options": _OF_PRODUCTS}
+
+        def compiled(function: Any, multiplies: bool) -> Any:
+            return torch.compile(
+                function, dynamic=False, **(of_products if multiplies else options)
+            )
+
         modules = [*_regions(model)]
-        of_classes = {
-            type(one): (of_products if _multiplies(one) else compiled)(type(one).forward)
-            for one in {type(one): one for one in modules}.values()
-        }
+        classes = {type(one): _multiplies(one) for one in modules}
+        forwards = {cls: compiled(cls.forward, multiplies) for cls, multiplies in classes.items()}
+        # What is called by which name, in which namespace.
+        self._calls: list[tuple[dict[str, Any], str, Any]] = [
+            (vars(one), "forward", functools.partial(forwards[type(one)], one)) for one in modules
+        ]
         files = {sys.modules[type(one).__module__] for one in model.modules()}
         functions = [(sys.modules[one.__module__], one.__name__) for one in _OURS]
         functions += [(file, _ROTATION) for file in files if hasattr(file, _ROTATION)]
-        # What is called by which name, in which namespace.
-        self._calls: list[tuple[dict[str, Any], str, Any]] = [
-            (vars(one), "forward", functools.partial(of_classes[type(one)], one)) for one in modules
-        ]
         for file, name in functions:
-            compiles = of_products if file is on_read else compiled
-            self._calls.append((vars(file), name, compiles(getattr(file, name))))
+            self._calls.append((vars(file), name, compiled(getattr(file, name), file is on_read)))
 
     @contextmanager
     def called(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -53,15 +52,6 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, monkeypatch, capsys):
         assert chat("--json", "--state", "talk.safetensors", "--say", turn) == 0
         one_by_one += answers(capsys)
     assert one_by_one == at_once
-
-
-def test_without_a_model_that_answers_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
-    assert main(["chat", "--say", "Who?"]) == 2
-    err = capsys.readouterr().err
-    assert "no model that can answer is here" in err and "kvalign models --fetch smollm2" in err
-    (tmp_path / "smollm2-135m-instruct").mkdir()
-    assert ConversationSettings().resolved().model == "smollm2-135m-instruct"
 
 
 def test_every_turn_that_is_said_is_answered(capsys, monkeypatch):

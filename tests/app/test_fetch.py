@@ -17,6 +17,7 @@ from helpers.tiny_wheel import write_wheel
 from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.app.inventory import checks, fetch, listing
+from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import lock_file, sha256
 from kvalign.models import fetched
@@ -193,3 +194,12 @@ def test_a_step_that_is_being_compiled_meanwhile_stays(
     partial.mkdir(parents=is_there) if is_there else None
     assert main(FETCH) == (0 if is_there else 2)
     assert partial.is_dir()
+
+
+def test_chat_takes_what_was_fetched_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path))
+    assert main(["chat", "--say", "Who?"]) == 2
+    err = capsys.readouterr().err
+    assert "no model that can answer is here" in err and fetched.how_to_fetch(NAME) in err
+    (tmp_path / NAME).mkdir()
+    assert ConversationSettings().resolved().model == NAME
