@@ -9,7 +9,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from kvalign.aligners.config import Count, Text
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec, rotation_of
@@ -17,7 +17,7 @@ from kvalign.models.identity import embedding_fingerprint, identity
 from kvalign.models.loading import LoadedModel
 
 SPLITS = ("train", "val")
-PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))
+PAIRS = tuple(f"{kv}_{state}" for kv in TARGETS for state in ("stale", "aligned"))
 
 Positive = Annotated[Count, Field(ge=1)]
 

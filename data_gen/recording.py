@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
 from kvalign.data_gen.corpora import text_sha256, token_pieces
@@ -169,12 +169,12 @@ def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> b
 
 def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
     progress.phase("checksums")
-    shifts, mse = config.settings.num_evicted, {kv: dict[int, float]() for kv in KV}
+    shifts, mse = config.settings.num_evicted, {kv: dict[int, float]() for kv in TARGETS}
     for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
         num_numbers = sum(shard.num_rows for shard in of_shift) * config.model.head_dim
         squares = [shard.notes().squared_error for shard in of_shift]
-        for kv in KV:
+        for kv in TARGETS:
             mse[kv][shift] = sum(square[kv] for square in squares) / num_numbers
     num_chunks, num_rows, entries = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), []
     for shard in shards:

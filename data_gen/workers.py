@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
@@ -66,7 +66,9 @@ def record_chunks(
                 "bfloat16 or float32"
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
-        squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}
+        squares = {
+            kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in TARGETS
+        }
         notes = ShardNotes(squared_error=squares, tokens_sha256=chunks.sha256())
         write_shard(shard, {**tensors, "chunk": chunks.chunk_indices}, notes)
 

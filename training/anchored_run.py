@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.base import KeysValues
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realign import FromBirth, realigner_of
 from kvalign.cache.sizes import CacheSizes
@@ -64,7 +64,7 @@ def fit(
         ids = text.rows(rng, CHUNKS, settings.chunk_len)
         shift = draw(rng, 1, settings.chunk_len - 2)
         whole, rest = positionless(loaded.model, ids), positionless(loaded.model, ids[:, shift:])
-        pairs = zip(KV, whole, rest, strict=True)
+        pairs = zip(TARGETS, whole, rest, strict=True)
         losses = [_loss(aligner, kv, a, b, rng) for kv, a, b in pairs if kv in settings.kvs]
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.methods import make_method
@@ -163,7 +163,9 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     chosen = {}
     for name in trained:
         words = {word.partition("_")[0] for word in name.split(".")}
-        used = any(kv in parts for kv in KV if kv in words) or (parts and not words & {*KV})
+        used = any(kv in parts for kv in TARGETS if kv in words) or (
+            parts and not words & {*TARGETS}
+        )
         chosen[name] = trained[name] if used else untrained[name]
     aligner.load_state_dict(chosen)
 

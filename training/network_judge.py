@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.config import CONFIG
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -35,7 +35,7 @@ def judge_networks(out: Path, accelerator: str) -> None:
     model or more text is not available, keep all of them, with a line that says why.
     """
     config = read_checked(AlignerConfig, out / CONFIG)
-    kvs = tuple(kv for kv in KV if config.training.get(kv, {}).get("used"))
+    kvs = tuple(kv for kv in TARGETS if config.training.get(kv, {}).get("used"))
     if not kvs or all("judged" in part for part in config.training.values()):
         return
     with progress.shown_as("judge"):

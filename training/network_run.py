@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.config import CONFIG
-from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
+from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import Store, check_model, newest_recording, open_store
 from kvalign.foundation import progress
@@ -144,7 +144,7 @@ def describe_data(store: Store) -> dict[str, Any]:
 
 def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> ResumableRun:
     """The run of one kv, by what it depends on, which its aligner's config and card say, too."""
-    other = KV[1 - KV.index(kv)]
+    other = TARGETS[1 - TARGETS.index(kv)]
     values = {
         name: value
         for name, value in settings.as_dict().items()
@@ -207,7 +207,7 @@ def _join_other(new: NetworkAligner, settings: NetworkSettings, kvs: list[str], 
     """
     saved = Aligner.from_pretrained(out)
     config = saved.config
-    others = [kv for kv in KV if kv in config.training and kv not in kvs]
+    others = [kv for kv in TARGETS if kv in config.training and kv not in kvs]
     clash = [kv for kv in kvs if kv in config.training]
     if (clash or not others) and not settings.overwrite:
         what = f"another aligner, of kind {config.kind}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet, new_config
-from kvalign.aligners.network_sizes import KV, SHARED_SIZES
+from kvalign.aligners.network_sizes import SHARED_SIZES, TARGETS
 from kvalign.foundation import progress
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import sha256
@@ -59,12 +59,12 @@ def import_published(
         UserError: a file that is not such a network, or one for another model.
     """
     check_free(settings.out, settings.overwrite)
-    paths = dict(zip(KV, (settings.keys, settings.values), strict=True))
+    paths = dict(zip(TARGETS, (settings.keys, settings.values), strict=True))
     nets = {kv: read_network(path) for kv, path in paths.items()}
     loaded = loaded or load_model(settings.model)
     for kv, path in paths.items():
         _check_fit(nets[kv], path, loaded.spec, settings)
-    shared = [_shared_sizes(nets[kv]) for kv in KV]
+    shared = [_shared_sizes(nets[kv]) for kv in TARGETS]
     if shared[0] != shared[1]:
         raise UserError(
             f"{settings.values}: embedding sizes are {shared[1]}, needed {shared[0]} as in "
@@ -72,7 +72,7 @@ def import_published(
         )
     if rotation := rotation_of(loaded.model):
         nets["key"] = with_rotation(nets["key"], rotation)
-    hidden = {f"{kv}_hidden{i}": len(nets[kv][f"fc{i}.bias"]) for kv in KV for i in (1, 2)}
+    hidden = {f"{kv}_hidden{i}": len(nets[kv][f"fc{i}.bias"]) for kv in TARGETS for i in (1, 2)}
     origin = {"weights": f"trained and published by the authors of KV-Align ({SOURCE})"}
     training = {}
     for kv, path in paths.items():
@@ -91,7 +91,7 @@ def import_published(
     for net in nets.values():
         net["position.weight"] = net["position.weight"][: config.num_positions]
     aligner = NetworkAligner(config)
-    for kv in KV:
+    for kv in TARGETS:
         getattr(aligner, kv).load_state_dict(nets[kv])
     save(aligner, settings.out)
     return config

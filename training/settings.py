@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.aligners.network_sizes import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import (
     DEFAULT_CORPUS,
@@ -52,7 +52,7 @@ class TrainSettings(Settings):
     @property
     def kvs(self) -> tuple[str, ...]:
         """Vectors to realign: key, value or both."""
-        return KV if self.target == "both" else (self.target,)
+        return TARGETS if self.target == "both" else (self.target,)
 
     def folder(self, kind: str) -> Path:
         """The folder of an aligner of this kind."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners import Aligner, TableAligner
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -88,7 +88,7 @@ def standardise(
     )
     progress.phase("means")
     for ids in chunks.split(BATCH_SIZE):
-        entries = dict(zip(KV, positionless(model, ids), strict=True))
+        entries = dict(zip(TARGETS, positionless(model, ids), strict=True))
         for kv in kvs:
             sums[kv] += entries[kv].sum(0, dtype=torch.float64).cpu()
             squares[kv] += entries[kv].square().sum(0, dtype=torch.float64).cpu()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
 from kvalign.aligners.config import CONFIG
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
@@ -177,5 +177,5 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
             "input_label_mse": (unchanged[i] / num_numbers).item(),
             "ratio": (realigned[i] / unchanged[i]).item() if unchanged[i] else None,
         }
-        for i, kv in enumerate(KV)
+        for i, kv in enumerate(TARGETS)
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.network import RealignNet, new_net
-from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
+from kvalign.aligners.network_sizes import NETWORK_SIZES, TARGETS
 from kvalign.aligners.table import TableAligner
 
 
@@ -25,7 +25,7 @@ class AnchoredAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         self.table = TableAligner(config)
-        self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in KV)
+        self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in TARGETS)
 
     def check_weights(self, where: str) -> None:
         self.table.check_weights(where)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, KeysValues, Move
 from kvalign.aligners.config import AlignerConfig
-from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
+from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class NetworkAligner(Aligner):
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
-        self.key, self.value = (new_net(config, kv, config.num_positions) for kv in KV)
+        self.key, self.value = (new_net(config, kv, config.num_positions) for kv in TARGETS)
 
     def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
         super().check(model, sizes)

@@ -1,6 +1,6 @@
 """Default sizes of realignment networks, which the paper's sweep found for DistilGPT2."""
 
-KV = ("key", "value")
+TARGETS = ("key", "value")
 SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
 NETWORK_SIZES = {
     "key_hidden1": 256,

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.aligners import Move, TableAligner
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.layer import Owner, StreamingLayer
-from kvalign.cache.ring import KV, cat
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.form import is_finite
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV, Part
+from kvalign.cache.ring import Part
 from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV, Part, cat
+from kvalign.cache.ring import Part
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import InSight
-from kvalign.cache.ring import KV
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec, window_of

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form, form_of
 from kvalign.cache.layer import Owner, StreamingLayer
-from kvalign.cache.ring import KV, Ring, cat
+from kvalign.cache.ring import Ring
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes

@@ -10,8 +10,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.ring import KV
 from kvalign.foundation.errors import UserError
 from kvalign.memory.cache import MemoryCache
 from kvalign.methods.base import Method

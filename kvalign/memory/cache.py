@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
+from kvalign.aligners.entries import KV
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall_layers import layers_asked
-from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache

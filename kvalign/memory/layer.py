@@ -15,9 +15,9 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.layer import Owner
-from kvalign.cache.ring import KV
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sinks import SinkKeys

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
-from kvalign.cache.ring import KV, Part, cat
+from kvalign.cache.ring import Part
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes

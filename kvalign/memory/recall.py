@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV, cat
 from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners import table
-from kvalign.cache import on_read, ring
+from kvalign.aligners import entries, table
+from kvalign.cache import on_read
 
 _ROTATION = "apply_rotary_pos_emb"  # of queries and keys, in the file of a model
-_OURS = (ring.write, table.standardised, on_read.read_alike)
+_OURS = (entries.write, table.standardised, on_read.read_alike)
 MOST_SHAPES = 64  # of inputs and weights that a region is compiled for
 _OF_PRODUCTS = {"coordinate_descent_tuning": True}  # with it products of one row are fused, too
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realign import FromBirth, Recursive, Returning, Rotating
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import ModelSpec

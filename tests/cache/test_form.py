@@ -10,8 +10,8 @@ from helpers.tiny_models import tiny_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvalign
+from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form
-from kvalign.cache.ring import KV
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
 from kvalign.models.key_bases import key_bases

@@ -9,8 +9,8 @@ from helpers.methods import anchored, network, tables
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form, form_of
-from kvalign.cache.ring import KV
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, RecordingConfig
 from kvalign.data_gen.store import ShardNotes, expected_shard, open_store, write_shard
@@ -93,7 +93,7 @@ def test_what_was_written_is_read(folder):
     assert [s.num_rows for s in store.shards("train") + store.shards("val")] == [60, 30, 30]
     for split in ("train", "val"):
         for index, shard in enumerate(store.shards(split)):
-            for kv in KV:
+            for kv in TARGETS:
                 stale, aligned = shard.tensors(kv)
                 place = (split, index, shard.num_chunks)
                 assert torch.equal(stale, _numbers(f"{kv}_stale", *place))

@@ -14,7 +14,7 @@ import torch
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.models.loading import load_model
 from kvalign.training.judge import judge
@@ -36,13 +36,13 @@ def main() -> None:
         val = torch.tensor([*islice(chain.from_iterable(pieces), args.num_tokens)])
         untrained = type(aligner)(aligner.config).state_dict()
         text = Text([], [val], is_recall=args.corpus == "recall")
-        found = judge(aligner, untrained, loaded.model, text, KV)
+        found = judge(aligner, untrained, loaded.model, text, TARGETS)
         rows: dict[int, dict[tuple[str, ...], float]] = {}
         for row in found["streams"]:
             rows.setdefault(row["num_sinks"], {})[tuple(row["parts"])] = math.exp(row["val_nll"])
         chosen = f"{' and '.join(found['parts']) or 'nothing'}, {found['num_sinks']} sinks"
         for num_sinks, perplexities in rows.items():
-            cells = [perplexities.get(parts) for parts in ((), ("key",), ("value",), KV)]
+            cells = [perplexities.get(parts) for parts in ((), ("key",), ("value",), TARGETS)]
             of_chosen = num_sinks == found["num_sinks"]
             cells.append(math.exp(found["discard_half"]) if of_chosen else None)
             said = " | ".join("" if cell is None else f"{cell:.2f}" for cell in cells)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.on_read import OnRead
-from kvalign.cache.ring import KV
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.attention import AttentionSettings
 from kvalign.eval.protocol.evaluation import Row

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvalign.aligners.kinds import KINDS
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
@@ -80,11 +80,11 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
 
     out = settings.folder(kind)
     config = read_checked(AlignerConfig, out / CONFIG)
-    for kv in KV:
+    for kv in TARGETS:
         if kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
-    parts = [config.training[kv] for kv in KV if kv in config.training]
+    parts = [config.training[kv] for kv in TARGETS if kv in config.training]
     if kind == "network" or any(part["used"] for part in parts):
         say_generate(config.base_model, out)
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalign.aligners import Aligner, AlignerConfig, Move
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.pairs import positionless
 from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TextSettings
@@ -33,7 +33,7 @@ class CentredAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
-        self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in KV)
+        self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in TARGETS)
 
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
@@ -51,7 +51,7 @@ def fit(
 ) -> dict[str, Any]:
     """Set the means to those of the training text."""
     entries = positionless(loaded.model, text.chunks("train", settings.chunk_len))
-    for kv, vectors in zip(KV, entries, strict=True):
+    for kv, vectors in zip(TARGETS, entries, strict=True):
         if kv in settings.kvs:
             getattr(aligner, kv).copy_(vectors.mean(0))
     return {}
