@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
-from kvalign.aligners.base import KeysValues
+from kvalign.aligners.entries import KV, cat
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realign import FromBirth, realigner_of
@@ -136,21 +136,21 @@ class Streams:
     """Rows of text, each with a full cache without sinks.
 
     Args:
-        stored: keys and values [B, H, C, D] of each layer, in the form that `aligner.anchor`
+        stored: entries [B, H, C, D] of each layer, in the form that `aligner.anchor`
             returns.
     """
 
-    def __init__(self, aligner: AnchoredAligner, model: PreTrainedModel, stored: list[KeysValues]):
+    def __init__(self, aligner: AnchoredAligner, model: PreTrainedModel, stored: list[KV]):
         self.model, self.stored = model, stored
-        self.realigner, self.size = FromBirth(model, aligner), stored[0][0].shape[2]
+        self.realigner, self.size = FromBirth(model, aligner), stored[0].keys.shape[2]
 
     def step(self, ids: Tensor) -> Tensor:
         """Logits [B, V] of one token [B] per row, with a gradient to the aligner; evicts one."""
         model, size = self.model, self.size
         cache, move = DynamicCache(), Move(1, 0, torch.arange(size, device=model.device))
         for layer, stored in enumerate(self.stored):
-            placed = (x.to(model.dtype) for x in self.realigner.place(layer, *stored, move))
-            cache.update(*placed, layer)
+            placed = self.realigner.place(layer, stored, move)
+            cache.update(*placed.map(lambda x: x.to(model.dtype)), layer)
         logits = model(
             input_ids=ids[:, None].to(model.device),
             position_ids=torch.full((len(ids), 1), size, device=model.device),
@@ -159,11 +159,9 @@ class Streams:
         birth = slice(size, size + 1)
         with torch.no_grad():
             for layer, entries in enumerate(cache.layers):
-                keys, values = (x[:, :, -1:].float() for x in (entries.keys, entries.values))
-                new = self.realigner.anchor(layer, keys, values, birth, birth)
-                pairs = zip(self.stored[layer], new, strict=True)
-                keys, values = (torch.cat([old[:, :, 1:], one], 2) for old, one in pairs)
-                self.stored[layer] = (keys, values)
+                new = KV(entries.keys, entries.values).slots(size, 1).map(Tensor.float)
+                new = self.realigner.anchor(layer, new, birth, birth)
+                self.stored[layer] = cat([self.stored[layer].slots(1, size - 1), new])
         return logits.float()
 
 
@@ -179,12 +177,11 @@ def new_streams(
         cache = StreamingCache(spec_of(model.config), CacheSizes(size, 0), tables)
         cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
         newest = (layer.newest(layer.entries, size) for layer in cache.attention)
-        return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in newest])
+        return Streams(aligner, model, [one.map(Tensor.float) for one in newest])
     births, realigner = slice(0, size), FromBirth(model, aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)
     stored = [
-        realigner.anchor(layer, keys, values, births, births)
-        for layer, (keys, values) in enumerate(entries)
+        realigner.anchor(layer, KV(*pair), births, births) for layer, pair in enumerate(entries)
     ]
     return Streams(aligner, model, stored)
 

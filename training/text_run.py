@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
 from kvalign.aligners.config import CONFIG
+from kvalign.aligners.entries import KV
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
@@ -163,9 +164,8 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         clean = positionless(model, ids[:, half : 2 * half])
         num_numbers += stale[0].numel()
         for layer in range(clean[0].shape[1]):
-            keys, values = (x[:, layer] for x in stale)
-            anchored = aligner.anchor(layer, keys, values, move.now + half)
-            moved = aligner.realign(layer, *anchored, move)
+            entries = KV(*(x[:, layer] for x in stale))
+            moved = aligner.realign(layer, aligner.anchor(layer, entries, move.now + half), move)
             for i in range(2):
                 realigned[i] += (moved[i] - clean[i][:, layer]).square().sum().cpu()
         for i in range(2):

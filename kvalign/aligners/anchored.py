@@ -8,8 +8,9 @@ many shifts.
 
 from torch import Tensor
 
-from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
+from kvalign.aligners.base import Aligner, Birth, Move
 from kvalign.aligners.config import AlignerConfig
+from kvalign.aligners.entries import KV
 from kvalign.aligners.network import RealignNet, new_net
 from kvalign.aligners.network_sizes import NETWORK_SIZES, TARGETS
 from kvalign.aligners.table import TableAligner
@@ -30,19 +31,19 @@ class AnchoredAligner(Aligner):
     def check_weights(self, where: str) -> None:
         self.table.check_weights(where)
 
-    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
-        return self.table.anchor(layer, keys, values, birth)
+    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
+        return self.table.anchor(layer, entries, birth)
 
-    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        placed = self.table.realign(layer, keys, values, move)
-        added = (
-            self.key.correction(keys.float(), layer, move.first),
-            self.value.correction(values.float(), layer, move.first),
+    def realign(self, layer: int, entries: KV, move: Move) -> KV:
+        placed = self.table.realign(layer, entries, move)
+        keys, values = (
+            net.correction(x.float(), layer, move.first)
+            for net, x in zip((self.key, self.value), entries, strict=True)
         )
         if move.births is not None:
             has_moved = (move.births != move.now)[..., None]
-            added = added[0] * has_moved, added[1] * has_moved
-        return placed[0] + added[0], placed[1] + added[1]
+            keys, values = keys * has_moved, values * has_moved
+        return KV(placed.keys + keys, placed.values + values)
 
 
 def rows_of(

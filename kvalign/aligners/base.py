@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners.config import CONFIG, AlignerConfig
+from kvalign.aligners.entries import KV
 from kvalign.aligners.label import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.autograd import no_autograd_modes
@@ -41,7 +42,6 @@ _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Birth = Tensor | slice
 """Original positions of entries: [S] int64, or a slice of length S."""
-KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,34 +90,33 @@ class Aligner(
         """Name of the aligner in tables of results, as of `label_of`."""
         return label_of(self.config.kind, self.config.training)
 
-    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
+    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
         """Return the form in which a layer stores its new entries. `realign` starts from it unless
         the aligner is recursive.
 
         Args:
             layer: its index.
-            keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
-            values: [B, H, S, D].
+            entries: [B, H, S, D] each; keys are rotated back to position 0 where the model is
+                rotary.
             birth: their original positions.
 
         Returns:
-            keys and values of the same shape.
+            entries of the same shape.
         """
-        return keys, values
+        return entries
 
     @abstractmethod
-    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def realign(self, layer: int, entries: KV, move: Move) -> KV:
         """Return a layer's entries after the sinks, corrected for their present positions.
 
         Args:
             layer: its index.
-            keys: [B, H, S, D]. For a rotary model: rotated to their new positions if the aligner is
-                recursive, else at position 0 and rotated afterwards.
-            values: [B, H, S, D].
+            entries: [B, H, S, D] each. Keys of a rotary model: rotated to their new positions if
+                the aligner is recursive, else at position 0 and rotated afterwards.
             move: the eviction, and the present position of each entry.
 
         Returns:
-            keys and values of the same shape.
+            entries of the same shape.
         """
 
     def check_weights(self, where: str) -> None:

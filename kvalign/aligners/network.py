@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, KeysValues, Move
+from kvalign.aligners.base import Aligner, Move
 from kvalign.aligners.config import AlignerConfig
+from kvalign.aligners.entries import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.foundation.errors import UserError
 
@@ -136,14 +137,15 @@ class NetworkAligner(Aligner):
                 f"(the shifts it was trained on), got {sizes.move_size}"
             )
 
-    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def realign(self, layer: int, entries: KV, move: Move) -> KV:
+        keys, values = entries
         # check() saw to it that a trained shift divides num_evicted, and so every move.
         step = max(shift for shift in self.config.shifts if move.shift % shift == 0)
         last = move.first - self.config.num_sinks
         for first in reversed(range(last, last + move.shift, step)):
             keys = keys + self.key.correction(keys, layer, first)
             values = values + self.value.correction(values, layer, first)
-        return keys, values
+        return KV(keys, values)
 
 
 def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:

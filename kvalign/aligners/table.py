@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvalign.aligners.base import Aligner, Birth, KeysValues, Move
+from kvalign.aligners.base import Aligner, Birth, Move
 from kvalign.aligners.config import AlignerConfig
+from kvalign.aligners.entries import KV
 from kvalign.foundation.errors import UserError
 
 
@@ -58,28 +59,29 @@ class TableAligner(Aligner):
             if not getattr(self, name).reciprocal().isfinite().all():
                 raise UserError(f"{where}: {name} must not be 0: entries are divided by it")
 
-    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
+    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
-        return standardised(keys, values, Tables(*means, *scales))
+        return standardised(*entries, Tables(*means, *scales))
 
-    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def realign(self, layer: int, entries: KV, move: Move) -> KV:
+        keys, values = entries
         heads: slice | Tensor = slice(None)
         now: slice | Tensor = slice(move.first, move.first + keys.shape[2])
         if move.now.dim() > 1:  # each head its own places
             heads, now = torch.arange(keys.shape[1], device=keys.device)[:, None], move.now
         at = layer, heads, now
-        return (
+        return KV(
             torch.addcmul(self.key[at], keys, self.key_scale[at][..., None]),
             torch.addcmul(self.value[at], values, self.value_scale[at][..., None]),
         )
 
 
-def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KeysValues:
+def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KV:
     """Entries [B, H, S, D] without the means and scales of their S positions."""
-    return (
+    return KV(
         (keys - tables.key_means) / tables.key_scales[..., None],
         (values - tables.value_means) / tables.value_scales[..., None],
     )

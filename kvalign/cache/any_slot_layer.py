@@ -136,8 +136,8 @@ class AnySlotLayer(StreamingLayer):
             seen = index[:, :, num_sinks:]  # before each, of which so many were stored
             births = seen - self.sizes.num_dropped(seen)
         window, move = held.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
-        placed = realigner.place(self.layer_idx, *window, move)
-        return [held.slots(0, num_sinks), KV(*placed).map(lambda x: x.to(self.dtype))]
+        placed = realigner.place(self.layer_idx, window, move)
+        return [held.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
 
     def select(self, rows: Tensor) -> None:
         at = rows.to(self.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import At, BareKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
@@ -69,17 +70,19 @@ class Form:
             return stored
         return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
 
-    def encode_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def encode_at(self, entries: KV, at: At) -> KV:
         """Entries [B, H, S, D] with keys at these positions, as they are stored."""
-        keys = self.bare.of(keys.detach(), at) if self.is_int8 else keys
-        return self.encode(keys), self.encode(values)
+        if not self.is_int8:
+            return entries
+        keys = self.bare.of(entries.keys.detach(), at)
+        return KV(keys, entries.values).map(self.encode)
 
-    def decode_at(self, keys: Tensor, values: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def decode_at(self, stored: KV, at: At) -> KV:
         """Entries [B, H, S, D] with keys at these positions, from what is stored."""
         if not self.is_int8:
-            return keys, values
-        bare = keys[..., :-_SCALE] * _scales(keys)
-        return self.bare.placed(bare, at).to(self.dtype), self.decode(values)
+            return stored
+        bare = stored.keys[..., :-_SCALE] * _scales(stored.keys)
+        return KV(self.bare.placed(bare, at).to(self.dtype), self.decode(stored.values))
 
 
 def form_of(sizes: CacheSizes, dtype: torch.dtype, bare: BareKeys | None = None) -> Form:

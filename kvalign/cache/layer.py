@@ -112,7 +112,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
             births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
-            turned = KV(*anchor(self.layer_idx, *new.map(_transposed), *births)).map(_transposed)
+            turned = anchor(self.layer_idx, new.map(_transposed), *births).map(_transposed)
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
             return turned.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
@@ -123,7 +123,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
             spans[1] = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)
-        anchored = KV(*anchor(self.layer_idx, *others, *spans))
+        anchored = anchor(self.layer_idx, others, *spans)
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
 
     @property

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Move, TableAligner
-from kvalign.aligners.base import Birth, KeysValues
+from kvalign.aligners.base import Birth
+from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
-from kvalign.cache.realigner import Realigner, is_short, positions_of, running
+from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.autograd import no_autograd_modes
@@ -69,35 +70,30 @@ class OnRead(Realigner):
         keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
         return replace(decode, scales=(keys, values))
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
-    ) -> KeysValues:
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
         keys, which stay there.
         """
         table = self.table
         if self.rotation is None:
-            return table.anchor(layer, keys, values, birth)
+            return table.anchor(layer, new, birth)
         mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is turned
         mean = self.rotation.at(layer).shift(mean, -positions_of(at))
-        keys = (keys - mean) / table.key_scale[layer, :, birth, None]
-        return keys, table.anchor(layer, values, values, birth)[1]
+        keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
+        return KV(keys, table.anchor(layer, new, birth).values)
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
         """Stored keys of a rotary model, at positions that are moved back."""
-        return (self.rotation.at(layer).shift(keys, move.shift) if self.rotation else keys), values
+        return rotated(self.rotation, layer, stored, move.shift)
 
-    def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
+    def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table
         means = table.key[layer, :, now]
         if self.rotation is not None:
             means = self.rotation.at(layer).shift(means, -at)
-        return (
-            torch.addcmul(means, keys, table.key_scale[layer, :, now, None]),
-            torch.addcmul(
-                table.value[layer, :, now], values, table.value_scale[layer, :, now, None]
-            ),
-        )
+        scales = (x[layer, :, now, None] for x in (table.key_scale, table.value_scale))
+        pairs = zip((means, table.value[layer, :, now]), stored, scales, strict=True)
+        return KV(*(torch.addcmul(*pair) for pair in pairs))
 
     def tables(self, layer: int) -> Tables:
         return self._tables(layer, self._turned_means(layer))

@@ -11,13 +11,13 @@
 
 from dataclasses import replace
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
-from kvalign.aligners.base import Birth, KeysValues
+from kvalign.aligners.base import Birth
+from kvalign.aligners.entries import KV
 from kvalign.cache.on_read import OnRead
-from kvalign.cache.realigner import Realigner, is_short, positions_of, running
+from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
@@ -40,8 +40,8 @@ class Rotating(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len)
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        return self.rotation.at(layer).shift(keys, move.shift), values
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        return rotated(self.rotation, layer, stored, move.shift)
 
 
 class Returning(Realigner):
@@ -55,13 +55,11 @@ class Returning(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return replace(sizes, realign_every=1)
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
-    ) -> KeysValues:
-        return self.rotation.at(layer).shift(keys, positions_of(at)), values
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
+        return rotated(self.rotation, layer, new, positions_of(at))
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        return self.rotation.at(layer).shift(keys, -move.now), values
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        return rotated(self.rotation, layer, stored, -move.now)
 
 
 class FromBirth(Realigner):
@@ -78,23 +76,17 @@ class FromBirth(Realigner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
-    ) -> KeysValues:
-        if self.rotation is not None:
-            keys = self.rotation.at(layer).shift(keys, positions_of(at))
-        return self.aligner.anchor(layer, keys, values, birth)
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
+        return self.aligner.anchor(
+            layer, rotated(self.rotation, layer, new, positions_of(at)), birth
+        )
 
-    def place_without_rotation(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> KeysValues:
-        return self.aligner.realign(layer, keys, values, move)
+    def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
+        return self.aligner.realign(layer, stored, move)
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        keys, values = self.place_without_rotation(layer, keys, values, move)
-        if self.rotation is not None:
-            keys = self.rotation.at(layer).shift(keys, -move.now)
-        return keys, values
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        placed = self.place_without_rotation(layer, stored, move)
+        return rotated(self.rotation, layer, placed, -move.now)
 
 
 class Recursive(Realigner):
@@ -115,10 +107,8 @@ class Recursive(Realigner):
             "anchored)"
         )
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        if self.rotation is not None:
-            keys = self.rotation.at(layer).shift(keys, move.shift)
-        return self.aligner.realign(layer, keys, values, move)
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        return self.aligner.realign(layer, rotated(self.rotation, layer, stored, move.shift), move)
 
 
 @no_autograd_modes()

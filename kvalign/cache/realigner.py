@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move
-from kvalign.aligners.base import Birth, KeysValues
+from kvalign.aligners.base import Birth
+from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
@@ -72,29 +73,25 @@ class Realigner:
         """Add to the description of a usual pass what `attend` needs in all layers."""
         return decode
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
-    ) -> KeysValues:
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
         """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed
         at the positions `at`. The two are equal unless positions run on.
         """
-        return keys, values
+        return new
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
         """Entries [B, H, S, D] after the sinks at new positions, from their stored form."""
-        return keys, values
+        return stored
 
-    def place_without_rotation(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> KeysValues:
+    def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
         """Same as `place`, before the rotation."""
-        return keys, values
+        return stored
 
-    def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
+    def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         """Stored entries [B, H, S, D] as attention sees them: in the slots `now` [S], for the
         positions `at` [S].
         """
-        return keys, values
+        return stored
 
     def attend(
         self,
@@ -122,6 +119,13 @@ class Realigner:
     def tables(self, layer: int) -> Tables | None:
         """Means and scales with which attention in a segment places entries."""
         return None
+
+
+def rotated(rotation: Rotation | None, layer: int, entries: KV, shift: int | Tensor) -> KV:
+    """Entries with their keys rotated so many positions towards the start, if keys rotate."""
+    if rotation is None:
+        return entries
+    return KV(rotation.at(layer).shift(entries.keys, shift), entries.values)
 
 
 def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> CacheSizes:

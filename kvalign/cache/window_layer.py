@@ -79,7 +79,7 @@ class WindowLayer(StreamingLayer):
             else:
                 self.sources.data.put_at(slot, anchored)
         if form.is_int8:
-            stored = KV(*form.encode_at(*stored, decode.at))
+            stored = form.encode_at(stored, decode.at)
         self.entries.data.put_at(slot, stored)
         data = self.entries.data
         if decode.in_sight is not None:
@@ -90,7 +90,7 @@ class WindowLayer(StreamingLayer):
         elif data.keys.shape[2] > decode.size:
             data = data.slots(0, decode.size)
         if decode.all_at is not None:
-            data = KV(*form.decode_at(*data, decode.all_at))
+            data = form.decode_at(data, decode.all_at)
         if realigner.reads or (decode.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)
             return KV(mark(data.keys.detach(), attend), data.values)
@@ -107,7 +107,7 @@ class WindowLayer(StreamingLayer):
         decode = step.decode
         if decode is None or decode.birth is None:
             return self.without_position(step, new)
-        return KV(*self.realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
+        return self.realigner.anchor(self.layer_idx, new, decode.birth, decode.at)
 
     def _take_many(self, step: Step, new: KV) -> KV:
         """Write the tokens of a prefill chunk or a segment, and return all that was there, and all
@@ -118,14 +118,14 @@ class WindowLayer(StreamingLayer):
         if segment is not None:
             new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
         anchored = self.without_position(step, new) if realigner.reads else new
-        stored = KV(*form.encode_at(*anchored, at))
+        stored = form.encode_at(anchored, at)
         if segment is not None:
             num_sinks = min(self.sizes.num_sinks, step.seen[0])
             num = step.stored[0] - num_sinks
             sinks = self._sinks(num_sinks)
             window = self.entries.data.at(step.order(num))
             window, sinks, own = (
-                KV(*form.decode_at(*x, where))
+                form.decode_at(x, where)
                 for x, where in (
                     (window, step.at(num)),
                     (sinks, slice(0, num_sinks)),
@@ -182,7 +182,7 @@ class WindowLayer(StreamingLayer):
         """
         num, first = step.stored[0], step.first_place
         stored = self.entries.data.at(step.order(num))
-        found = KV(*self.entries.form.decode_at(*stored, step.at(num)))
+        found = self.entries.form.decode_at(stored, step.at(num))
         return self._as_read(step, found, min(num, step.sizes.num_sinks), first)
 
     def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
@@ -190,7 +190,7 @@ class WindowLayer(StreamingLayer):
         form, num = self.entries.form, step.num_new
         if not form.is_int8:  # it is the same but for the last digits
             return [new]
-        held = KV(*form.decode_at(*stored, step.at(num, num)))
+        held = form.decode_at(stored, step.at(num, num))
         num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
         return self._as_read(step, held, num_sinks, step.births[0] + num_sinks)
 
@@ -201,8 +201,8 @@ class WindowLayer(StreamingLayer):
         realigner, num = self.realigner, held.keys.shape[2] - num_sinks
         now = torch.arange(first, first + num, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
-        window = realigner.read(self.layer_idx, *held.slots(num_sinks, num), now, at)
-        return [held.slots(0, num_sinks), KV(*window).map(lambda x: x.to(self.dtype))]
+        window = realigner.read(self.layer_idx, held.slots(num_sinks, num), now, at)
+        return [held.slots(0, num_sinks), window.map(lambda x: x.to(self.dtype))]
 
     def move(self, step: Step, shifts: list[int]) -> None:
         """Move the entries after the sinks by `shifts`, row by row if rows differ."""
@@ -216,7 +216,7 @@ class WindowLayer(StreamingLayer):
             slots = slots_of(self.sizes, step.end - num, num, self.device)
             source = self.sources.data.rows(rows).at(slots)
             move = Move(shifts[rows][0], first, now)
-            placed = KV(*realigner.place(self.layer_idx, *source, move))
+            placed = realigner.place(self.layer_idx, source, move)
             self.entries.data.rows(rows).put_at(slots, placed)
             if realigner.recursive and self.sources is not self.entries:
                 self.sources.data.rows(rows).put_at(slots, placed)

@@ -3,9 +3,10 @@
 import torch
 
 from kvalign.aligners import Move
+from kvalign.aligners.entries import cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.on_read import OnRead
-from kvalign.cache.realigner import Realigner
+from kvalign.cache.realigner import Realigner, rotated
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_of
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError
@@ -141,15 +142,12 @@ def _placed_once(
     worst = 0.0
     for order, layer in enumerate(cache.attention):
         i = layer.layer_idx
-        keys, values = aged.watched.born(order)
-        born = keys[:, :, window], values[:, :, window]
-        entries = placing.anchor(i, *born, births[window], at[window])
-        placed = placing.place(i, *entries, Move(num, first, now))
-        in_front = keys[:, :, sinks], values[:, :, sinks]
-        expected = [torch.cat(x, 2) for x in zip(in_front, placed, strict=True)]
+        born = aged.watched.born(order)
+        entries = placing.anchor(i, born.at(window), births[window], at[window])
+        placed = placing.place(i, entries, Move(num, first, now))
+        expected = cat([born.at(sinks), placed])
         if turns:
-            assert rotation is not None
-            expected[0] = rotation.at(i).shift(expected[0], -behind)
+            expected = rotated(rotation, i, expected, -behind)
         for actual, one in zip((layer.keys, layer.values), expected, strict=True):
             assert actual is not None
             worst = max(worst, difference(actual, one))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
+from kvalign.aligners.entries import KV
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
@@ -130,15 +131,15 @@ def _record(cache: MemoryCache) -> Iterator[dict[int, AttentionStep]]:
         cache.update = update
 
 
-def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, H, N, D] of all tokens without their position, and the original position
-    [N] of each.
+def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[KV, Tensor]:
+    """Entries [B, H, N, D] of all tokens without their position, and the original position [N] of
+    each.
     """
     at = torch.tensor(watched.positions)
     place = at
     if cache.realigner.runs_on:
         place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
-    return *cache.recalls.born.anchor(layer, *watched.born(layer), place, at), place
+    return cache.recalls.born.anchor(layer, watched.born(layer), place, at), place
 
 
 def _attention(cache: MemoryCache, watched: Watched, layer: int, step: AttentionStep) -> Tensor:
@@ -147,8 +148,8 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, step: Attention
     """
     sizes, recalls = cache.sizes, cache.recalls
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
-    *entries, place = _at_birth(cache, watched, layer)
-    last, device = len(place) - 1, entries[0].device
+    entries, place = _at_birth(cache, watched, layer)
+    last, device = len(place) - 1, entries.keys.device
     ages = step.hits.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
     of_window = of_window.expand(*ages.shape[:2], -1)
@@ -160,9 +161,9 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, step: Attention
         at = num_sinks + torch.arange(at.shape[-1], device=device)
     # 2. The entries there.
     tokens = last - torch.cat([ages, of_window], -1)
-    index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries[0].shape[-1])
-    keys, values = (x.gather(2, index) for x in entries)
-    keys, values = recalls.born.place_without_rotation(layer, keys, values, Move(0, num_sinks, at))
+    index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries.keys.shape[-1])
+    found = entries.map(lambda x: x.gather(2, index))
+    keys, values = recalls.born.place_without_rotation(layer, found, Move(0, num_sinks, at))
     query = step.query
     if rotation is not None:
         keys = rotation.shift(keys, away.float() - place[-1])
@@ -190,11 +191,11 @@ def stored(subject: Subject) -> Measured:
     lost = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
     num_other = 0
     for layer in cache.asking:
-        keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
+        at_birth, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
         entries = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
-        read = layer.memory.form.decode_at(*entries, slice(0))
-        for born, actual in zip((keys, values), read, strict=True):
+        read = layer.memory.form.decode_at(entries, slice(0))
+        for born, actual in zip(at_birth, read, strict=True):
             born, actual = born[:, :, lost], actual.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
             same = torch.isclose(born, actual, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvalign.aligners.entries import KV
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
 from kvalign.memory.cache import MemoryCache
@@ -31,7 +31,7 @@ class Watched:
 
     Attributes:
         layers: indices of the model's layers with attention; below they are counted from 0.
-        births: by layer, the keys and values [B, H, T, D] of each input.
+        births: by layer, the entries [B, H, T, D] of each input.
         positions: position of each token, as the cache told the model.
         mask_sizes: by layer, `get_mask_sizes` before the last input: length and offset.
         lengths: by layer, the number of entries that attention got last.
@@ -42,7 +42,7 @@ class Watched:
 
     def __init__(self, cache: Cache, layers: list[int]):
         self.cache, self.layers = cache, layers
-        self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+        self.births: list[list[KV]] = [[] for _ in layers]
         self.positions: list[int] = []
         self.mask_sizes: list[tuple[int, int]] = []
         self.lengths: dict[int, int] = {}
@@ -61,7 +61,7 @@ class Watched:
             self.index = [_of_all_heads(index) for index in rows]
 
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        born = keys.detach().clone(), values.detach().clone()
+        born = KV(keys, values).map(lambda x: x.detach().clone())
         entries = self._update(keys, values, layer, *args, **kwargs)
         number = self.layers.index(layer)
         self.births[number].append(born)
@@ -77,10 +77,9 @@ class Watched:
         """Entries that the last token found before it."""
         return self.entries[0][0].shape[2] - self.births[0][-1][0].shape[2]
 
-    def born(self, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, H, N, D] of all tokens, as they were passed in."""
-        keys, values = zip(*self.births[layer], strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
+    def born(self, layer: int = 0) -> KV:
+        """The entries [B, H, N, D] of all tokens, as they were passed in."""
+        return cat(self.births[layer])
 
 
 class Stream:

@@ -79,7 +79,7 @@ class Memory(Part):
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
-        self.put(seen, KV(*self.form.encode_at(*new, slice(0))))
+        self.put(seen, self.form.encode_at(new, slice(0)))
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""

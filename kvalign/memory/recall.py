@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.realigner import Realigner
+from kvalign.cache.realigner import Realigner, rotated
 from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -219,9 +219,7 @@ class Recalls:
             at = self.places.at(found.ages, now)  # [R] or [B, H, T, R]
             at = at.transpose(1, 2).flatten(0, 1) if at.dim() > 1 else at
         entries = found.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
-        placed = KV(
-            *self.born.place_without_rotation(layer, *entries, Move(0, self.slots.start, at))
-        )
+        placed = self.born.place_without_rotation(layer, entries, Move(0, self.slots.start, at))
         of_rows = len(found.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
@@ -256,18 +254,18 @@ class Recalls:
         """
         if realigner.reads and self.places.are_ranks:
             return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
-        keys, values = self.place_without_rotation(layer, asking, found)
+        placed = self.place_without_rotation(layer, asking, found)
         if self.born.rotation is not None:
             away = self.places.beyond(found.ages) + self.places.near
-            keys = self.born.rotation.shift(keys, away - asking.positions)
-        keys, values = keys.squeeze(2), values.squeeze(2)
+            placed = rotated(self.born.rotation, layer, placed, away - asking.positions)
+        placed = placed.map(lambda x: x.squeeze(2))
         if not realigner.reads:
-            return KV(keys, values)
+            return placed
         parts = []
         for rows in step.alike_rows():
             first = self.slots.start + step.births[rows][0] - step.stored[rows][0]
-            places = slice(first, first + keys.shape[2])
-            at = torch.arange(first, places.stop, device=keys.device)
-            at = at + step.behind_rows[rows].to(keys.device)  # [B, 1, R]
-            parts.append(realigner.anchor(layer, keys[rows], values[rows], places, at))
+            places = slice(first, first + placed.keys.shape[2])
+            at = torch.arange(first, places.stop, device=placed.keys.device)
+            at = at + step.behind_rows[rows].to(placed.keys.device)  # [B, 1, R]
+            parts.append(realigner.anchor(layer, placed.rows(rows), places, at))
         return cat(parts, dim=0)

@@ -20,6 +20,7 @@ from torch.export import Dim
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from kvalign.aligners.entries import KV
 from kvalign.cache import bare_keys, form
 from kvalign.cache.bare_keys import BareKeys, InSight
 from kvalign.cache.form import Form, is_read_by_kernel
@@ -75,7 +76,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(
         self,
-        entries: tuple[Tensor, Tensor],
+        entries: KV,
         form: Form,
         slot: Tensor,
         position_ids: Tensor,
@@ -89,11 +90,11 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stored = self.form.encode_at(key_states, value_states, self.at)
+        stored = self.form.encode_at(KV(key_states, value_states), self.at)
         for x, new in zip(self.entries, stored, strict=True):
             x.index_copy_(2, self.slot, new)
         if self.seen is None:
-            return self.form.decode_at(*self.entries, self.all_at)
+            return self.form.decode_at(self.entries, self.all_at)
         attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
         return self.entries
 
@@ -144,7 +145,9 @@ class _Step(nn.Module):
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
             bare = self._bare_keys(i) if self.is_int8 else BareKeys()
             form = Form(self.model.dtype, self.is_int8, bare)
-            layers.append(_Layer(pair, form, slot, position_ids, places[:, None] + behind, seen))
+            layers.append(
+                _Layer(KV(*pair), form, slot, position_ids, places[:, None] + behind, seen)
+            )
         cache = Cache(layers=layers)
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits

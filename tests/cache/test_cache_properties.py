@@ -63,19 +63,19 @@ class FakeFromBirth(FromBirth):
     def __init__(self, rotation):
         Realigner.__init__(self, rotation)
 
-    def anchor(self, layer, keys, values, birth, at):
-        return keys - column(at), values - column(birth)
+    def anchor(self, layer, new, birth, at):
+        return KV(new.keys - column(at), new.values - column(birth))
 
-    def place(self, layer, keys, values, move):
-        return keys + move.now[:, None], values + move.now[:, None]
+    def place(self, layer, stored, move):
+        return stored.map(lambda x: x + move.now[:, None])
 
 
 class FakeRecursive(Recursive):
     def __init__(self, rotation):
         Realigner.__init__(self, rotation)
 
-    def place(self, layer, keys, values, move):
-        return keys - move.shift, values - move.shift
+    def place(self, layer, stored, move):
+        return stored.map(lambda x: x - move.shift)
 
 
 class FakeOnRead(OnRead):
@@ -92,14 +92,16 @@ class FakeOnRead(OnRead):
     def frame(self, sizes, context_len):
         return replace(sizes, realign_every=self.run) if self.rotation else sizes
 
-    def anchor(self, layer, keys, values, birth, at):
-        return keys if self.rotation else keys - column(birth), values - column(birth)
+    def anchor(self, layer, new, birth, at):
+        keys = new.keys if self.rotation else new.keys - column(birth)
+        return KV(keys, new.values - column(birth))
 
     def prepare(self, num_layers):
         """There is no table."""
 
-    def read(self, layer, keys, values, now, at):
-        return keys if self.rotation else keys + now[:, None], values + now[:, None]
+    def read(self, layer, stored, now, at):
+        keys = stored.keys if self.rotation else stored.keys + now[:, None]
+        return KV(keys, stored.values + now[:, None])
 
 
 def make_realigner(kind, run):

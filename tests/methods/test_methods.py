@@ -9,6 +9,7 @@ from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
+from kvalign.aligners.entries import KV
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
@@ -89,8 +90,8 @@ def test_two_moves_of_one_are_one_move_of_two(models):
     aligner = network(models["gpt2"], train=True)
     x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
     first, second = (Move(1, place, torch.arange(place, place + 30)) for place in (5, 4))
-    twice = aligner.realign(1, *aligner.realign(1, x, x, first), second)
-    once = aligner.realign(1, x, x, Move(2, first=4, now=second.now))
+    twice = aligner.realign(1, aligner.realign(1, KV(x, x), first), second)
+    once = aligner.realign(1, KV(x, x), Move(2, first=4, now=second.now))
     assert torch.equal(twice[0], once[0]) and torch.equal(twice[1], once[1])
     assert not torch.equal(once[0], x)
 
@@ -106,7 +107,7 @@ def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_e
     expected = x
     for first in places:
         expected = expected + aligner.key.correction(expected, 2, first)
-    assert torch.equal(aligner.realign(2, x, x, move)[0], expected)
+    assert torch.equal(aligner.realign(2, KV(x, x), move).keys, expected)
 
 
 @pytest.mark.parametrize("name", STREAMING)

@@ -9,6 +9,7 @@ from helpers.tiny_store import NUM_SINKS, Recorded, record_tiny
 from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Move, NetworkAligner
+from kvalign.aligners.entries import KV
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
@@ -122,7 +123,7 @@ def test_moves_of_a_batch_are_those_of_the_aligner(recorded):
     stale, aligned = (x.float() for x in shard.tensors("key"))
     places = torch.arange(NUM_SINKS, NUM_SINKS + stale.shape[3])
     moved = [
-        aligner.realign(layer, stale[:, layer], stale[:, layer], Move(2, NUM_SINKS, places))[0]
+        aligner.realign(layer, KV(*[stale[:, layer]] * 2), Move(2, NUM_SINKS, places)).keys
         for layer in range(stale.shape[1])
     ]
     (batch,) = InOrder([shard], "key", 10**6)

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvalign.aligners.base import KeysValues
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.protocol.evaluation import FLOOR
 from kvalign.methods.base import Method
@@ -87,7 +86,7 @@ class BareLayer(DynamicLayer):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> KeysValues:
+    ) -> tuple[Tensor, Tensor]:
         """Overwrite the last entry with a token's [B, H, 1, D]; a first input makes the buffer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalign.aligners import Aligner, AlignerConfig, Move
+from kvalign.aligners.entries import KV
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.pairs import positionless
 from kvalign.models.loading import LoadedModel
@@ -35,15 +36,13 @@ class CentredAligner(Aligner):
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
         self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in TARGETS)
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
-        return keys - self.key[layer, :, birth], values - self.value[layer, :, birth]
+    def anchor(self, layer: int, entries: KV, birth: Tensor | slice) -> KV:
+        means = self.key[layer, :, birth], self.value[layer, :, birth]
+        return KV(entries.keys - means[0], entries.values - means[1])
 
-    def realign(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> tuple[Tensor, Tensor]:
-        return keys + self.key[layer, :, move.now], values + self.value[layer, :, move.now]
+    def realign(self, layer: int, entries: KV, move: Move) -> KV:
+        means = self.key[layer, :, move.now], self.value[layer, :, move.now]
+        return KV(entries.keys + means[0], entries.values + means[1])
 
 
 def fit(
