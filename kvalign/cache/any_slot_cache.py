@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from kvalign.cache.any_slot_layer import AnySlotLayer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
@@ -98,8 +97,8 @@ class AnySlotCache(FixedSizeCache):
     def positions(self) -> list[int]:
         return list(self.seen) if self.keeps_positions else super().positions()
 
-    def check_room(self, num_new: int) -> None:
-        """Raise UserError unless there are positions for so many more tokens."""
+    def check_input(self, num_rows: int, num_new: int) -> None:
+        super().check_input(num_rows, num_new)
         last, seen = self.last_token, max(self.seen, default=0)
         if last is not None and seen + num_new > last:
             raise UserError(
@@ -109,12 +108,10 @@ class AnySlotCache(FixedSizeCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if self.step is None:
-            self.check_room(1)  # before a model looks up a position that it does not have
+            self.check_input(
+                len(self.seen), 1
+            )  # before a model looks up a position that it does not have
         return super().get_seq_length(layer_idx)
-
-    def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
-        self.check_room(num_new)
-        super()._check_takes(num_rows, num_new, segment)
 
     def _prepare_entries(self, step: Step) -> Step:
         if self.is_filled:

@@ -63,6 +63,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         step: the current pass.
         stores_bare: whether keys are stored without their rotation.
         last_step: the last pass, if it was of one token a row and has ended.
+        last_token: number of tokens after which there is no position left; None: no end.
         attention: the layers that have entries. Hybrid models have other layers, which have a
             state.
 
@@ -83,7 +84,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         sizes.check_fits(spec)
         self.sizes = sizes
         self.realigner = (realigner or Realigner()).within(sizes, spec.context_len)
-        if sizes.cache_dtype == "int8" and self.realigner.moves:
+        if sizes.cache_dtype == "int8" and self.realigner.strategy == "move":
             raise UserError(
                 f"cache_dtype int8 does not work here: entries of {spec.name or 'this model'} are "
                 "computed again when they move, and would be rounded each time"
@@ -103,6 +104,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     _is_user_defined = False  # transformers' `generate` says that it is, of a cache it was given
     attention: list[Any]
+    last_token: int | None = None
     is_static = False
     """Whether passes of one token have the shapes of a full cache."""
 
@@ -152,7 +154,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         base.
         """
         rotation, bases = self.realigner.rotation, self.bases
-        base = None if bases is None or self.realigner.reads else bases.get(layer_idx)
+        base = None if bases is None or self.realigner.strategy == "read" else bases.get(layer_idx)
         return BareKeys(None if rotation is None else rotation.at(layer_idx), base)
 
     def positions(self) -> list[int]:
@@ -238,12 +240,12 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 f"this cache takes at most cache_size + 1 = {most} tokens at once, got "
                 f"{num_new}: feed the others one by one, or use kvalign.stream_tokens"
             )
-        self.check_rows(num_rows)
+        self.check_input(num_rows, num_new)
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
 
-    def check_rows(self, num_rows: int) -> None:
-        """Raise UserError unless a pass can have so many rows."""
+    def check_input(self, num_rows: int, num_new: int) -> None:
+        """Raise UserError unless so many rows can read so many tokens, in any number of passes."""
         if self.seen and num_rows != len(self.seen):
             raise UserError(f"this cache has {len(self.seen)} rows, got ids of {num_rows}")
 

@@ -31,7 +31,7 @@ class OnRead(Realigner):
         moving: gives the same result by rewriting entries.
     """
 
-    reads = True
+    strategy = "read"
 
     def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
         super().__init__(rotation_of(model))

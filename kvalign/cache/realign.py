@@ -49,7 +49,7 @@ class Returning(Realigner):
     position. Each key is rounded once. For a context length that leaves no frame worth the name.
     """
 
-    moves = True
+    strategy = "move"
     rotation: Rotation
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
@@ -68,8 +68,7 @@ class FromBirth(Realigner):
     the two rotations.
     """
 
-    moves = True
-    is_relative = False
+    strategy = "move"
     aligner: Aligner
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
@@ -92,8 +91,7 @@ class FromBirth(Realigner):
 class Recursive(Realigner):
     """Aligner that is applied to its own output, after the rotation if there is one."""
 
-    moves = recursive = True
-    is_relative = False
+    strategy, recursive = "move", True
     aligner: Aligner
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):

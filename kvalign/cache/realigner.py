@@ -6,6 +6,7 @@ it. `realign.py` and `on_read.py` have the realigners that change anything.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,30 +28,32 @@ MASKED = ("bloom",)
 """Architectures whose attention is not in the registry, but accepts our mask."""
 
 
+Strategy = Literal["keep", "move", "read"]
+"""Way to keep entries right. `keep`: attention gets them as they were written. `move`: it gets
+copies, computed again from the output of `anchor` when they move. `read`: they are stored in the
+form of `anchor`, and `attend` places them.
+"""
+
+
 class Realigner:
     """Realigner that leaves entries unchanged. One instance serves all layers and has no state.
 
     Attributes:
         rotation: of the model's keys; None if they do not rotate.
         runs_on: whether keys keep their original positions; only differences matter.
-        aligner: corrects entries further; None: nothing does.
+        aligner: corrects entries when they move; None: nothing does.
     """
 
-    moves = False
-    """Whether attention sees copies of the entries, computed again from the output of `anchor`."""
-    reads = False
-    """Whether entries are stored in the form of `anchor`, and `attend` places them."""
+    strategy: Strategy = "keep"
     recursive = False
     """Whether the input of `place` is its own last output, in float32."""
-    is_relative = True
-    """Whether an entry's form for a query depends only on their two tokens."""
     aligner: Aligner | None = None
     version = 0
     """Number of changes to what `prepare` computes."""
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation
-        self.runs_on = rotation is not None and not self.moves
+        self.runs_on = rotation is not None and self.strategy != "move"
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
         """Return a realigner for these sizes, whose frames may be too short for this one."""
@@ -155,7 +158,7 @@ def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | Non
     window = window_of(model.config)
     if window is not None and window <= cache_size:
         return False
-    return realigner is None or realigner.is_relative
+    return realigner is None or realigner.aligner is None
 
 
 def positions_of(at: Birth) -> int | Tensor:

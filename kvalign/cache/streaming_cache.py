@@ -122,7 +122,7 @@ class StreamingCache(FixedSizeCache):
     def stays(self) -> bool:
         """Return whether a step writes entries as they come and reads them as they lie."""
         layer = self.attention[0]
-        return layer.sources is layer.entries and not self.realigner.reads
+        return layer.sources is layer.entries and self.realigner.strategy != "read"
 
     def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
@@ -164,7 +164,7 @@ class StreamingCache(FixedSizeCache):
     @property
     def _asks_for_places(self) -> bool:
         """Return whether attention asks for the places of the slots that it gets."""
-        return self.realigner.reads or self.stores_bare
+        return self.realigner.strategy == "read" or self.stores_bare
 
     def places(self, step: Step) -> Tensor:
         """Places of the entries of all slots of the rings, for our kernel: [B, S] int64, negative
@@ -180,7 +180,7 @@ class StreamingCache(FixedSizeCache):
         shifts = [*map(sub, moved, self._moved)]
         self._moved = moved
         runs_on = self.realigner.runs_on and not self.stores_bare
-        if any(shifts) and (self.realigner.moves or runs_on):
+        if any(shifts) and (self.realigner.strategy == "move" or runs_on):
             for layer in self.attention:
                 layer.move(step, shifts)
 

@@ -48,7 +48,9 @@ class WindowLayer(StreamingLayer):
         form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
         most = self.sizes.first_input_len
         self.rings = [Ring(like, most, form)]
-        if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
+        if realigner.strategy == "move" and not (
+            realigner.recursive and self.dtype == torch.float32
+        ):
             dtype = torch.float32 if realigner.recursive else self.dtype
             self.rings.append(Ring(like, most, form_of(self.sizes, dtype)))
         self.entries, self.sources = self.rings[0], self.rings[-1]
@@ -72,9 +74,9 @@ class WindowLayer(StreamingLayer):
         realigner, form = self.realigner, self.entries.form
         slot = decode.slot.to(self.device) if step.decode is not None else self._slots(step)
         stored = new
-        if realigner.reads or self.sources is not self.entries:
+        if realigner.strategy == "read" or self.sources is not self.entries:
             anchored = self._anchored(step, new)
-            if realigner.reads:
+            if realigner.strategy == "read":
                 stored = anchored
             else:
                 self.sources.data.put_at(slot, anchored)
@@ -91,7 +93,7 @@ class WindowLayer(StreamingLayer):
             data = data.slots(0, decode.size)
         if decode.all_at is not None:
             data = form.decode_at(data, decode.all_at)
-        if realigner.reads or (decode.hides and not step.in_order):
+        if realigner.strategy == "read" or (decode.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)
             return KV(mark(data.keys.detach(), attend), data.values)
         return data
@@ -117,7 +119,7 @@ class WindowLayer(StreamingLayer):
         at = step.at(step.num_new, step.num_new)
         if segment is not None:
             new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
-        anchored = self.without_position(step, new) if realigner.reads else new
+        anchored = self.without_position(step, new) if realigner.strategy == "read" else new
         stored = form.encode_at(anchored, at)
         if segment is not None:
             num_sinks = min(self.sizes.num_sinks, step.seen[0])

@@ -252,14 +252,14 @@ class Recalls:
         """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
         has it stored in the slots of the entries that give way.
         """
-        if realigner.reads and self.places.are_ranks:
+        if realigner.strategy == "read" and self.places.are_ranks:
             return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
         placed = self.place_without_rotation(layer, asking, found)
         if self.born.rotation is not None:
             away = self.places.beyond(found.ages) + self.places.near
             placed = rotated(self.born.rotation, layer, placed, away - asking.positions)
         placed = placed.map(lambda x: x.squeeze(2))
-        if not realigner.reads:
+        if realigner.strategy != "read":
             return placed
         parts = []
         for rows in step.alike_rows():

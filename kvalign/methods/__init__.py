@@ -90,7 +90,6 @@ def make_method(
         TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
-    from kvalign.cache.default_size import default_size
     from kvalign.methods.choice import choose, warn_if_stale, warn_once
     from kvalign.models.wrapped import unwrapped
 
@@ -117,6 +116,8 @@ def make_method(
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:
+        from kvalign.cache.default_size import default_size
+
         cache_size, why_size = default_size(
             inner,
             longest=loaded.config.chunk_len - 1 if loaded else None,

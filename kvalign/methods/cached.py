@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.cache import segments
-from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.realigner import Realigner, is_exact
@@ -24,10 +23,14 @@ from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
 
-GUESTS: Registry[type[StreamingCache]] = Registry(
-    "cache", {"memory": "kvalign.memory.cache:MemoryCache"}
+CACHES: Registry[Any] = Registry(
+    "cache",
+    {
+        "any-slot": "kvalign.cache.any_slot_cache:AnySlotCache",
+        "memory": "kvalign.memory.cache:MemoryCache",
+    },
 )
-"""Streaming caches that the core does not import."""
+"""Caches besides `StreamingCache`. They are imported where sizes ask for them."""
 
 
 class Cached(Method):
@@ -61,16 +64,15 @@ class Cached(Method):
             is_static = self.stepper is not None and self.stepper.is_static
             cache.is_static = is_static and cache.may_be_static
             return cache
-        return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
+        return CACHES["any-slot"](self.spec, self.sizes, self.places_by, self.model.config)
 
     def _memory_cache(self, sizes: CacheSizes) -> StreamingCache:
         of_model, grows = (self.model.config, self.num_positions), self.stepper is None
-        cls: Any = GUESTS["memory"]
-        return cls(self.spec, sizes, self.places_by, *of_model, grows, self._bases)
+        return CACHES["memory"](self.spec, sizes, self.places_by, *of_model, grows, self._bases)
 
     def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
         """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""
-        model, reads = self.model, cache.realigner.reads
+        model, reads = self.model, cache.realigner.strategy == "read"
         if not cache.stores_bare or reads or model.device.type != "cpu":
             return False
         width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
@@ -102,7 +104,7 @@ class Cached(Method):
 
     @property
     def tokens_left(self) -> int | None:
-        last = getattr(self.cache, "last_token", None)
+        last = self.cache.last_token
         return None if last is None else last - max(self.cache.seen, default=0)
 
     def compile(self, **options: Any) -> Self:
@@ -159,9 +161,7 @@ class Cached(Method):
             logits = self.step(ids, self.cache)
             self.on_tokens(1)
             return logits
-        self.cache.check_rows(len(ids))
-        if isinstance(self.cache, AnySlotCache):
-            self.cache.check_room(ids.shape[1])
+        self.cache.check_input(*ids.shape)
         with self.cache.changing():
             if len(set(self.cache.seen)) > 1:
                 for i in range(ids.shape[1]):
