@@ -15,11 +15,9 @@ results as decode steps. This needs no code for a single architecture (`kvalign.
 BLOOM: through its mask).
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
+from kvalign.models.band import band, has_band_kernel
 from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
@@ -305,51 +304,6 @@ class Block:
         both = torch.cat([scores, recalled.scores], -1).softmax(-1)
         weights, of_recalled = both.tensor_split([scores.shape[-1]], -1)
         return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)
-
-
-def has_band_kernel(query: Tensor) -> bool:
-    """Return whether `band` has a kernel for such queries: on CUDA, in half precision."""
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and is_half and _flash() is not None
-
-
-def band(
-    query: Tensor, keys: Tensor, values: Tensor, width: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of the queries of the last tokens, [B, H, T, D], over keys [B, H_kv, S, D]: each
-    over its own token's and those of `width` tokens before. It is 0 or not a number where there is
-    none.
-
-    Returns:
-        its output [B, T, H, D], and the logarithms of the sums of exponentials, [B, H, T] float32.
-    """
-    num_rows, _, num, _ = query.shape
-    num_keys = keys.shape[2]
-    ends = (
-        torch.arange(0, (num_rows + 1) * n, n, dtype=torch.int32, device=query.device)
-        for n in (num, num_keys)
-    )
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
-    kernel = _flash()
-    assert kernel is not None
-    out, sums = kernel(*packed, *ends, num, num_keys, scale=scale, window_size=(width, 0))
-    return out.unflatten(0, (num_rows, num)), sums.unflatten(1, (num_rows, num)).transpose(0, 1)
-
-
-@functools.cache
-def _flash() -> Callable[..., Any] | None:
-    """PyTorch's flash attention over bands, which also returns the logarithms of sums; None: this
-    version has none.
-    """
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
-        return None
-    options = inspect.signature(varlen_attn).parameters
-    if "window_size" not in options:
-        return None
-    of_groups: Any = {"enable_gqa": True} if "enable_gqa" in options else {}
-    return functools.partial(varlen_attn, return_aux=AuxRequest(lse=True), **of_groups)
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch
 
 
 def plain_band(query, keys, values, width, scale):
-    """`segments.band`, by all scores; 7 where a query sees nothing, which nobody may read."""
+    """`models.band.band`, by all scores; 7 where a query sees nothing, which nobody may read."""
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
     ends = torch.arange(query.shape[2])[:, None] + keys.shape[2] - query.shape[2]
     ages = ends - torch.arange(keys.shape[2])
