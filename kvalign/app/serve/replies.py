@@ -6,7 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect
@@ -16,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 
-WARNING = "X-KVAlign-Warning"
+WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _GONE = "gone"
+_LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
 
 
@@ -84,6 +86,13 @@ def warning_of(answers: Answers) -> dict[str, str]:
     return {WARNING: f"{what}: use a larger --cache-size of the server, or its --memory"}
 
 
+def ignored_of(names: Iterable[str]) -> dict[str, str]:
+    """Header that names a request's fields that no API has; none without one."""
+    plain = (name.encode("ascii", "replace").decode()[:_LONGEST_NAME] for name in names)
+    told = ", ".join("".join(x if x.isprintable() else "?" for x in name) for name in plain)
+    return {IGNORED: told} if told else {}
+
+
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
     """Yield the engine's available events, until the answers end or an error ends them. A client
     that disconnects, or a reader that stops, cancels them.
@@ -114,8 +123,10 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
         answers.cancel()
 
 
-async def whole(form: TextForm, answers: Answers, events: Events, receive: Receive) -> Response:
-    """The complete answer as one document."""
+async def whole(
+    form: TextForm, answers: Answers, events: Events, receive: Receive, headers: Mapping[str, str]
+) -> Response:
+    """The complete answer as one document, with these headers."""
     texts, ends = [""] * answers.num, dict[int, End]()
     async for batch in events_of(answers, events, receive):
         for event in batch:
@@ -125,7 +136,8 @@ async def whole(form: TextForm, answers: Answers, events: Events, receive: Recei
                 ends[event.index] = event
     choices = [choice_of(i, form.of_text(text), ends[i].finish) for i, text in enumerate(texts)]
     usage = usage_of(answers, ends.values())
-    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=warning_of(answers))
+    headers = {**headers, **warning_of(answers)}
+    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=headers)
 
 
 class EventStream(Response):
@@ -141,12 +153,13 @@ class EventStream(Response):
         *,
         has_usage: bool,
         timeout: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ):
         self.form, self.answers, self.events = form, answers, events
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}
         self.timeout, self.status_code, self.background = timeout, 200, None
         how = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self.init_headers(how | warning_of(answers))
+        self.init_headers({**how, **headers} | warning_of(answers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(body: str, more: bool = True) -> None:

@@ -20,13 +20,13 @@ from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import AnswerRow, Turn
-from kvalign.app.serve.wire import Chat, Completion, Headers, Message
-from kvalign.app.sessions.conversation import sinks_of
+from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Message
+from kvalign.app.sessions.conversation import sinks_of, talk_defaults
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class Service:
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = sinks_of(settings.num_sinks)
-        says = Sampling.of_model(loaded.model.generation_config)
-        self.defaults = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
+        self.defaults = {**talk_defaults(loaded), **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         if type(self.method).join is Method.join:
@@ -113,19 +112,21 @@ class Service:
     def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed."""
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
+        template = request.chat_template_kwargs
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.new_session(Session(""), request.messages)
-            ids = prompts.of_messages(new, request.messages)
+            new = prompts.new_session(Session(""), request.messages, template)
+            ids = prompts.of_messages(new, request.messages, template)
             return self._submit([(new, ids)], sampling, request.num_choices, put)
         with self._session(name, request.messages) as former:
             session = session_for(former, request.messages, request.fields, headers)
             if session is None:
                 return self._again(former, put)
             messages = new_messages(session, request.messages)
-            session = prompts.new_session(session, messages) if session.is_new else session
+            if session.is_new:
+                session = prompts.new_session(session, messages, template)
             session = session.with_request(request.messages, request.fields, headers.key)
-            ids = prompts.of_messages(session, messages)
+            ids = prompts.of_messages(session, messages, template)
             return self._submit([(session, ids)], sampling, 1, put, messages)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
@@ -196,17 +197,12 @@ class Service:
         return blank
 
     def _sampling(self, request: Chat | Completion) -> Sampling:
-        most = request.most_tokens or self.most_tokens
-        if most > self.most_tokens:
-            raise RequestError(
-                f"max_tokens must be at most {self.most_tokens} here, got {most}",
-                param="max_tokens",
-            )
+        most = min(request.most_tokens or self.most_tokens, self.most_tokens)
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
-        fields = {"temperature": request.temperature, "top_p": request.top_p}
-        own: dict[str, Any] = {name: x for name, x in fields.items() if x is not None}
-        if own:
+        values = {name: getattr(request, name) for name in OF_REQUESTS}
+        own: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
+        if own.keys() & set(DRAWS):
             own["do_sample"] = True
         if request.seed is not None:
             own["seed"] = request.seed % 2**62

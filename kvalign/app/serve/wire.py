@@ -10,19 +10,30 @@ from pydantic import (
     BaseModel,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from kvalign.app.serve.bodies import values_of
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.other_apis import REFUSED
+from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=128)]
+Penalty = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
+# What a request gives a chat template. The marks of special tokens cannot stand in the text.
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ .,:-]{0,64}$")]
+OF_REQUESTS = (*DRAWS, "repetition_penalty")
+"""Fields that are those of `Sampling`, by the same names."""
 _LONGEST_KEY = 255
+_MOST_IGNORED = 20  # names that are told
 
 M = TypeVar("M", bound="Request")
 T = TypeVar("T")
@@ -32,7 +43,8 @@ _MOST_PARTS = 256  # of a message
 
 
 class Form(BaseModel, extra="forbid", strict=True):
-    """Part of a request. Each of its fields is obeyed, is harmless, or is refused by name.
+    """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name.
+    A name that no API has is ignored, and noted in the list `ignored` of pydantic's context.
 
     Attributes:
         harmless: fields that change no token of an answer, and what they are for.
@@ -46,27 +58,31 @@ class Form(BaseModel, extra="forbid", strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_obeyed(cls, values: Any) -> Any:
-        return cls.obeyed(values) if isinstance(values, dict) else values
+    def _only_obeyed(cls, values: Any, info: ValidationInfo) -> Any:
+        ignored = (info.context or {}).get("ignored", [])
+        return cls.obeyed(values, ignored) if isinstance(values, dict) else values
 
     @classmethod
-    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields that are obeyed; RequestError for one that is refused or unknown."""
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        """Return the fields that are obeyed, and note those that are ignored; RequestError for one
+        that is refused.
+        """
+        refused = REFUSED | cls.refused
         where, fields = f"{cls.within}: " if cls.within else "", {}
         for name, value in values.items():
             if name in cls.model_fields:
                 fields[name] = value
-            elif name in cls.refused:
-                if value is not None and value not in cls.refused[name]:
+            elif name in cls.harmless:
+                continue
+            elif name in refused:
+                if value is not None and value not in refused[name]:
                     raise RequestError(
                         f"{where}{name} is not supported: leave it out",
                         param=cls.within or name,
                         code="unsupported",
                     )
-            elif name not in cls.harmless:
-                raise RequestError(
-                    f"{where}{name:.80}: unknown parameter", param=cls.within or name
-                )
+            elif len(ignored) < _MOST_IGNORED and f"{where}{name}" not in ignored:
+                ignored.append(f"{where}{name}")
         return fields
 
 
@@ -80,6 +96,7 @@ class Request(Form):
     """Fields that both kinds of requests have."""
 
     harmless = {"user": "says who asks"}
+    _ignored: list[str] = PrivateAttr(default_factory=list)
     refused = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
     model: str
     stream: bool | None = None
@@ -87,10 +104,23 @@ class Request(Form):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Choices | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _from_all(cls, top_k: int | None) -> int | None:
+        return 0 if top_k == -1 else top_k  # as vLLM has it
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of its fields that no API has."""
+        return self._ignored
 
     @property
     def num_choices(self) -> int:
@@ -147,11 +177,11 @@ class Message(Form):
     content: str
 
     @classmethod
-    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
         and llama.cpp join them.
         """
-        fields = super().obeyed(values)
+        fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
         content = fields.get("content")
@@ -161,7 +191,9 @@ class Message(Form):
                     f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
                     param="messages",
                 )
-            fields["content"] = "\n".join(TextPart.model_validate(part).text for part in content)
+            fields["content"] = "\n".join(
+                TextPart.model_validate(part, context={"ignored": ignored}).text for part in content
+            )
         return fields
 
 
@@ -198,6 +230,9 @@ class Chat(Request):
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[TemplateName, bool | TemplateText], Field(max_length=16)] | None
+    ) = None
 
     @field_validator("messages")
     @classmethod
@@ -284,8 +319,11 @@ def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -
     values = values_of(body, most_values)
     if isinstance(values, dict) and values.get("session") is None and session is not None:
         values["session"] = session
+    ignored: list[str] = []
     try:
-        return model.model_validate(values)
+        request = model.model_validate(values, context={"ignored": ignored})
+        request._ignored = ignored
+        return request
     except RecursionError:
         raise RequestError("the body is nested too deep") from None
     except ValidationError as error:
