@@ -105,9 +105,10 @@ def test_sampling_out_of_range_is_refused_by_name(name, value):
 
 def test_no_logprobs_are_not_those_of_the_token_that_was_drawn():
     """0 asks for the latter, of a completion; False for none, of a chat."""
-    assert asked(Chat, logprobs=False) == asked(Chat)
-    with pytest.raises(RequestError, match="logprobs is not supported"):
-        asked(Completion, logprobs=0)
+    assert asked(Chat, logprobs=False).num_top is asked(Chat).num_top is None
+    assert asked(Completion, logprobs=0).num_top == asked(Chat, logprobs=True).num_top == 0
+    with pytest.raises(RequestError, match="top_logprobs needs logprobs"):
+        asked(Chat, top_logprobs=2)
 
 
 def test_two_names_of_a_field_agree():

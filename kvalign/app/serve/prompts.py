@@ -139,7 +139,12 @@ def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Mess
 
 
 def session_for(
-    session: Session, messages: Sequence[Message], fields: str, headers: Headers
+    session: Session,
+    messages: Sequence[Message],
+    fields: str,
+    headers: Headers,
+    *,
+    has_all: bool = True,
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
@@ -152,6 +157,8 @@ def session_for(
 
     Args:
         fields: `fields` of the request.
+        has_all: a stored answer has all that the request asks for. Logprobs are not stored, so with
+            them the same turn is answered anew.
 
     Raises:
         RequestError: the same key with another request: 422, as IETF's draft of the
@@ -173,5 +180,5 @@ def session_for(
     is_whole = any(message.role == "assistant" for message in messages)
     is_other_turn = bool(headers.key and session.key and not is_whole)
     if turn == session.turn_digest and not is_other_turn:
-        return None if is_same else session.reset()
+        return None if is_same and has_all else session.reset()
     return None if headers.is_retry and is_same_request and not is_other_turn else session

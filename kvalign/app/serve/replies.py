@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.turn import Chosen
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _GONE = "gone"
@@ -39,6 +40,18 @@ class TextForm:
 
     of_piece = of_text
 
+    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        """Return the logprobs of tokens; None without one."""
+        if not tokens:
+            return None
+        tops = [{_text(spelled): value for spelled, value in one.top} for one in tokens]
+        return {
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": [one.offset for one in tokens],
+        }
+
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **usage}
@@ -56,9 +69,34 @@ class ChatForm(TextForm):
     def of_piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
+    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        content = [
+            {
+                **_told(one.spelled, one.logprob),
+                "top_logprobs": [_told(spelled, value) for spelled, value in one.top],
+            }
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
 
-def choice_of(index: int, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode(errors="replace")
+
+
+def _told(spelled: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _text(spelled), "logprob": logprob, "bytes": [*spelled]}
+
+
+def choice_of(
+    index: int,
+    content: dict[str, Any],
+    finish: str | None,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
@@ -128,13 +166,18 @@ async def whole(
 ) -> Response:
     """The complete answer as one document, with these headers."""
     texts, ends = [""] * answers.num, dict[int, End]()
+    tokens: list[list[Chosen]] = [[] for _ in texts]
     async for batch in events_of(answers, events, receive):
         for event in batch:
             if isinstance(event, Piece):
                 texts[event.index] += event.text
+                tokens[event.index] += event.tokens
             else:
                 ends[event.index] = event
-    choices = [choice_of(i, form.of_text(text), ends[i].finish) for i, text in enumerate(texts)]
+    choices = [
+        choice_of(i, form.of_text(text), ends[i].finish, form.of_tokens(tokens[i]))
+        for i, text in enumerate(texts)
+    ]
     usage = usage_of(answers, ends.values())
     headers = {**headers, **warning_of(answers)}
     return JSONResponse(form.document(form.kind, choices, usage=usage), headers=headers)
@@ -190,11 +233,18 @@ class EventStream(Response):
 
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, Piece):
-            return self._chunk(event.index, self.form.of_piece(event.text))
+            logprobs = self.form.of_tokens(event.tokens)
+            return self._chunk(event.index, self.form.of_piece(event.text), logprobs=logprobs)
         return self._chunk(event.index, self.form.of_piece(""), event.finish)
 
-    def _chunk(self, index: int, content: dict[str, Any], finish: str | None = None) -> str:
-        choices = [choice_of(index, content, finish)]
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choices = [choice_of(index, content, finish, logprobs)]
         return _line(self.form.document(self.form.chunk_kind, choices, **self.usage))
 
 

@@ -67,7 +67,7 @@ class Form(BaseModel, extra="forbid", strict=True):
         """Return the fields that are obeyed, and note those that are ignored; RequestError for one
         that is refused.
         """
-        refused = REFUSED | cls.refused
+        refused = {**REFUSED, **cls.refused}
         where, fields = f"{cls.within}: " if cls.within else "", {}
         for name, value in values.items():
             if name in cls.model_fields:
@@ -135,6 +135,16 @@ class Request(Form):
         return self.max_tokens
 
     @property
+    def num_top(self) -> int | None:
+        """Number of likeliest tokens whose logprobs are told beside each token's; None: none is."""
+        return None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer obeys; None: any text."""
+        return None
+
+    @property
     def fields(self) -> str:
         """Return a digest of the fields that change an answer, but for the messages or the prompt.
         With these equal, two requests ask for the same answer.
@@ -150,6 +160,41 @@ _NOT_OF_THE_ANSWER = {
     *("model", "session", "stream", "stream_options"),
     *("messages", "prompt", "max_completion_tokens"),
 }
+
+
+class JSONSchema(Form):
+    harmless = {
+        "name": "says what the schema is called",
+        "description": "says what the schema is for",
+        "strict": "says that the schema must be obeyed, which it always is",
+    }
+    within = "response_format"
+    of: dict[str, Any]
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        """Return the `schema`; pydantic has another use for its name."""
+        rest = {name: x for name, x in values.items() if name not in ("schema", "of")}
+        return {**super().obeyed(rest, ignored), "of": values.get("schema") or {}}
+
+
+class ResponseFormat(Form):
+    """Form of an answer."""
+
+    within = "response_format"
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer obeys; None: any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise RequestError("response_format: json_schema is missing", param="response_format")
+        return self.json_schema.of
 
 
 class TextPart(Form):
@@ -197,6 +242,13 @@ class Message(Form):
         return fields
 
 
+# Fields of another address of the API.
+_OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("prompt", "input", "instructions", "previous_response_id", "text"), ()),
+    **{"echo": (False,), "suffix": ("",), "best_of": (1,)},
+}
+
+
 class Chat(Request):
     """A request to /v1/chat/completions."""
 
@@ -211,13 +263,11 @@ class Chat(Request):
         "parallel_tool_calls": "says how tools are called, and there are none",
     }
     refused = Request.refused | {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
+        **_OF_OTHERS,
         "tools": ([],),
         "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "verbosity": ("medium",),
         "reasoning_effort": (),
@@ -230,6 +280,9 @@ class Chat(Request):
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: (
         Annotated[dict[TemplateName, bool | TemplateText], Field(max_length=16)] | None
     ) = None
@@ -243,6 +296,17 @@ class Chat(Request):
             raise ValueError("the last message must be the user's")
         return messages
 
+    @field_validator("response_format")
+    @classmethod
+    def _of_any_text(cls, form: ResponseFormat | None) -> ResponseFormat | None:
+        return None if form is None or form.type == "text" else form
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> "Chat":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
     @model_validator(mode="after")
     def _one_length(self) -> "Chat":
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
@@ -251,6 +315,15 @@ class Chat(Request):
                 param="max_completion_tokens",
             )
         return self
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        form = self.response_format
+        return None if form is None else form.schema_of_answer
 
     @property
     def most_tokens(self) -> int | None:
@@ -265,15 +338,22 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
 
 
+_ONLY_CHAT = ({*Chat.model_fields, *Chat.refused} - {*Request.model_fields, *Request.refused}) - {
+    *("logprobs", "prompt")
+}
+
+
 class Completion(Request):
     """A request to /v1/completions."""
 
+    harmless = Chat.harmless
     refused = Request.refused | {
-        "logprobs": (),  # 0 asks for that of the token that was drawn
+        **{name: Chat.refused.get(name, ()) for name in _ONLY_CHAT},
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
     }
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[Several[str], Tag("texts")]
@@ -288,6 +368,10 @@ class Completion(Request):
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else list(prompt)
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
 
     @property
     def most_tokens(self) -> int:
