@@ -34,6 +34,9 @@ class TextForm:
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
         self.created = int(time.time())
 
+    def for_request(self, request: Any, answers: Answers) -> None:
+        """Take what the form says of a request whose answers begin."""
+
     def of_text(self, text: str) -> dict[str, Any]:
         """Return a choice's fields for a whole text; `of_piece`: for a piece, in a chunk."""
         return {"text": text}
@@ -187,6 +190,7 @@ class EventStream(Response):
     """Answer that is sent piece by piece. A client that takes none in time is dropped."""
 
     media_type = "text/event-stream"
+    last = "data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -212,24 +216,34 @@ class EventStream(Response):
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(head)
-            numbers = range(self.answers.num) if self.form.opening else ()
-            await put("".join(self._chunk(i, self.form.opening) for i in numbers))
+            await put(self._first())
             ends = list[End]()
             try:
                 async for batch in events_of(self.answers, self.events, receive):
                     ends += (x for x in batch if isinstance(x, End))
                     await put("".join(map(self._of_event, batch)))
             except RequestError as error:
-                await put(_line(error.form()))
+                await put(self._of_error(error))
             else:
-                if self.usage:
-                    usage = usage_of(self.answers, ends)
-                    await put(_line(self.form.document(self.form.chunk_kind, [], usage=usage)))
-            await put("data: [DONE]\n\n", more=False)
+                await put(self._last(ends))
+            await put(self.last, more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one
             pass
         finally:
             self.answers.cancel()
+
+    def _first(self) -> str:
+        numbers = range(self.answers.num) if self.form.opening else ()
+        return "".join(self._chunk(i, self.form.opening) for i in numbers)
+
+    def _last(self, ends: list[End]) -> str:
+        if not self.usage:
+            return ""
+        usage = usage_of(self.answers, ends)
+        return _line(self.form.document(self.form.chunk_kind, [], usage=usage))
+
+    def _of_error(self, error: RequestError) -> str:
+        return _line(error.form())
 
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, Piece):

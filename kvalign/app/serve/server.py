@@ -31,6 +31,7 @@ from kvalign.app.serve.replies import (
     ignored_of,
     whole,
 )
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
@@ -71,7 +72,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     async def answer(
         request: Request,
-        kind: type[Chat] | type[Completion],
+        kind: type[Chat] | type[Completion] | type[ResponseRequest],
         form: TextForm,
         begin: Callable[..., Answers],
     ) -> Response:
@@ -89,13 +90,13 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
         answers = await run_in_threadpool(begin, fields, headers, put)
         ignored = ignored_of(fields.ignored)
+        form.for_request(fields, answers)
         if not fields.stream:
             return await whole(form, answers, events, request.receive, ignored)
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         timeout = settings.timeout
-        return EventStream(
-            form, answers, events, has_usage=has_usage, timeout=timeout, headers=ignored
-        )
+        stream = ResponseStream if isinstance(form, ResponseForm) else EventStream
+        return stream(form, answers, events, has_usage=has_usage, timeout=timeout, headers=ignored)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -104,6 +105,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, Completion, TextForm(name), service.completion)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, ResponseRequest, ResponseForm(name), service.respond)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:

@@ -18,6 +18,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
+from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import AnswerRow, Turn
@@ -113,8 +114,18 @@ class Service:
         notes = store.notes if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in notes)
 
-    def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
-        """Answer messages. Of messages that continue a session only the new ones are fed."""
+    def respond(self, request: ResponseRequest, headers: Headers, put: Put) -> Answers:
+        """Answer a request to /v1/responses, in a session of its own or that of an earlier one."""
+        return self.chat(request.as_chat, headers, put, request.previous)
+
+    def chat(
+        self, request: Chat, headers: Headers, put: Put, previous: int | None = None
+    ) -> Answers:
+        """Answer messages. Of messages that continue a session only the new ones are fed.
+
+        `previous`: tokens before the session's last answer, if a request names this answer as the
+        one that it continues.
+        """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
         template = request.chat_template_kwargs
         if request.num_choices > 1:
@@ -123,7 +134,17 @@ class Service:
             ids = prompts.of_messages(new, request.messages, template)
             return self._submit([(new, ids)], sampling, request, put)
         with self._session(name, request.messages) as former:
-            session = self._session_for(former, request.messages, request, headers)
+            session: Session | None = former
+            is_last = previous == len(former.ids) - former.num_new and not former.is_new
+            if not is_last:
+                session = self._session_for(former, request.messages, request, headers)
+                if session is not None and previous is not None:
+                    raise RequestError(
+                        "only the last response of a conversation can be continued, and only while "
+                        "the server keeps it",
+                        param="previous_response_id",
+                        code="previous_response_not_found",
+                    )
             if session is None:
                 return self._again(former, put)
             messages = new_messages(session, request.messages)

@@ -22,7 +22,7 @@ def lets_others_in(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model behind the OpenAI API: chat, completions and responses.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
     X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
