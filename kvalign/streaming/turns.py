@@ -30,7 +30,7 @@ def turn_ids(
     special_tokens: bool = False,
 ) -> list[int]:
     """Tokens of `turn_text`, as of `message_ids`."""
-    how = {"goes_on": not is_first, "special_tokens": special_tokens}
+    how: dict[str, Any] = {"goes_on": not is_first, "special_tokens": special_tokens}
     return message_ids(tokenizer, [_message("user", turn)], system=system, **how)
 
 
@@ -130,7 +130,11 @@ def _num_alike(
     template: Mapping[str, Any] | None = None,
 ) -> int:
     """Tokens of a turn before the user's first word."""
-    how = {"goes_on": not is_first, "special_tokens": special_tokens, "template": template}
+    how: dict[str, Any] = {
+        "goes_on": not is_first,
+        "special_tokens": special_tokens,
+        "template": template,
+    }
     one, other = (
         message_ids(tokenizer, [_message("user", turn)], system=system, **how)
         for turn in ("?", "0")

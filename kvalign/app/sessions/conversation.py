@@ -309,7 +309,7 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     if num_sinks is None and keep is not None:
         num_sinks = num_of_keep(keep, "system")
         if num_sinks is None:
-            how = {"special_tokens": settings.special_tokens}
+            how: dict[str, Any] = {"special_tokens": settings.special_tokens}
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=talk_defaults(loaded))
