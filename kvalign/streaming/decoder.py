@@ -1,14 +1,39 @@
 """Decoding of tokens to whole characters, one by one. Only this module decodes."""
 
+import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from transformers import PreTrainedTokenizerBase
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePiece
 _MOST = 16
 """Tokens that wait for a character to become whole, or are looked through for one that is; the
 longest character takes 4."""
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """Bytes by the characters that stand for them in byte-level vocabularies (GPT-2)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): x for i, x in enumerate(others)}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """Return what a token writes in the middle of a text, in UTF-8; a part of a character is its
+    bytes, a special token its name.
+    """
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if token in tokenizer.all_special_ids:
+        return name.encode()
+    if byte := _BYTE.fullmatch(name):
+        return bytes([int(byte[1], 16)])
+    characters = _byte_of()
+    if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder) and set(name) <= characters.keys():
+        return bytes(characters[one] for one in name)
+    return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 
 class Decoder:

@@ -7,8 +7,10 @@ A model with a chat template uses it; any other model uses the plain form of Str
     ASSISTANT:
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +30,7 @@ def turn_ids(
     special_tokens: bool = False,
 ) -> list[int]:
     """Tokens of `turn_text`, as of `message_ids`."""
-    how = {"goes_on": not is_first, "special_tokens": special_tokens}
+    how: dict[str, Any] = {"goes_on": not is_first, "special_tokens": special_tokens}
     return message_ids(tokenizer, [_message("user", turn)], system=system, **how)
 
 
@@ -39,10 +41,12 @@ def message_ids(
     goes_on: bool,
     system: str | None = None,
     special_tokens: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokens of `messages_text`. A template writes the beginning of a text itself.
 
     Args:
+        template: values for the chat template, by name (`enable_thinking`).
         special_tokens: special tokens in contents steer the model, like the template's. Otherwise
             they are plain text, so a message cannot end itself and begin another.
     """
@@ -53,16 +57,20 @@ def message_ids(
         both = zip(messages, contents, strict=False)
         messages = [{**message, "content": content} for message, content in both]
         system = contents[len(texts)] if system is not None else None
-    text = messages_text(tokenizer, messages, goes_on=goes_on, system=system)
+    text = messages_text(tokenizer, messages, goes_on=goes_on, system=system, template=template)
     prefix = not goes_on and not tokenizer.chat_template
     return ids_of(text, tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
 
 
 def opening_len(
-    tokenizer: PreTrainedTokenizerBase, system: str | None, *, special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    system: str | None,
+    *,
+    special_tokens: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> int:
     """Number of tokens before the user's first word: the opening, which sinks should keep."""
-    return _num_alike(tokenizer, True, system, special_tokens)
+    return _num_alike(tokenizer, True, system, special_tokens, template)
 
 
 def word_starts(
@@ -115,11 +123,20 @@ def evict_turns(
 
 
 def _num_alike(
-    tokenizer: PreTrainedTokenizerBase, is_first: bool, system: str | None, special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase,
+    is_first: bool,
+    system: str | None,
+    special_tokens: bool,
+    template: Mapping[str, Any] | None = None,
 ) -> int:
     """Tokens of a turn before the user's first word."""
+    how: dict[str, Any] = {
+        "goes_on": not is_first,
+        "special_tokens": special_tokens,
+        "template": template,
+    }
     one, other = (
-        turn_ids(tokenizer, turn, is_first, system, special_tokens=special_tokens)
+        message_ids(tokenizer, [_message("user", turn)], system=system, **how)
         for turn in ("?", "0")
     )
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
@@ -150,6 +167,7 @@ def messages_text(
     *,
     goes_on: bool,
     system: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text to feed for several messages, the last of them a user's, before the model
     answers.
@@ -164,6 +182,7 @@ def messages_text(
         messages: of `role` (system: only the first; user, assistant) and `content`.
         goes_on: an answer was fed before them.
         system: instructions with which the conversation begins, or began.
+        template: values for the template, by name.
 
     Raises:
         UserError: a template that does not accept such a conversation, or leaves a part of it out.
@@ -173,7 +192,7 @@ def messages_text(
         return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
     answer = next(unused_in([message["content"] for message in (*opening, *messages)]))
     before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
-    text = _render(tokenizer, [*opening, *before, *messages], to_answer=True)
+    text = _render(tokenizer, [*opening, *before, *messages], to_answer=True, values=template)
     for message in (*opening, *messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             what = f"leaves out the {message['role']}'s message"
@@ -216,13 +235,22 @@ def _plain(message: dict[str, str]) -> str:
     return f"{space}{content}\n\n"
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    to_answer: bool,
+    values: Mapping[str, Any] | None = None,
+) -> str:
+    values = values or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    if taken := sorted(name for name in values if name in own or name.endswith("_token")):
+        raise UserError(f"a chat template takes no {taken[0]} from a request")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     if fault := fault_of(tokenizer.chat_template, special):
         raise UserError(f"the chat template of this model cannot be used: {fault}")
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=to_answer
+            messages, tokenize=False, add_generation_prompt=to_answer, **values
         )
         assert isinstance(text, str)
         check_text(text)

@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion_content_part_refusal_param import (
 )
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.other_apis import REFUSED as OTHERS
 from kvalign.app.serve.wire import Chat, Completion, Message, StreamOptions, TextPart, parsed
 
 
@@ -69,15 +70,45 @@ def test_what_would_change_an_answer_is_refused_by_name(form, name):
 @pytest.mark.parametrize("form", FIELDS)
 def test_what_is_harmless_changes_nothing(form):
     assert asked(form, **dict.fromkeys(form.harmless, "something")) == asked(form)
-    with pytest.raises(RequestError, match="top_k: unknown parameter"):
-        asked(form, top_k=5)
+
+
+@pytest.mark.parametrize("form", FIELDS)
+def test_only_a_name_that_no_api_has_is_ignored_and_told(form):
+    where = f"{form.within}: " if form.within else ""
+    one = asked(form, nobody_has_this=5)
+    assert one.ignored == [f"{where}nobody_has_this"]
+    assert one.model_dump() == asked(form).model_dump() and one.fields == asked(form).fields
+    with pytest.raises(RequestError, match="mirostat is not supported"):
+        asked(form, mirostat=2)
+    assert asked(form, mirostat=0) == asked(form)
+
+
+def test_names_of_other_apis_are_not_ours():
+    for form in FIELDS:
+        assert not OTHERS.keys() & (set(form.model_fields) | set(form.harmless) | set(form.refused))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("chat_template_kwargs", {"a": 1}),
+        ("chat_template_kwargs", {"a": "<|im_end|>"}),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name):
+        asked(Chat, **{name: value})
 
 
 def test_no_logprobs_are_not_those_of_the_token_that_was_drawn():
     """0 asks for the latter, of a completion; False for none, of a chat."""
-    assert asked(Chat, logprobs=False) == asked(Chat)
-    with pytest.raises(RequestError, match="logprobs is not supported"):
-        asked(Completion, logprobs=0)
+    assert asked(Chat, logprobs=False).num_top is asked(Chat).num_top is None
+    assert asked(Completion, logprobs=0).num_top == asked(Chat, logprobs=True).num_top == 0
+    with pytest.raises(RequestError, match="top_logprobs needs logprobs"):
+        asked(Chat, top_logprobs=2)
 
 
 def test_two_names_of_a_field_agree():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
-from kvalign.app.serve.turn import AnswerRow, State, Turn
+from kvalign.app.serve.turn import AnswerRow, Chosen, State, Turn
 from kvalign.app.serve.wire import Message
 from kvalign.methods.base import Method
 
@@ -24,6 +24,7 @@ class Piece:
 
     index: int
     text: str
+    tokens: tuple[Chosen, ...] = ()  # with their logprobs, if the request wants them
 
 
 @dataclass(frozen=True)

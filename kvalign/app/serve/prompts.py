@@ -1,7 +1,8 @@
 """Prompts of requests: messages and texts as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from kvalign.app.serve.wire import Headers, Message
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
+
+Template = Mapping[str, Any] | None  # chat_template_kwargs of a request
 
 
 @dataclass
@@ -26,14 +29,17 @@ class Prompts:
     most_tokens: int  # that one request may bring
     special_tokens: bool  # whether those in messages steer the model
 
-    def new_session(self, session: Session, messages: Sequence[Message]) -> Session:
+    def new_session(
+        self, session: Session, messages: Sequence[Message], template: Template = None
+    ) -> Session:
         """A new session from messages, with as many sinks as its system prompt has tokens."""
         sizes, system = self.method.sizes, None
         if messages[0].role == "system":
             system = messages[0].content
         num_sinks = sizes.num_sinks
         if system is not None and self.keeps_opening:
-            num_sinks = self._opening_len(system)
+            how: dict[str, Any] = {"special_tokens": self.special_tokens, "template": template}
+            num_sinks = opening_len(self.tokenizer, system, **how)
             if num_sinks >= sizes.cache_size:
                 raise RequestError(
                     f"the system message takes {num_sinks} entries of a cache of "
@@ -43,10 +49,19 @@ class Prompts:
                 )
         return replace(session, comparison=AS_READ, system=system, num_sinks=num_sinks)
 
-    def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
+    def of_messages(
+        self, session: Session, messages: Sequence[Message], template: Template = None
+    ) -> Tensor:
         """The tokens [T] of messages that continue a session."""
+        if template and self.keeps_turns:
+            raise RequestError(
+                "chat_template_kwargs is not supported with --evict turns: leave it out",
+                param="chat_template_kwargs",
+                code="unsupported",
+            )
         as_dicts = [message.model_dump() for message in messages]
-        how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
+        how: dict[str, Any] = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
+        how["template"] = template
         system = None if session.is_new else session.system
         return self.of(message_ids(self.tokenizer, as_dicts, system=system, **how))
 
@@ -103,9 +118,6 @@ class Prompts:
         first, begin = word_starts(self.tokenizer, (0, session.turns[0]), session.system, **how)
         return begin - first
 
-    def _opening_len(self, system: str | None) -> int:
-        return opening_len(self.tokenizer, system, special_tokens=self.special_tokens)
-
 
 def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     """The messages that are new to a session; RequestError if the others differ from its own."""
@@ -127,7 +139,12 @@ def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Mess
 
 
 def session_for(
-    session: Session, messages: Sequence[Message], fields: str, headers: Headers
+    session: Session,
+    messages: Sequence[Message],
+    fields: str,
+    headers: Headers,
+    *,
+    has_all: bool = True,
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
@@ -140,6 +157,8 @@ def session_for(
 
     Args:
         fields: `fields` of the request.
+        has_all: a stored answer has all that the request asks for. Logprobs are not stored, so with
+            them the same turn is answered anew.
 
     Raises:
         RequestError: the same key with another request: 422, as IETF's draft of the
@@ -161,5 +180,5 @@ def session_for(
     is_whole = any(message.role == "assistant" for message in messages)
     is_other_turn = bool(headers.key and session.key and not is_whole)
     if turn == session.turn_digest and not is_other_turn:
-        return None if is_same else session.reset()
+        return None if is_same and has_all else session.reset()
     return None if headers.is_retry and is_same_request and not is_other_turn else session

@@ -6,7 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect
@@ -15,9 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.turn import Chosen
 
-WARNING = "X-KVAlign-Warning"
+WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _GONE = "gone"
+_LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
 
 
@@ -31,11 +34,26 @@ class TextForm:
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
         self.created = int(time.time())
 
+    def for_request(self, request: Any, answers: Answers) -> None:
+        """Take what the form says of a request whose answers begin."""
+
     def of_text(self, text: str) -> dict[str, Any]:
         """Return a choice's fields for a whole text; `of_piece`: for a piece, in a chunk."""
         return {"text": text}
 
     of_piece = of_text
+
+    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        """Return the logprobs of tokens; None without one."""
+        if not tokens:
+            return None
+        tops = [{_text(spelled): value for spelled, value in one.top} for one in tokens]
+        return {
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": [one.offset for one in tokens],
+        }
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -54,9 +72,34 @@ class ChatForm(TextForm):
     def of_piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
+    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        content = [
+            {
+                **_told(one.spelled, one.logprob),
+                "top_logprobs": [_told(spelled, value) for spelled, value in one.top],
+            }
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
 
-def choice_of(index: int, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode(errors="replace")
+
+
+def _told(spelled: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _text(spelled), "logprob": logprob, "bytes": [*spelled]}
+
+
+def choice_of(
+    index: int,
+    content: dict[str, Any],
+    finish: str | None,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
@@ -82,6 +125,13 @@ def warning_of(answers: Answers) -> dict[str, str]:
         return {}
     what = f"{num} of the prompt's {answers.num_prompt} tokens are out of the cache and forgotten"
     return {WARNING: f"{what}: use a larger --cache-size of the server, or its --memory"}
+
+
+def ignored_of(names: Iterable[str]) -> dict[str, str]:
+    """Header that names a request's fields that no API has; none without one."""
+    plain = (name.encode("ascii", "replace").decode()[:_LONGEST_NAME] for name in names)
+    told = ", ".join("".join(x if x.isprintable() else "?" for x in name) for name in plain)
+    return {IGNORED: told} if told else {}
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
@@ -114,24 +164,33 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
         answers.cancel()
 
 
-async def whole(form: TextForm, answers: Answers, events: Events, receive: Receive) -> Response:
-    """The complete answer as one document."""
+async def whole(
+    form: TextForm, answers: Answers, events: Events, receive: Receive, headers: Mapping[str, str]
+) -> Response:
+    """The complete answer as one document, with these headers."""
     texts, ends = [""] * answers.num, dict[int, End]()
+    tokens: list[list[Chosen]] = [[] for _ in texts]
     async for batch in events_of(answers, events, receive):
         for event in batch:
             if isinstance(event, Piece):
                 texts[event.index] += event.text
+                tokens[event.index] += event.tokens
             else:
                 ends[event.index] = event
-    choices = [choice_of(i, form.of_text(text), ends[i].finish) for i, text in enumerate(texts)]
+    choices = [
+        choice_of(i, form.of_text(text), ends[i].finish, form.of_tokens(tokens[i]))
+        for i, text in enumerate(texts)
+    ]
     usage = usage_of(answers, ends.values())
-    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=warning_of(answers))
+    headers = {**headers, **warning_of(answers)}
+    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=headers)
 
 
 class EventStream(Response):
     """Answer that is sent piece by piece. A client that takes none in time is dropped."""
 
     media_type = "text/event-stream"
+    last = "data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -141,12 +200,13 @@ class EventStream(Response):
         *,
         has_usage: bool,
         timeout: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ):
         self.form, self.answers, self.events = form, answers, events
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}
         self.timeout, self.status_code, self.background = timeout, 200, None
         how = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self.init_headers(how | warning_of(answers))
+        self.init_headers({**how, **headers} | warning_of(answers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(body: str, more: bool = True) -> None:
@@ -156,32 +216,49 @@ class EventStream(Response):
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(head)
-            numbers = range(self.answers.num) if self.form.opening else ()
-            await put("".join(self._chunk(i, self.form.opening) for i in numbers))
+            await put(self._first())
             ends = list[End]()
             try:
                 async for batch in events_of(self.answers, self.events, receive):
                     ends += (x for x in batch if isinstance(x, End))
                     await put("".join(map(self._of_event, batch)))
             except RequestError as error:
-                await put(_line(error.form()))
+                await put(self._of_error(error))
             else:
-                if self.usage:
-                    usage = usage_of(self.answers, ends)
-                    await put(_line(self.form.document(self.form.chunk_kind, [], usage=usage)))
-            await put("data: [DONE]\n\n", more=False)
+                await put(self._last(ends))
+            await put(self.last, more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one
             pass
         finally:
             self.answers.cancel()
 
+    def _first(self) -> str:
+        numbers = range(self.answers.num) if self.form.opening else ()
+        return "".join(self._chunk(i, self.form.opening) for i in numbers)
+
+    def _last(self, ends: list[End]) -> str:
+        if not self.usage:
+            return ""
+        usage = usage_of(self.answers, ends)
+        return _line(self.form.document(self.form.chunk_kind, [], usage=usage))
+
+    def _of_error(self, error: RequestError) -> str:
+        return _line(error.form())
+
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, Piece):
-            return self._chunk(event.index, self.form.of_piece(event.text))
+            logprobs = self.form.of_tokens(event.tokens)
+            return self._chunk(event.index, self.form.of_piece(event.text), logprobs=logprobs)
         return self._chunk(event.index, self.form.of_piece(""), event.finish)
 
-    def _chunk(self, index: int, content: dict[str, Any], finish: str | None = None) -> str:
-        choices = [choice_of(index, content, finish)]
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choices = [choice_of(index, content, finish, logprobs)]
         return _line(self.form.document(self.form.chunk_kind, choices, **self.usage))
 
 

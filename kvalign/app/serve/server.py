@@ -21,7 +21,17 @@ from kvalign.app.serve.answers import Answers, Event
 from kvalign.app.serve.bodies import body_of
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.guard import Guard
-from kvalign.app.serve.replies import WARNING, ChatForm, Events, EventStream, TextForm, whole
+from kvalign.app.serve.replies import (
+    IGNORED,
+    WARNING,
+    ChatForm,
+    Events,
+    EventStream,
+    TextForm,
+    ignored_of,
+    whole,
+)
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
@@ -62,7 +72,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     async def answer(
         request: Request,
-        kind: type[Chat] | type[Completion],
+        kind: type[Chat] | type[Completion] | type[ResponseRequest],
         form: TextForm,
         begin: Callable[..., Answers],
     ) -> Response:
@@ -79,10 +89,14 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         answers = await run_in_threadpool(begin, fields, headers, put)
+        ignored = ignored_of(fields.ignored)
+        form.for_request(fields, answers)
         if not fields.stream:
-            return await whole(form, answers, events, request.receive)
+            return await whole(form, answers, events, request.receive, ignored)
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-        return EventStream(form, answers, events, has_usage=has_usage, timeout=settings.timeout)
+        timeout = settings.timeout
+        stream = ResponseStream if isinstance(form, ResponseForm) else EventStream
+        return stream(form, answers, events, has_usage=has_usage, timeout=timeout, headers=ignored)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -91,6 +105,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, Completion, TextForm(name), service.completion)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, ResponseRequest, ResponseForm(name), service.respond)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:
@@ -134,7 +152,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[WARNING],
+            expose_headers=[WARNING, IGNORED],
         )
     return app
 

@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
+from kvalign.app.serve.constraints import Constraints
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
+from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import AnswerRow, Turn
-from kvalign.app.serve.wire import Chat, Completion, Headers, Message
-from kvalign.app.sessions.conversation import sinks_of
+from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Message, Request
+from kvalign.app.sessions.conversation import sinks_of, talk_defaults
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.ends import end_ids
+from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
@@ -42,10 +45,11 @@ class Service:
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = sinks_of(settings.num_sinks)
-        says = Sampling.of_model(loaded.model.generation_config)
-        self.defaults = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
+        self.defaults = {**talk_defaults(loaded), **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
+        self.json_ends = end_ids(loaded.model, self.tokenizer)
+        self.constraints = Constraints(self.tokenizer, self.json_ends)
         if type(self.method).join is Method.join:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
         if (num := self.method.tokens_left) is not None:
@@ -110,23 +114,45 @@ class Service:
         notes = store.notes if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in notes)
 
-    def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
-        """Answer messages. Of messages that continue a session only the new ones are fed."""
+    def respond(self, request: ResponseRequest, headers: Headers, put: Put) -> Answers:
+        """Answer a request to /v1/responses, in a session of its own or that of an earlier one."""
+        return self.chat(request.as_chat, headers, put, request.previous)
+
+    def chat(
+        self, request: Chat, headers: Headers, put: Put, previous: int | None = None
+    ) -> Answers:
+        """Answer messages. Of messages that continue a session only the new ones are fed.
+
+        `previous`: tokens before the session's last answer, if a request names this answer as the
+        one that it continues.
+        """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
+        template = request.chat_template_kwargs
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.new_session(Session(""), request.messages)
-            ids = prompts.of_messages(new, request.messages)
-            return self._submit([(new, ids)], sampling, request.num_choices, put)
+            new = prompts.new_session(Session(""), request.messages, template)
+            ids = prompts.of_messages(new, request.messages, template)
+            return self._submit([(new, ids)], sampling, request, put)
         with self._session(name, request.messages) as former:
-            session = session_for(former, request.messages, request.fields, headers)
+            session: Session | None = former
+            is_last = previous == len(former.ids) - former.num_new and not former.is_new
+            if not is_last:
+                session = self._session_for(former, request.messages, request, headers)
+                if session is not None and previous is not None:
+                    raise RequestError(
+                        "only the last response of a conversation can be continued, and only while "
+                        "the server keeps it",
+                        param="previous_response_id",
+                        code="previous_response_not_found",
+                    )
             if session is None:
                 return self._again(former, put)
             messages = new_messages(session, request.messages)
-            session = prompts.new_session(session, messages) if session.is_new else session
+            if session.is_new:
+                session = prompts.new_session(session, messages, template)
             session = session.with_request(request.messages, request.fields, headers.key)
-            ids = prompts.of_messages(session, messages)
-            return self._submit([(session, ids)], sampling, 1, put, messages)
+            ids = prompts.of_messages(session, messages, template)
+            return self._submit([(session, ids)], sampling, request, put, messages)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -138,16 +164,16 @@ class Service:
                 raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text)) for text in texts]
-            return self._submit(pairs, sampling, request.num_choices, put)
+            return self._submit(pairs, sampling, request, put)
         messages = [Message(role="user", content=str(texts[0]))]
         with self._session(name) as former:
-            session = session_for(former, messages, request.fields, headers)
+            session = self._session_for(former, messages, request, headers)
             if session is None:
                 return self._again(former, put)
             session = replace(session, num_sinks=num_sinks) if session.is_new else session
             session = session.with_request(messages, request.fields, headers.key)
             ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            return self._submit([(session, ids)], sampling, 1, put, messages)
+            return self._submit([(session, ids)], sampling, request, put, messages)
 
     @contextmanager
     def _session(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
@@ -158,6 +184,18 @@ class Service:
         except BaseException:
             self.sessions.release(session)
             raise
+
+    def _session_for(
+        self, former: Session, messages: Sequence[Message], request: Request, headers: Headers
+    ) -> Session | None:
+        has_all = request.num_top is None
+        session = session_for(former, messages, request.fields, headers, has_all=has_all)
+        if session is None and not has_all:
+            raise RequestError(
+                "logprobs of an answer that was given before are not stored: leave them out",
+                param="logprobs",
+            )
+        return session
 
     def _again(self, session: Session, put: Put) -> Answers:
         """Last answer of a session again."""
@@ -196,17 +234,12 @@ class Service:
         return blank
 
     def _sampling(self, request: Chat | Completion) -> Sampling:
-        most = request.most_tokens or self.most_tokens
-        if most > self.most_tokens:
-            raise RequestError(
-                f"max_tokens must be at most {self.most_tokens} here, got {most}",
-                param="max_tokens",
-            )
+        most = min(request.most_tokens or self.most_tokens, self.most_tokens)
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
-        fields = {"temperature": request.temperature, "top_p": request.top_p}
-        own: dict[str, Any] = {name: x for name, x in fields.items() if x is not None}
-        if own:
+        values = {name: getattr(request, name) for name in OF_REQUESTS}
+        own: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
+        if own.keys() & set(DRAWS):
             own["do_sample"] = True
         if request.seed is not None:
             own["seed"] = request.seed % 2**62
@@ -218,14 +251,19 @@ class Service:
         self,
         pairs: Sequence[tuple[Session, Tensor]],
         sampling: Sampling,
-        num_choices: int,
+        request: Request,
         put: Put,
         messages: Sequence[Message] | None = None,
     ) -> Answers:
-        """Pass turns to the engine: for each session, its input and `num_choices` answers.
+        """Pass turns to the engine: for each session, its input and the answers.
 
         `messages` are the new messages of a session that is stored with its answer.
         """
+        num_choices, schema = request.num_choices, request.schema_of_answer
+        constraint, ends = None, self.ends
+        if schema is not None:
+            constraint, ends = self.constraints.of_schema(schema), self.json_ends
+            sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
             before = session.ids
@@ -253,10 +291,12 @@ class Service:
                     ids,
                     method.sizes,
                     self.tokenizer,
-                    self.ends,
+                    ends,
                     self.method.model.device,
-                    lambda index, text: put(Piece(index, text)),
+                    lambda index, text, tokens: put(Piece(index, text, tokens)),
                     draw,
+                    request.num_top,
+                    constraint,
                 )
                 for draw in range(num_choices)
             ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
+from kvalign.streaming.sampling import Sampling
 
 
 def lets_others_in(host: str) -> bool:
@@ -21,11 +22,12 @@ def lets_others_in(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model behind the OpenAI API: chat, completions and responses.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
     X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
-    generation_config does. The key may also be in KVALIGN_API_KEY.
+    generation_config does, else the defaults of `kvalign chat` hold. The key may also be in
+    KVALIGN_API_KEY.
 
     Example:
         kvalign serve --model gpt2-mini --cache-size 128 --sessions talks
@@ -78,7 +80,9 @@ class ServeSettings(TalkSettings):
     max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
     max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
     top_k: int | None = option(
-        None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
+        None,
+        help=f"draw from the k most likely tokens; 0: from all (default: {Sampling.top_k})",
+        at_least=0,
     )
     seed: int | None = option(
         None, help="random seed of requests without one (default: random)", at_least=0

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.streaming.answer import Answer
+from kvalign.streaming.decoder import token_bytes
 from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
 
@@ -24,9 +25,24 @@ OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="
 State = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A token of an answer and its logprob, beside those of the likeliest tokens."""
+
+    spelled: bytes
+    logprob: float  # nats
+    top: tuple[tuple[bytes, float], ...]  # the likeliest first
+    offset: int  # characters of the answer's tokens before it
+
+    @property
+    def text(self) -> str:
+        return self.spelled.decode(errors="replace")
+
+
 class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
-    tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
+    tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`. With
+    `num_top` each token is shown with its logprob; a `constraint` gives it a form.
 
     Attributes:
         turn: whose answer it is, once that has begun.
@@ -45,17 +61,23 @@ class AnswerRow(Row):
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         device: torch.device,
-        show: Callable[[int, str], None],
+        show: Callable[[int, str, tuple[Chosen, ...]], None],
         draw: int = 0,
+        num_top: int | None = None,
+        constraint: Callable[[int], LogitsProcessor] | None = None,
     ):
         before = ids.tolist()
         drawing = sampling.of_row(device, draw)
+        if constraint is not None:  # before what chooses among the likeliest
+            drawing["processors"].insert(0, constraint(len(before)))
         super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
         self.index, self._show, self._sizes, self._num_before = index, show, sizes, len(before)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
         self._answer = Answer(tokenizer, before, sampling, ends)
         self.token_ids = self._answer.token_ids
+        self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
+        self._num_said = 0  # characters of the tokens whose logprobs were told
 
     @property
     def finish(self) -> str:
@@ -81,12 +103,29 @@ class AnswerRow(Row):
         try:
             super().take(logits, method)
             _, shown = self._answer.take(int(self.token))
-            if shown:
-                self.text += shown
-                self._show(self.index, shown)
+            self.text += shown
+            chosen = self._chosen(logits)
+            if shown or chosen:
+                self._show(self.index, shown, chosen)
         except Exception as error:
             log.error("a token could not be taken", exc_info=error)
             self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
+
+    def _chosen(self, logits: Tensor) -> tuple[Chosen, ...]:
+        """The last token with its logprob, if that is wanted: by the model's own logits [1, V],
+        before sampling changes them.
+        """
+        token = int(self.token)
+        if self._num_top is None or token in self._ends:
+            return ()
+        logprobs = logits[0].float().log_softmax(-1)
+        values, tokens = logprobs.topk(min(self._num_top, len(logprobs)))
+        best = zip(tokens.tolist(), values.tolist(), strict=True)
+        top = [(token_bytes(self._tokenizer, one), value) for one, value in best]
+        spelled = token_bytes(self._tokenizer, token)
+        chosen = Chosen(spelled, float(logprobs[token]), tuple(top), self._num_said)
+        self._num_said += len(chosen.text)
+        return (chosen,)
 
 
 @dataclass(eq=False)

@@ -10,19 +10,30 @@ from pydantic import (
     BaseModel,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from kvalign.app.serve.bodies import values_of
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.other_apis import REFUSED
+from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=128)]
+Penalty = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
+# What a request gives a chat template. The marks of special tokens cannot stand in the text.
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ .,:-]{0,64}$")]
+OF_REQUESTS = (*DRAWS, "repetition_penalty")
+"""Fields that are those of `Sampling`, by the same names."""
 _LONGEST_KEY = 255
+_MOST_IGNORED = 20  # names that are told
 
 M = TypeVar("M", bound="Request")
 T = TypeVar("T")
@@ -32,7 +43,8 @@ _MOST_PARTS = 256  # of a message
 
 
 class Form(BaseModel, extra="forbid", strict=True):
-    """Part of a request. Each of its fields is obeyed, is harmless, or is refused by name.
+    """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name.
+    A name that no API has is ignored, and noted in the list `ignored` of pydantic's context.
 
     Attributes:
         harmless: fields that change no token of an answer, and what they are for.
@@ -46,27 +58,31 @@ class Form(BaseModel, extra="forbid", strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_obeyed(cls, values: Any) -> Any:
-        return cls.obeyed(values) if isinstance(values, dict) else values
+    def _only_obeyed(cls, values: Any, info: ValidationInfo) -> Any:
+        ignored = (info.context or {}).get("ignored", [])
+        return cls.obeyed(values, ignored) if isinstance(values, dict) else values
 
     @classmethod
-    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields that are obeyed; RequestError for one that is refused or unknown."""
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        """Return the fields that are obeyed, and note those that are ignored; RequestError for one
+        that is refused.
+        """
+        refused = {**REFUSED, **cls.refused}
         where, fields = f"{cls.within}: " if cls.within else "", {}
         for name, value in values.items():
             if name in cls.model_fields:
                 fields[name] = value
-            elif name in cls.refused:
-                if value is not None and value not in cls.refused[name]:
+            elif name in cls.harmless:
+                continue
+            elif name in refused:
+                if value is not None and value not in refused[name]:
                     raise RequestError(
                         f"{where}{name} is not supported: leave it out",
                         param=cls.within or name,
                         code="unsupported",
                     )
-            elif name not in cls.harmless:
-                raise RequestError(
-                    f"{where}{name:.80}: unknown parameter", param=cls.within or name
-                )
+            elif len(ignored) < _MOST_IGNORED and f"{where}{name}" not in ignored:
+                ignored.append(f"{where}{name}")
         return fields
 
 
@@ -80,6 +96,7 @@ class Request(Form):
     """Fields that both kinds of requests have."""
 
     harmless = {"user": "says who asks"}
+    _ignored: list[str] = PrivateAttr(default_factory=list)
     refused = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
     model: str
     stream: bool | None = None
@@ -87,10 +104,23 @@ class Request(Form):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Choices | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _from_all(cls, top_k: int | None) -> int | None:
+        return 0 if top_k == -1 else top_k  # as vLLM has it
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of its fields that no API has."""
+        return self._ignored
 
     @property
     def num_choices(self) -> int:
@@ -103,6 +133,16 @@ class Request(Form):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_top(self) -> int | None:
+        """Number of likeliest tokens whose logprobs are told beside each token's; None: none is."""
+        return None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer obeys; None: any text."""
+        return None
 
     @property
     def fields(self) -> str:
@@ -120,6 +160,41 @@ _NOT_OF_THE_ANSWER = {
     *("model", "session", "stream", "stream_options"),
     *("messages", "prompt", "max_completion_tokens"),
 }
+
+
+class JSONSchema(Form):
+    harmless = {
+        "name": "says what the schema is called",
+        "description": "says what the schema is for",
+        "strict": "says that the schema must be obeyed, which it always is",
+    }
+    within = "response_format"
+    of: dict[str, Any]
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        """Return the `schema`; pydantic has another use for its name."""
+        rest = {name: x for name, x in values.items() if name not in ("schema", "of")}
+        return {**super().obeyed(rest, ignored), "of": values.get("schema") or {}}
+
+
+class ResponseFormat(Form):
+    """Form of an answer."""
+
+    within = "response_format"
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer obeys; None: any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise RequestError("response_format: json_schema is missing", param="response_format")
+        return self.json_schema.of
 
 
 class TextPart(Form):
@@ -147,11 +222,11 @@ class Message(Form):
     content: str
 
     @classmethod
-    def obeyed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
         and llama.cpp join them.
         """
-        fields = super().obeyed(values)
+        fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
         content = fields.get("content")
@@ -161,8 +236,17 @@ class Message(Form):
                     f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
                     param="messages",
                 )
-            fields["content"] = "\n".join(TextPart.model_validate(part).text for part in content)
+            fields["content"] = "\n".join(
+                TextPart.model_validate(part, context={"ignored": ignored}).text for part in content
+            )
         return fields
+
+
+# Fields of another address of the API.
+_OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("prompt", "input", "instructions", "previous_response_id", "text"), ()),
+    **{"echo": (False,), "suffix": ("",), "best_of": (1,)},
+}
 
 
 class Chat(Request):
@@ -179,13 +263,11 @@ class Chat(Request):
         "parallel_tool_calls": "says how tools are called, and there are none",
     }
     refused = Request.refused | {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
+        **_OF_OTHERS,
         "tools": ([],),
         "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "verbosity": ("medium",),
         "reasoning_effort": (),
@@ -198,6 +280,12 @@ class Chat(Request):
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[TemplateName, bool | TemplateText], Field(max_length=16)] | None
+    ) = None
 
     @field_validator("messages")
     @classmethod
@@ -208,6 +296,17 @@ class Chat(Request):
             raise ValueError("the last message must be the user's")
         return messages
 
+    @field_validator("response_format")
+    @classmethod
+    def _of_any_text(cls, form: ResponseFormat | None) -> ResponseFormat | None:
+        return None if form is None or form.type == "text" else form
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> "Chat":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
     @model_validator(mode="after")
     def _one_length(self) -> "Chat":
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
@@ -216,6 +315,15 @@ class Chat(Request):
                 param="max_completion_tokens",
             )
         return self
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        form = self.response_format
+        return None if form is None else form.schema_of_answer
 
     @property
     def most_tokens(self) -> int | None:
@@ -230,15 +338,22 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
 
 
+_ONLY_CHAT = ({*Chat.model_fields, *Chat.refused} - {*Request.model_fields, *Request.refused}) - {
+    *("logprobs", "prompt")
+}
+
+
 class Completion(Request):
     """A request to /v1/completions."""
 
+    harmless = Chat.harmless
     refused = Request.refused | {
-        "logprobs": (),  # 0 asks for that of the token that was drawn
+        **{name: Chat.refused.get(name, ()) for name in _ONLY_CHAT},
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
     }
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[Several[str], Tag("texts")]
@@ -253,6 +368,10 @@ class Completion(Request):
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else list(prompt)
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
 
     @property
     def most_tokens(self) -> int:
@@ -284,8 +403,11 @@ def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -
     values = values_of(body, most_values)
     if isinstance(values, dict) and values.get("session") is None and session is not None:
         values["session"] = session
+    ignored: list[str] = []
     try:
-        return model.model_validate(values)
+        request = model.model_validate(values, context={"ignored": ignored})
+        request._ignored = ignored
+        return request
     except RecursionError:
         raise RequestError("the body is nested too deep") from None
     except ValidationError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, num_of_keep, pieces_of
@@ -294,6 +294,13 @@ def sinks_of(num_sinks: str) -> int | None:
     return int(num_sinks)
 
 
+def talk_defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """Return the sampling of an answer, by field, where no flag and no request says it."""
+    says = Sampling.of_model(loaded.model.generation_config)
+    calm = {} if says.keys() & set(DRAWS) else CALM
+    return {"stop_at_end": True, **calm, **says}
+
+
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.turns import opening_len
 
@@ -302,13 +309,10 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     if num_sinks is None and keep is not None:
         num_sinks = num_of_keep(keep, "system")
         if num_sinks is None:
-            how = {"special_tokens": settings.special_tokens}
+            how: dict[str, Any] = {"special_tokens": settings.special_tokens}
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
-    says = Sampling.of_model(loaded.model.generation_config)
-    calm = {} if says.keys() & set(DRAWS) else CALM
-    defaults = {"stop_at_end": True, **calm, **says}
-    stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
+    stream = settings.stream(loaded, num_sinks=num_sinks, defaults=talk_defaults(loaded))
     if settings.system is not None:
         stream.notes[SYSTEM] = settings.system
     return stream

@@ -1,0 +1,130 @@
+"""Logprobs of `kvalign serve`, and answers that are JSON."""
+
+import json
+import sys
+
+import openai
+import pytest
+import torch
+from helpers.served import serving
+
+from kvalign.models.loading import load_model
+from kvalign.streaming.decoder import token_bytes
+
+HELLO = [{"role": "user", "content": "Who lived there?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["sea", "land"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="module")
+def client(loaded):
+    with serving(loaded, cache_size=64, max_streams=4) as one, one.client() as client:
+        yield client
+
+
+def ask(client, **more):
+    asked = dict(model="gpt2-mini", messages=HELLO, max_tokens=12, temperature=0)
+    return client.chat.completions.create(**{**asked, **more})
+
+
+def test_logprobs_are_the_model_s(client, loaded):
+    prompt = "The history of the"
+    reply = client.completions.create(
+        model="gpt2-mini", prompt=prompt, max_tokens=5, logprobs=2, seed=1, temperature=0.5
+    ).choices[0]
+    ids = loaded.tokenizer(prompt)["input_ids"]
+    for name, value, top in zip(
+        reply.logprobs.tokens,
+        reply.logprobs.token_logprobs,
+        reply.logprobs.top_logprobs,
+        strict=True,
+    ):
+        with torch.no_grad():
+            logprobs = loaded.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        spelled = {
+            token_bytes(loaded.tokenizer, i).decode(errors="replace"): i for i in range(8192)
+        }
+        assert value == pytest.approx(float(logprobs[spelled[name]]), abs=1e-4)
+        assert max(top.values()) == pytest.approx(float(logprobs.max()), abs=1e-4)
+        ids.append(spelled[name])
+    assert "".join(reply.logprobs.tokens) == reply.text
+    assert reply.logprobs.text_offset[:2] == [0, len(reply.logprobs.tokens[0])]
+
+
+def test_logprobs_of_pieces_are_those_of_the_whole(client):
+    how = dict(logprobs=True, top_logprobs=3)
+    whole = ask(client, **how).choices[0]
+    pieces = [chunk.choices[0] for chunk in ask(client, **how, stream=True) if chunk.choices]
+    streamed = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content]
+    assert streamed == whole.logprobs.content and len(streamed) == 12
+    assert all(one.token == one.top_logprobs[0].token for one in streamed)
+    assert b"".join(bytes(x.bytes) for x in streamed).decode() == whole.message.content
+    assert ask(client).choices[0].logprobs is None
+
+
+def test_logprobs_of_an_answer_of_before_are_not_invented(client):
+    name = dict(extra_body={"session": "told"})
+    first = ask(client, logprobs=True, **name).choices[0]
+    assert ask(client, logprobs=True, **name).choices[0] == first, "answered anew"
+    keyed = dict(extra_headers={"Idempotency-Key": "one"}, extra_body={"session": "keyed"})
+    ask(client, logprobs=True, **keyed)
+    with pytest.raises(openai.BadRequestError, match="are not stored"):
+        ask(client, logprobs=True, **keyed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_of_a_schema_is_one(client, seed):
+    for more in (dict(), dict(session=f"forms{seed}")):
+        choice = ask(
+            client,
+            response_format=OF_SCHEMA,
+            max_tokens=60,
+            temperature=1.5,
+            seed=seed,
+            extra_body=more,
+        ).choices[0]
+        answer = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop"
+        assert set(answer) == {"ok", "kind"} and answer["kind"] in ("sea", "land")
+
+
+def test_answers_side_by_side_have_each_its_form(client):
+    choices = ask(
+        client, response_format=OF_SCHEMA, n=3, max_tokens=60, temperature=1.5, seed=1
+    ).choices
+    assert all(set(json.loads(one.message.content)) == {"ok", "kind"} for one in choices)
+
+
+def test_json_of_any_schema_begins_an_object(client):
+    text = ask(client, response_format={"type": "json_object"}).choices[0].message.content
+    assert text.startswith("{")
+    plain = ask(client, response_format={"type": "text"}).choices[0].message.content
+    assert plain == ask(client).choices[0].message.content
+
+
+def test_a_schema_that_cannot_be_obeyed_is_refused(client):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
+    with pytest.raises(openai.BadRequestError, match="schema that cannot be obeyed"):
+        ask(client, response_format=schema)
+
+
+def test_without_the_package_json_is_refused_by_name(client, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
+        ask(client, response_format={"type": "json_object"})
+
+
+def test_bytes_of_tokens_are_those_of_the_text(loaded):
+    ids = loaded.tokenizer("The café on the island, 東")["input_ids"]
+    text = b"".join(token_bytes(loaded.tokenizer, one) for one in ids).decode()
+    assert text == "The café on the island, 東"

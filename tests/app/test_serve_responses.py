@@ -1,0 +1,151 @@
+"""/v1/responses of `kvalign serve`, through OpenAI's client."""
+
+import json
+from typing import get_type_hints
+
+import openai
+import pytest
+from helpers.served import serving
+from openai.types.responses import response_create_params as params
+
+from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.responses import Item, Part, ResponseRequest, TextFormat
+from kvalign.app.serve.wire import parsed
+from kvalign.models.loading import load_model
+
+TURNS = ["Who lived there?", "Why?", "Why?"]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="module")
+def client(loaded):
+    with serving(loaded, cache_size=48, max_streams=4) as one, one.client() as client:
+        yield client
+
+
+def respond(client, said, **more):
+    asked = dict(model="gpt2-mini", input=said, max_output_tokens=12, temperature=0)
+    return client.responses.create(**{**asked, **more})
+
+
+def test_responses_are_turns_of_a_session(client):
+    last = None
+    for number, turn in enumerate(TURNS):
+        reply = respond(client, turn, previous_response_id=last)
+        extra = {"Idempotency-Key": str(number)}
+        said = client.chat.completions.create(
+            model="gpt2-mini",
+            messages=[{"role": "user", "content": turn}],
+            max_tokens=12,
+            temperature=0,
+            extra_body={"session": "beside"},
+            extra_headers=extra,
+        )
+        assert reply.output_text == said.choices[0].message.content
+        assert reply.usage.input_tokens == said.usage.prompt_tokens
+        assert reply.usage.input_tokens_details.cached_tokens == (
+            said.usage.prompt_tokens_details.cached_tokens
+        )
+        assert (reply.status, reply.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+        assert reply.previous_response_id == last
+        last = reply.id
+    assert reply.usage.input_tokens > 48, "longer than the cache"
+
+
+def test_events_make_the_response(client):
+    first = respond(client, "Who?")
+    whole = respond(client, "Why?", previous_response_id=first.id)
+    begun = respond(client, "Who?")
+    events = list(respond(client, "Why?", previous_response_id=begun.id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == events[-1].response.output_text
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert events[0].response.id == events[-1].response.id
+    again = respond(client, "When?", previous_response_id=events[-1].response.id)
+    assert again.usage.input_tokens > whole.usage.input_tokens
+
+
+def test_only_the_last_response_goes_on(client):
+    first = respond(client, "Who?")
+    respond(client, "Why?", previous_response_id=first.id)
+    with pytest.raises(openai.BadRequestError, match="only the last response") as caught:
+        respond(client, "When?", previous_response_id=first.id)
+    assert caught.value.code == "previous_response_not_found"
+    apart = respond(client, "Who?", store=False)
+    for unknown in (apart.id, "resp_" + "0" * 32):
+        with pytest.raises(openai.BadRequestError, match="only the last response"):
+            respond(client, "Why?", previous_response_id=unknown)
+
+
+def test_instructions_are_the_system_prompt(client):
+    messages = [{"role": "user", "content": [{"type": "input_text", "text": "Who?"}]}]
+    one = respond(client, messages, instructions="Be brief.")
+    same = respond(client, [{"role": "developer", "content": "Be brief."}, *messages])
+    assert one.output_text == same.output_text
+    kept = respond(client, "Why?", previous_response_id=one.id, instructions="Be brief.")
+    assert kept.output_text == respond(client, "Why?", previous_response_id=same.id).output_text
+    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
+        respond(client, "Why?", previous_response_id=kept.id, instructions="Be long.")
+
+
+def test_a_response_may_be_json(client):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "name": "one", "schema": schema, "strict": True}}
+    reply = respond(client, "Is it?", text=form, max_output_tokens=40)
+    assert reply.status == "completed" and set(json.loads(reply.output_text)) == {"ok"}
+    asked = dict(model="gpt2-mini", input="Is it?", text=form, max_output_tokens=40, temperature=0)
+    with client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_text == reply.output_text
+
+
+def test_logprobs_are_told(client):
+    asked = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = respond(client, "Who?", **asked).output[0].content
+    assert len(part.logprobs) == 12 and len(part.logprobs[0].top_logprobs) == 2
+
+
+@pytest.mark.parametrize("form", [ResponseRequest, Item, Part, TextFormat])
+def test_each_field_has_one_rule(form):
+    rules = [set(form.model_fields), set(form.harmless), set(form.refused)]
+    assert sum(map(len, rules)) == len(set.union(*rules)), "two rules for a field"
+
+
+def test_each_field_of_openai_s_request_has_a_rule():
+    names = set(get_type_hints(params.ResponseCreateParamsStreaming))
+    form = ResponseRequest
+    assert names - {*form.model_fields, *form.harmless, *form.refused} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tools", [{"type": "function"}]), ("n", 2), ("conversation", "c"), ("session", "a")],
+)
+def test_what_is_not_supported_is_refused_by_name(name, value):
+    body = json.dumps({"model": "m", "input": "Hello", name: value}).encode()
+    with pytest.raises(RequestError, match=f"{name} is not supported"):
+        parsed(ResponseRequest, body, None, 1000)
