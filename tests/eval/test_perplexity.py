@@ -44,9 +44,8 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["gpt2-mini", pytest.param("llama-mini", marks=pytest.mark.slow)])
-def test_command_equals_an_independent_loop(name, capsys):
-    cache_size, num_tokens = 32, 60
+def test_command_equals_an_independent_loop(capsys):
+    name, cache_size, num_tokens = "gpt2-mini", 32, 60
     methods = "window,streaming-llm,recompute"
     found = run_json(
         capsys,
@@ -109,24 +108,12 @@ def test_a_first_label_follows_every_first_input(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_plots_are_written(capsys, tmp_path):
-    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        path = tmp_path / f"plot{ending}"
-        argv = "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 20"
-        assert main([*argv.split(), "--plot", str(path)]) == 0
-        assert path.read_bytes().startswith(magic)
-    assert "recompute" in path.read_text()
-    assert "perplexity" in capsys.readouterr().out
-
-
 SHORT = "eval perplexity --corpus python-docs --cache-sizes 16 --num-tokens 40"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
-def test_stepping_on_request_gives_the_same_figures(capsys, name):
-    methods = ["--model", name, "--methods", "window,streaming-llm,kvalign,recompute"]
+def test_stepping_on_request_gives_the_same_figures(capsys):
+    methods = ["--model", "llama-mini", "--methods", "window,streaming-llm,kvalign,recompute"]
     fast, slow = (
         run_json(capsys, *SHORT.split(), *methods, *extra) for extra in ([], ["--stepwise"])
     )
@@ -238,13 +225,6 @@ def test_intervals_are_as_wide_as_correlated_losses_need():
     assert math.isclose(sum(quarter), 2 * sum(widths), rel_tol=0.15)
     assert interval(nll[0]) == interval(nll[0])
     assert interval(nll[0, :150]) == (0, None)
-
-
-@pytest.mark.slow
-def test_intervals_have_the_true_perplexity_nineteen_times_of_twenty():
-    intervals = [interval(nll) for nll in correlated(400, 5000, seed=1)]
-    share = sum(low < math.exp(2) < high for low, high in intervals) / 400
-    assert 0.91 < share < 0.98  # an interval for independent losses would have 0.35
 
 
 def test_comparisons_are_paired_by_label():
