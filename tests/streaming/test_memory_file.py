@@ -129,16 +129,6 @@ def test_another_stream_takes_the_place(loaded, path):
     assert files(path) == [""]
 
 
-def test_streams_whose_newest_entries_are_equal(loaded, path):
-    """In the first layer an entry depends on its token alone: older ones are compared, too."""
-    ids = torch.randint(8192, (100,)).tolist()
-    for number, first in enumerate(([7] * 50, [8] * 50)):
-        stream = begin(loaded, first + ids, recall_layers="0")
-        next(iter(stream))
-        stream.save(path)
-        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)
-
-
 @pytest.mark.parametrize("change", [lambda x: x.unlink(), lambda x: x.write_bytes(b"short")])
 def test_what_is_gone_is_written_anew(change, loaded, path):
     stream = begin(loaded)
