@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 
@@ -166,10 +167,13 @@ def at_the_last(call, num):
     return lambda *args: killed() if next(left, None) is None else call(*args)
 
 
+PLACES = ("before the memory", "in it", "before the stream", "after it")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tidies", [True, False])
-@pytest.mark.parametrize("where", ["before the memory", "in it", "before the stream", "after it"])
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("is_new", "where", "tidies"), pairwise((False, True), PLACES, (True, False))
+)
 def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch):
     """The state of before, or the new one, is there and goes on; the next save leaves no more."""
     stream = begin(loaded)
