@@ -67,7 +67,7 @@ INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.training.judge.ROW_LABELS": 80,
+    "kvalign.training.judge.ROW_LABELS": 220,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
