@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.smaller import INSIDE, example, smaller
+from helpers.smaller import INSIDE
 from helpers.uncompiled_step import not_compiled
 
 from kvalign.app.cli import help
@@ -233,20 +233,6 @@ def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, 
     if argv:
         assert len(captured.err.strip().splitlines()) == 1
     assert not (tmp_path / "d").exists() and not (tmp_path / "a").exists()
-
-
-def test_truncated_shard_is_one_line_and_code_2(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    for name, value in INSIDE.items():
-        monkeypatch.setattr(name, value)
-    assert main(smaller(example("gen-data"))[0]) == 0
-    data = example("gen-data")[example("gen-data").index("--out") + 1]
-    shard = sorted((tmp_path / data).glob("train-*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    capfd.readouterr()
-    assert main(["train", "--data", data, "--out", "a"]) == 2
-    error = capfd.readouterr().err
-    assert shard.name in error and len(error.strip().splitlines()) == 1
 
 
 def test_json_is_one_document(capfd):

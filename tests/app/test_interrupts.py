@@ -13,11 +13,10 @@ import time
 import pytest
 from helpers.patience import PATIENCE_S
 from helpers.smaller import output_of
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 RECORD = "gen-data --num-tokens 4096 --shard-mb 4 --out {}"
-NETWORK = "train --data caches --target key --max-epochs 2 --out {}"
+NETWORK = "train --data caches --target key --max-epochs 2 --no-judge --out part"
 PERPLEXITY = "eval perplexity --methods window,recompute --cache-sizes 16,200 --json --num-tokens "
 
 
@@ -79,23 +78,19 @@ def test_gen_data_keeps_shards(folder):
 
 
 def test_a_network_goes_on_at_its_last_validation(folder):
-    whole, command = NETWORK.format("whole"), NETWORK.format("part")
-    line = stopped(command, folder, "part/training/key/last.ckpt")
+    """That the weights are then the same, `test_network_run.py` says."""
+    line = stopped(NETWORK, folder, "part/training/key/last.ckpt")
     kept = "the key network is kept as of its last validation in part/training"
-    assert line == says(command, kept)
-    finished(whole, folder)
-    finished(command, folder)
-    a, b = (load_file(folder / name / "model.safetensors") for name in ("whole", "part"))
-    assert all(a[name].equal(b[name]) for name in a)
+    assert line == says(NETWORK, kept)
 
 
 def test_perplexity_keeps_the_losses_of_finished_methods(folder):
-    command = PERPLEXITY + "80 --keep losses"
+    command = PERPLEXITY + "40 --keep losses"
     line = stopped(command, folder, "losses/[!.]*")
     num_kept = int(line.split("the losses of ")[1].split()[0])
     kept = f"the losses of {num_kept} methods and sizes are kept in losses"
     assert line == says(command, kept) and 1 <= num_kept < 4
-    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "80"))
+    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "40"))
     assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
 
 
@@ -111,7 +106,6 @@ cells:
 """
 
 
-@pytest.mark.slow
 def test_a_table_keeps_nothing(folder):
     with start(TABLE.format("table"), folder) as process:
         while " tokens computed, " not in process.stderr.readline():
@@ -125,7 +119,6 @@ def test_a_table_keeps_nothing(folder):
     )
 
 
-@pytest.mark.slow
 def test_a_suite_keeps_finished_cells(folder):
     (folder / "two.yaml").write_text(SUITE)
     command = "eval run two.yaml --out results"

@@ -5,8 +5,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from kvalign.data_gen import corpus
 from kvalign.data_gen.corpora import texts, token_pieces
-from kvalign.data_gen.corpus import RECALL_LEN
 from kvalign.data_gen.facts import (
     ANSWER,
     END,
@@ -66,12 +66,12 @@ def test_a_stream_goes_on_where_it_ended_and_begins_anywhere():
     assert kinds == {0, 1, 2}
 
 
-@pytest.mark.slow
-def test_the_corpus_is_tokens_of_its_own():
+def test_the_corpus_is_tokens_of_its_own(monkeypatch):
+    monkeypatch.setattr(corpus, "RECALL_LEN", {"train": 3968, "test": 3968})
     tokenizer = recall_tokenizer(256)
     (text,) = texts("recall", "test")
     ids = list(chain(*token_pieces("recall", tokenizer, "test")))
-    assert len(ids) == RECALL_LEN["test"] and max(ids) < len(WORDS) - 1
+    assert len(ids) == 3968 and max(ids) < len(WORDS) - 1
     assert text.split() == [WORDS[i] for i in ids]
     assert tokenizer.decode(ids[:9]) == " ".join(WORDS[i] for i in ids[:9])
     assert tokenizer("k7=3 island")["input_ids"] == [7 * 8 + 3, WORDS.index(END)]

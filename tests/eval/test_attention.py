@@ -23,7 +23,6 @@ from kvalign.eval.evaluations.attention.weights import (
 )
 from kvalign.eval.protocol.conclusions import sinks
 from kvalign.eval.protocol.evaluation import SIZES
-from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.methods import make_method
 from kvalign.models.loading import load_model
 
@@ -107,13 +106,6 @@ def test_a_row_is_of_the_layers_after_the_second(models):
     assert found["first_before_low"] < 30 < found["first_before_high"]
     assert found["before"]["by_head"][2] == pytest.approx([40, 40])
     assert found["before"]["by_entry"][2][:2] == pytest.approx([30, 10])
-
-
-def test_the_interval_of_a_mean_is_that_of_the_spread():
-    values = torch.randn(400, generator=torch.Generator().manual_seed(0))
-    low, high = mean_interval(values)
-    mean, half = values.mean().item(), 1.96 * values.std().item() / 20
-    assert [low, high] == pytest.approx([mean - half, mean + half], abs=0.02)
 
 
 @pytest.mark.slow

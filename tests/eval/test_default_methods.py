@@ -96,13 +96,6 @@ def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
     assert first.aligner is given and not caplog.messages
 
 
-def test_times_need_no_trained_aligner(models, caplog):
-    settings = LatencySettings(**SIZES)
-    aligners = untrained_aligners(models["gpt2"], settings)
-    assert names(make_grid(settings, models["gpt2"], aligners)).count("kvalign") == 4
-    assert not caplog.messages
-
-
 def test_times_are_of_what_was_trained_here(models, tmp_path, monkeypatch):
     """As in every other evaluation, unless untrained kinds are asked for."""
     monkeypatch.chdir(tmp_path)

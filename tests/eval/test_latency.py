@@ -6,7 +6,6 @@ equalities.
 
 import functools
 import json
-from itertools import groupby, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,9 +26,7 @@ from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel
 from kvalign.models.architectures import spec_of
-from kvalign.models.loading import LoadedModel, load_model
-from kvalign.streaming.loop import stream_tokens
-from kvalign.streaming.sampling import Sampling
+from kvalign.models.loading import load_model
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TWO_SIZES = ["--cache-sizes", "12,20"]
@@ -202,35 +199,6 @@ def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_generated_is_drawn_by_the_loop(run, calls):
-    """The tokens of each trial are those of `stream_tokens` with the trial's seed, among the 20
-    most likely, in turns between which the other methods have theirs.
-    """
-    flags = ["--generate", "9", "--cache-sizes", "12", "--trial-len", "4", "--seed", "5"]
-    run(*flags, "--methods", "window,streaming-llm")
-    loaded = load_model("gpt2-mini")
-    for name in ("window", "streaming-llm"):
-        fed = [ids for method, ids, _ in calls if method == name][4:]  # the first to warm up
-        method = make_method(name, loaded.model, cache_size=12)
-        for trial in range(2):
-            ids = torch.tensor([loaded.tokenizer(conversations("own")[trial][0])["input_ids"]])
-            tokens = stream_tokens(
-                method,
-                ids,
-                processors=Sampling(top_k=20).processors(),
-                do_sample=True,
-                generator=torch.Generator().manual_seed(5 + trial),
-            )
-            expected = [ids, *(token[:, None] for token in islice(tokens, 9))]
-            assert [x.tolist() for x in fed[:10]] == [x.tolist() for x in expected]
-            fed = fed[10:]
-    names = iter([name for name, *_ in calls[8:]])
-    for num_tokens in (1, 4, 4, 1) * 2:
-        turns = [(name, len(list(x))) for name, x in groupby(islice(names, 2 * num_tokens))]
-        assert sorted(turns) == [("streaming-llm", num_tokens), ("window", num_tokens)]
-
-
-@pytest.mark.slow
 def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
     texts = ["The island was", "It is a long story, and", "Bread"]
     rows = [{"turns": [text, "More?"]} for text in texts[:2]] + [{"prompt": texts[2]}]
@@ -359,20 +327,6 @@ def test_threads_are_as_before_afterwards(kinds, capsys):
 
 
 @pytest.mark.slow
-def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "kvalign.eval.evaluations.latency.rows.peak_bytes", lambda device, work: None
-    )
-    assert main([*SHORT, "--cache-sizes", "12"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["peak_mb"] for row in rows} == {None}
-    assert [row["aligner"] for row in rows if row["method"] == "kvalign"] == ["table-kl"]
-    assert main([*SHORT[:-1], "--cache-sizes", "12"]) == 0
-    out = capsys.readouterr().out
-    assert "ms/token" in out and "peak MB" not in out, "a column without a figure is left out"
-
-
-@pytest.mark.slow
 def test_shapes_are_those_of_the_models():
     """Parameters in all as their authors give them, tied embeddings counted once."""
     counts = {"distilgpt2": 81_912_576, "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200}
@@ -405,18 +359,6 @@ def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_pat
 
 
 @pytest.mark.slow
-def test_prompts_without_a_token_are_random_and_said(run, calls, monkeypatch, caplog):
-    def load(*args):
-        loaded = load_model(*args)
-        return LoadedModel(loaded.model, lambda text, **_: {"input_ids": []}, loaded.spec)
-
-    monkeypatch.setattr("kvalign.eval.protocol.grid.load_model", load)
-    run("--cache-sizes", "12", "--methods", "streaming-llm", "--prompt-len", "5")
-    assert calls[0][1].shape == (1, 5)
-    assert "no token in prompt 'The island was first" in caplog.text
-
-
-@pytest.mark.slow
 def test_trained_aligners_take_the_place_of_untrained(run):
     names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
     _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
@@ -446,12 +388,3 @@ def test_what_a_step_reads_is_weights_entries_and_tables(models):
     assert read_bytes(int8, 1) == weights + of_entries * width
     of_tables = of_entries * (spec.head_dim + 1) / spec.head_dim
     assert read_bytes(table, 1) == weights + of_entries + of_tables
-
-
-def test_the_embedding_of_its_own_is_not_read(models):
-    model = models["llama"]
-    apart = model.get_input_embeddings().weight is not model.get_output_embeddings().weight
-    assert apart
-    weights = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
-    without = weights - model.get_input_embeddings().weight.nbytes
-    assert read_bytes(make_method("recompute", model, cache_size=16, warn=False), 1) == without

@@ -108,19 +108,6 @@ def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch)
     check_apart(name, document, labels, monkeypatch)
 
 
-@pytest.mark.slow
-def test_two_settings_of_a_method_are_two_rows(loaded, folders, monkeypatch):
-    name = "readability"
-    settings = dict(aligner="a-table", num_evicted=("1", "8"), realign_every=(1, 8))
-    document = run(name, loaded, **settings)
-    labels = [
-        f"{method}, 0 sinks{several}"
-        for several in ("", ", 8 at once")
-        for method in ("kvalign (a-table)", "kvalign (a-table-every-8)", "recompute")
-    ]
-    check_apart(name, document, labels, monkeypatch)
-
-
 def test_what_is_asked_for_twice_is_one_row(loaded, folders):
     settings = dict(methods=("kvalign", "kvalign"), cache_sizes=(16, 16), num_evicted=("1", "1"))
     names = ("a-table", "./a-table", f"{folders[0]}/", "a-table")

@@ -44,9 +44,8 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["gpt2-mini", pytest.param("llama-mini", marks=pytest.mark.slow)])
-def test_command_equals_an_independent_loop(name, capsys):
-    cache_size, num_tokens = 32, 60
+def test_command_equals_an_independent_loop(capsys):
+    name, cache_size, num_tokens = "gpt2-mini", 32, 60
     methods = "window,streaming-llm,recompute"
     found = run_json(
         capsys,
@@ -109,24 +108,12 @@ def test_a_first_label_follows_every_first_input(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_plots_are_written(capsys, tmp_path):
-    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        path = tmp_path / f"plot{ending}"
-        argv = "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 20"
-        assert main([*argv.split(), "--plot", str(path)]) == 0
-        assert path.read_bytes().startswith(magic)
-    assert "recompute" in path.read_text()
-    assert "perplexity" in capsys.readouterr().out
-
-
 SHORT = "eval perplexity --corpus python-docs --cache-sizes 16 --num-tokens 40"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
-def test_stepping_on_request_gives_the_same_figures(capsys, name):
-    methods = ["--model", name, "--methods", "window,streaming-llm,kvalign,recompute"]
+def test_stepping_on_request_gives_the_same_figures(capsys):
+    methods = ["--model", "llama-mini", "--methods", "window,streaming-llm,kvalign,recompute"]
     fast, slow = (
         run_json(capsys, *SHORT.split(), *methods, *extra) for extra in ([], ["--stepwise"])
     )
@@ -240,13 +227,6 @@ def test_intervals_are_as_wide_as_correlated_losses_need():
     assert interval(nll[0, :150]) == (0, None)
 
 
-@pytest.mark.slow
-def test_intervals_have_the_true_perplexity_nineteen_times_of_twenty():
-    intervals = [interval(nll) for nll in correlated(400, 5000, seed=1)]
-    share = sum(low < math.exp(2) < high for low, high in intervals) / 400
-    assert 0.91 < share < 0.98  # an interval for independent losses would have 0.35
-
-
 def test_comparisons_are_paired_by_label():
     """The text's ups and downs, the same for both, are in the perplexities alone."""
     ups = correlated(1, 4000)[0] + torch.arange(4).repeat_interleave(1000)
@@ -302,12 +282,6 @@ def test_segments_double_in_units_of_the_cache():
     assert ends == {1: [0.5], 3: [1, 1.5], 4: [1, 2], 5: [1, 2.5], 6: [1, 2, 3], 11: [1, 2, 5.5]}
 
 
-def test_parts_are_perplexities_in_order():
-    nll = torch.arange(8.0)
-    assert by_part(nll, 4) == pytest.approx([math.exp(i + 0.5) for i in (0, 2, 4, 6)])
-    assert by_part(nll[:3], 4) == pytest.approx([math.exp(i) for i in (0, 1, 2)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "aligner", "expected"),
@@ -341,30 +315,3 @@ def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
     assert run_json(capsys, *TWO, "8", *keep, "--first-label", "21")["rows"] == both[:2]
     files = sorted((tmp_path / "losses").glob("*-C8-*"))
     assert [len(pq.read_table(path)) for path in files] == [21 - 9 + 30] * 2
-
-
-@pytest.mark.slow
-def test_intervals_are_of_moving_blocks_drawn_one_by_one():
-    """Künsch's recipe put down literally; no draw is left out and no label."""
-    nll, num_labels = correlated(1, 1003)[0], 1003
-    block_len = round(8 * num_labels ** (1 / 3))
-    num_blocks = -(-num_labels // block_len)
-    starts = torch.randint(
-        num_labels - block_len + 1,
-        (2000, num_blocks),
-        generator=torch.Generator().manual_seed(0),
-    )
-    draws = [torch.cat([nll[i : i + block_len] for i in row])[:num_labels] for row in starts]
-    means = torch.stack([draw.double().mean() for draw in draws])
-    weights = torch.zeros(num_labels, dtype=torch.float64)  # how often a label is drawn, expected
-    for n in [block_len] * (num_blocks - 1) + [num_labels - block_len * (num_blocks - 1)]:
-        for i in range(num_labels - block_len + 1):
-            weights[i : i + n] += 1 / (num_labels - block_len + 1)
-    assert weights.sum() == pytest.approx(num_labels) and (weights > 0).all()
-    centred = means - (weights * nll).sum() / num_labels
-    wider = centred / math.sqrt(1 - block_len / num_labels)
-    ends = nll.double().mean() + wider.quantile(torch.tensor([0.025, 0.975]).double())
-    assert interval(nll) == pytest.approx(ends.exp().tolist(), rel=1e-6)
-    moved = nll.clone()
-    moved[-1] += 100
-    assert interval(moved)[1] > interval(nll)[1]

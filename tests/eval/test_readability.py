@@ -3,8 +3,6 @@
 import io
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -154,16 +152,6 @@ def test_texts_of_any_program(folder, capsys):
     assert Path("mine/plots/readability.svg").exists()
     assert main(["report", "mine", "--terminal"]) == 0
     assert "good.txt" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_texts_need_no_torch(folder):
-    code = (
-        "import sys; from kvalign.app.cli.main import main;"
-        "assert main(['eval', 'readability', '--text', 'good.txt']) == 0;"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_page_is_opened(folder, monkeypatch, capsys, caplog):

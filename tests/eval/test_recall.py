@@ -11,7 +11,6 @@ from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.evaluations.recall.scores import part_of, read_stream, score_method
 from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.grid import make_grid
-from kvalign.eval.report.terminal import fitted
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import hits, score_stepwise
 
@@ -95,14 +94,6 @@ def test_far_facts_are_known_to_a_memory_alone(loaded):
     assert "to_16c" not in without
     (axes,) = EVALUATION.figure(document)[0].axes
     assert axes.get_xscale() == "log" and axes.lines[0].get_xdata()[-1] == 6 * 32
-
-
-def test_a_narrow_terminal_shows_all_quarters(result):
-    table = EVALUATION.tables(json.loads(json.dumps(result)))[0]
-    shown, left_out = fitted(table, 80)
-    titles = [column.title for column in shown.columns]
-    assert titles[-4:] == ["newest quarter", "second", "third", "oldest quarter"]
-    assert "beyond C" in left_out
 
 
 def test_the_plot_and_its_sentence(result):

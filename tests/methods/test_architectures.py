@@ -15,8 +15,6 @@ from kvalign.models.attention import REGISTERED
 FALCON_ALIBI = "falcon alibi"
 CASES = (*MORE_KINDS, FALCON_ALIBI)
 MOVED = [case for case in CASES if FAMILIES.get(case) != "learned"]
-ROWS = ["dense", "rows", "chunks", "masks", "kept", "moves", "positions", "reorder", "save"]
-"""The quick ones of `kvalign verify`."""
 
 
 def tiny(case, **changes):
@@ -117,10 +115,17 @@ def test_tables_are_read_as_they_are_written(case, made, ids):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+ROWS = ["dense masks kept", "rows moves positions", "chunks reorder save"]
+THIRDS = [*one_of_each(CASES, ROWS)]
+"""Of each architecture a third of the quick ones of `kvalign verify`; of one with states, all."""
+THIRDS += [("lfm2", third) for third in ROWS if ("lfm2", third) not in THIRDS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "name"), one_of_each(CASES, STREAMING))
-def test_it_keeps_to_the_invariants(case, name, made):
-    changes = dict(invariants=ROWS, num_steps=45)
+@pytest.mark.parametrize(("case", "third"), THIRDS)
+def test_it_keeps_to_the_invariants(case, third, made):
+    name = STREAMING[CASES.index(case) % len(STREAMING)]
+    changes = dict(invariants=third.split(), num_steps=45)
     outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)
     assert not [x for x in outcomes if x.state == "failed"]
-    assert sum(x.state == "passed" for x in outcomes) >= 4
+    assert any(x.state == "passed" for x in outcomes)

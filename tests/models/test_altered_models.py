@@ -40,8 +40,7 @@ FAST = [("tables", "gpt2"), ("streaming-llm", "llama")]
 NAMES = ("window", "streaming-llm", "tables", "kvalign", "discard-half")
 OTHERS = one_of_each(NAMES, KINDS[::2])
 MEMORY = dict(memory=40, num_recalled=4)
-CASES = [(*x, sizes) for x in FAST for sizes in ({}, MEMORY)]
-CASES += [(*x, {}) for x in OTHERS]
+CASES = [*((*x, MEMORY) for x in FAST), *((*x, {}) for x in OTHERS)]
 
 
 @pytest.mark.slow
@@ -70,7 +69,7 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
     torch.compiler.reset()
 
 
-SEEN = ("a forward", "another parameter", "weights in place", "a number of a norm")
+SEEN = ("a forward", "weights in place")
 
 
 @pytest.mark.slow
@@ -208,13 +207,3 @@ def test_what_turns_the_keys_of_a_model_with_lora():
     model = with_lora(tiny_model("llama"))
     own = rotation_of(model.get_base_model())
     assert own is not None and torch.equal(rotation_of(model).inv_freq, own.inv_freq)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_with_lora(ids):
-    torch.compiler.reset()
-    model = with_lora(tiny_model("llama")).eval()
-    expected = greedy(make("streaming-llm", model), ids[:, :9], 40)
-    method = make("streaming-llm", torch.compile(model, backend="eager"))
-    assert torch.equal(greedy(method, ids[:, :9], 40), expected)
-    torch.compiler.reset()

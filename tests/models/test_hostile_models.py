@@ -22,23 +22,14 @@ WTE = "transformer.wte.weight"
 FP8 = {"quant_method": "fp8"}
 CONFIGS = {
     "layers a text": {"n_layer": "six"},
-    "layers a float": {"n_layer": 2.5},
-    "layers none": {"n_layer": 0},
     "layers more": {"n_layer": 3},
     "layers huge": {"n_layer": HUGE},
-    "heads none": {"n_head": 0},
     "heads do not divide": {"n_head": 3},
-    "hidden 0": {"n_embd": 0},
     "hidden other": {"n_embd": 64},
     "positions 0": {"n_positions": 0},
-    "positions a text": {"n_positions": "256"},
-    "positions other": {"n_positions": 300},
     "positions huge": {"n_positions": HUGE},
     "vocabulary 0": {"vocab_size": 0},
-    "vocabulary other": {"vocab_size": 600},
-    "inner a text": {"n_inner": "wide"},
     "activation unknown": {"activation_function": "geluu"},
-    "epsilon a text": {"layer_norm_epsilon": "small"},
     "type unknown": {"model_type": "gpt5"},
     "type left out": {"model_type": None},
     "type another's": {"model_type": "llama"},
@@ -47,7 +38,7 @@ CONFIGS = {
     "end token a text": {"eos_token_id": "</s>"},
     "dtype unknown": {"dtype": "float99"},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "quantized, and its weights are not": {"quantization_config": {"quant_method": "fp8"}},
+    "quantized, and its weights are not": {"quantization_config": FP8},
     "quantized and huge": {"n_layer": 1000, "n_embd": 2**16, "quantization_config": FP8},
     "dropout nan": {"resid_pdrop": float("nan")},
     "tuples": {"return_dict": False},
@@ -55,11 +46,8 @@ CONFIGS = {
 LLAMAS = {
     "kv heads none": {"num_key_value_heads": 0},
     "kv heads do not divide": {"num_key_value_heads": 3},
-    "kv heads a text": {"num_key_value_heads": "one"},
     "head dim odd": {"head_dim": 63},
-    "head dim huge": {"head_dim": HUGE},
     "context 0": {"max_position_embeddings": 0},
-    "context a text": {"max_position_embeddings": "long"},
     "rope a text": {"rope_parameters": "none"},
     "rope unknown": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
     "theta 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
@@ -68,28 +56,22 @@ LLAMAS = {
 }
 FILES = {
     "config empty": {"config.json": ""},
-    "config a list": {"config.json": "[1]"},
     "config nested": {"config.json": "[" * 10**5},
     "config bytes": {"config.json": "\ud800"},
     "config left out": {"config.json": None},
     "tokenizer left out": {"tokenizer.json": None, "tokenizer_config.json": None},
     "tokenizer empty": {"tokenizer.json": ""},
-    "tokenizer an object": {"tokenizer.json": "{}"},
     "tokenizer a list of settings": {"tokenizer_config.json": "[]"},
     "generation a list": {"generation_config.json": "[]"},
 }
 WEIGHTS = {
     "empty": raw(b""),
-    "text": raw(b"no weights, but a text that is long enough"),
     "one missing": lambda t: {name: x for name, x in t.items() if name != WTE},
     "all missing": lambda t: {},
     "other names": lambda t: {f"their.{name}": x for name, x in t.items()},
     "a row less": one(WTE, lambda x: x[:-1].contiguous()),
-    "transposed": one(WTE, lambda x: x.T.contiguous()),
     "integers": lambda t: {name: x.to(torch.int32) for name, x in t.items()},
-    "complex": lambda t: {name: x.to(torch.complex64) for name, x in t.items()},
     "claims terabytes": claims([10**6, 10**6], name=WTE),
-    "claims past the end": claims([10**6], end=4 * 10**6, name=WTE),
 }
 
 

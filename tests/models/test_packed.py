@@ -13,7 +13,7 @@ from helpers.tiny_models import KINDS, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
+from kvalign import load_model, load_stream, make_method, stream, verify
 from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
@@ -96,12 +96,6 @@ def test_groups_of_zeros_and_of_tiny_numbers_are_numbers(kind, bits):
     assert (found[:, :32] == 0).all() and (found - weight).abs().max() < (
         4e-5 if bits == 4 else 4e-6
     )
-
-
-def test_what_is_packed_is_unpacked_to_the_bit():
-    q = torch.randint(16, (192, 96), dtype=torch.int32)
-    made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    assert torch.equal(packed_linear.unpacked_levels(made), q.T.to(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", HERE)
@@ -265,12 +259,6 @@ def test_every_method_streams_with_them(mini, how):
     assert len("".join(made)) > 20 and len(made.token_ids) == 30
 
 
-def test_rows_stream_with_them(mini):
-    prompts = ["The river", "In the harbour of"]
-    sizes = dict(cache_size=16, max_new_tokens=30, seed=0)
-    assert {row for row, _ in stream_batch(mini.model, mini.tokenizer, prompts, **sizes)} == {0, 1}
-
-
 def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(mini, tmp_path):
     sizes = dict(cache_size=16, max_new_tokens=30, seed=0, do_sample=True)
     made = stream(mini.model, mini.tokenizer, "The river", **sizes)
@@ -307,15 +295,6 @@ def test_a_packed_model_has_the_fingerprint_of_its_weights_and_another_one_has_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HERE)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_are_those_of_all_weights(kind, bits):
-    product, outputs = kind(torch.randn(200, 96), bits), torch.tensor([0, 199, 17, 17, 63, 64])
-    found = product.rows(outputs, torch.float32)
-    torch.testing.assert_close(found, product.unpacked(torch.float32).T[outputs])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_training", [False, True])
 def test_what_is_packed_is_in_the_mode_of_the_model(is_training):
     model = copy.deepcopy(tiny_model("llama", intermediate_size=64)).train(is_training)
@@ -332,14 +311,3 @@ def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refus
     model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
     with pytest.raises(UserError, match="need products of inputs in groups of 32"):
         packed.pack(model, "int8")
-
-
-@pytest.mark.slow
-def test_in_half_precision_the_embedding_is_so_too(mini):
-    outcomes = verify(
-        mini.model,
-        lambda model: make_method("streaming-llm", model, cache_size=16),
-        num_steps=16,
-        invariants=["half-entries", "half-logits"],
-    )
-    assert [outcome.state for outcome in outcomes] == ["passed"] * 2

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 
@@ -129,16 +130,6 @@ def test_another_stream_takes_the_place(loaded, path):
     assert files(path) == [""]
 
 
-def test_streams_whose_newest_entries_are_equal(loaded, path):
-    """In the first layer an entry depends on its token alone: older ones are compared, too."""
-    ids = torch.randint(8192, (100,)).tolist()
-    for number, first in enumerate(([7] * 50, [8] * 50)):
-        stream = begin(loaded, first + ids, recall_layers="0")
-        next(iter(stream))
-        stream.save(path)
-        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)
-
-
 @pytest.mark.parametrize("change", [lambda x: x.unlink(), lambda x: x.write_bytes(b"short")])
 def test_what_is_gone_is_written_anew(change, loaded, path):
     stream = begin(loaded)
@@ -176,10 +167,13 @@ def at_the_last(call, num):
     return lambda *args: killed() if next(left, None) is None else call(*args)
 
 
+PLACES = ("before the memory", "in it", "before the stream", "after it")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tidies", [True, False])
-@pytest.mark.parametrize("where", ["before the memory", "in it", "before the stream", "after it"])
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("is_new", "where", "tidies"), pairwise((False, True), PLACES, (True, False))
+)
 def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch):
     """The state of before, or the new one, is there and goes on; the next save leaves no more."""
     stream = begin(loaded)

@@ -180,30 +180,6 @@ def test_another_tokenizer_is_refused(gpt2, tmp_path):
     assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == expected
 
 
-def test_a_stream_says_what_it_is(gpt2):
-    stream = begin(gpt2, prompt="", method="window")
-    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 0 tokens>"
-    stream.feed([5, 6, 7])
-    list(stream)
-    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 63 tokens>"
-
-
-def test_a_stream_saved_before_its_first_token(gpt2, tmp_path):
-    path = tmp_path / "talk.safetensors"
-    begin(gpt2).save(path)
-    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-    assert list(again) == list(begin(gpt2))
-
-
-def test_a_table_with_sinks_is_saved_whole(gpt2, tmp_path):
-    path = tmp_path / "talk.safetensors"
-    stream = begin(gpt2, num_sinks=3, num_evicted=5)
-    list(itertools.islice(stream, 40))
-    stream.save(path)
-    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-    assert again.method.sizes.num_sinks == 3 and list(again) == list(stream)
-
-
 def one_number_differs(model):
     other = copy.deepcopy(model)
     other.transformer.h[3].mlp.c_proj.weight.data[5, 6] += 1

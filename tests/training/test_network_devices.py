@@ -14,8 +14,8 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.training.network_devices import is_helper, leading
 
-DATA = "gen-data --num-tokens 2000 --chunk-len 64 --out data"
-TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64"
+DATA = "gen-data --num-tokens 1000 --chunk-len 64 --out data"
+TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64 --no-judge"
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node17", "MASTER_PORT": "none"}
 SEVERAL = {

@@ -297,28 +297,3 @@ def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
         "ahead": ["CONTINUE"] * 5,
         "behind": ["CONTINUE", "STOP", "CONTINUE", "STOP", "CONTINUE"],
     }
-
-
-@pytest.mark.slow
-def test_a_trial_s_end_is_a_line():
-    from kvalign.training.sweep_watch import line
-
-    class Shown(SimpleNamespace):
-        def __str__(self) -> str:
-            return self.name
-
-    reports = reports_of(0.5, 0.4, is_last=False)
-    behind, best = (
-        Shown(name=name, config=POINT, last_result=reports[-1], metric_analysis=found)
-        for name, found in (
-            ("007", {"val_loss": {"min": 0.4}}),
-            ("008", {"val_loss": {"min": 0.3}}),
-        )
-    )
-    failed = Shown(name="009", config=POINT, last_result={}, metric_analysis={})
-    trials = [behind, best, failed]
-    point = "hidden 8, 4; batch size 32; lr 0.01"
-    assert line(trials, behind, "stopped") == (
-        f"trial 007 stopped after report 2 of 5: {point}; val loss 0.4 (best so far 0.3)"
-    )
-    assert line(trials, failed, "failed") == f"trial 009 failed: {point}; no val loss"
