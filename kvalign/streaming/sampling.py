@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "dry")
 # Beyond these logits overflow.
-COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
+COLDEST, HOTTEST, MOST_PENALTY, MOST_DRY = 1e-6, 1e6, 1e3, 100.0
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
@@ -37,6 +38,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
     ),
     "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
+    "dry": (f"at least 0 and at most {MOST_DRY:g}", lambda x: 0 <= x <= MOST_DRY),
     "stop_strings": (
         "texts that are not empty",
         lambda x: all(isinstance(text, str) and text for text in x),
@@ -57,6 +59,7 @@ class SamplingConfig(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     no_repeat_ngram_size: int
+    dry: float
     stop_at_end: bool
     stop_strings: str | Sequence[str] | None
     seed: int | None
@@ -86,6 +89,8 @@ class Sampling:
         repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
             included; 1: off.
         no_repeat_ngram_size: over the whole history; 0: off.
+        dry: above 0, a token that would go on with a repetition of what was lately generated is
+            less likely, the more so the longer the repetition: see `processors.Dry`; 0: off.
         stop_at_end: end at a token that ends a text or an answer of the model.
         stop_strings: one or several texts; the first that is generated ends the text.
         seed: of the draws; None: a random one, which can be read here.
@@ -104,6 +109,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    dry: float = 0.0
     stop_at_end: bool = False
     stop_strings: str | Sequence[str] | None = ()
     seed: int | None = None
@@ -147,17 +153,28 @@ class Sampling:
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
-    def processors(self) -> transformers.LogitsProcessorList:
-        """Processors of transformers, in its order, for one stream from its beginning."""
+    def processors(
+        self,
+        num_before: int | None = None,
+        earlier: Iterable[Sequence[int]] = (),
+    ) -> transformers.LogitsProcessorList:
+        """Processors of transformers, in its order, for one stream from its beginning.
+
+        Args:
+            num_before: tokens before the text that is now written; None: all of the first call.
+            earlier: texts that the stream generated before, as tokens, the newest first.
+        """
         import transformers
 
-        from kvalign.streaming.processors import NoRepeatedNGrams, RepetitionPenalty
+        from kvalign.streaming.processors import Dry, NoRepeatedNGrams, RepetitionPenalty
 
         processors = transformers.LogitsProcessorList()
         if self.repetition_penalty != 1.0:
             processors.append(RepetitionPenalty(self.repetition_penalty))
         if self.no_repeat_ngram_size:
             processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
+        if self.dry:
+            processors.append(Dry(self.dry, num_before, earlier))
         if self.is_greedy:
             return processors
         if self.temperature != 1.0:
@@ -195,7 +212,7 @@ class Sampling:
             names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
             words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
-        penalties = filter(self._differs, ("repetition_penalty", "no_repeat_ngram_size"))
+        penalties = filter(self._differs, PENALTIES)
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
 
     def _differs(self, name: str) -> bool:

@@ -137,6 +137,11 @@ class StreamSettings(MethodSettings, ModelSettings):
         None,
         help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
     )
+    dry: float | None = option(
+        None,
+        help="above 0, tokens that repeat what was lately generated are less likely, the more so "
+        f"the longer the repetition (default: {Sampling.dry:g}, off)",
+    )
     stop_at_end: bool | None = option(
         None, help="stop at a token that ends a text or an answer of the model"
     )
