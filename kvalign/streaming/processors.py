@@ -62,7 +62,7 @@ class Dry(transformers.LogitsProcessor):
     `BASE` ** (n - `ALLOWED`) of its score. So a short phrase may come again, a sentence does not.
 
     Only the last `WINDOW` generated tokens count, so what was read may be quoted. The n tokens are
-    of the text that is now written; it may begin as an earlier one.
+    of the text that is now written; its beginning counts as one, if an earlier one began like it.
 
     Args:
         multiplier: above 0.
@@ -81,7 +81,7 @@ class Dry(transformers.LogitsProcessor):
         self.multiplier, self.num_read = multiplier, num_before
         self._earlier: list[int] = []
         for text in earlier:
-            self._earlier = [*text, _END, *self._earlier]
+            self._earlier = [_BEGIN, *text, *self._earlier]
             if len(self._earlier) > self.WINDOW:
                 break
         self._rows: list[_Generated] = []
@@ -101,7 +101,7 @@ class Dry(transformers.LogitsProcessor):
         return scores
 
 
-_END = -1  # no repetition crosses the end of a text
+_BEGIN = -1  # of a text: two that begin alike have this in common, too
 
 
 class _Generated:
@@ -110,8 +110,8 @@ class _Generated:
     def __init__(self, earlier: Sequence[int]):
         self._begin, self._ids = 0, list[int]()
         self._places: defaultdict[int, list[int]] = defaultdict(list)
-        self.append(earlier)
-        self._begin = len(self._ids)
+        self.append([*earlier, _BEGIN])
+        self._begin = len(self._ids) - 1
 
     def append(self, ids: Sequence[int]) -> None:
         for token in ids:
@@ -137,6 +137,6 @@ class _Generated:
             num = 1
             while num < most and place >= num and ids[place - num] == ids[-1 - num]:
                 num += 1
-            if num >= allowed and (token := ids[place + 1]) != _END:
+            if num >= allowed and (token := ids[place + 1]) != _BEGIN:
                 found[token] = max(num, found.get(token, 0))
         return found

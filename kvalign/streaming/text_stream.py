@@ -96,6 +96,17 @@ class TextStream(NotPickled):
                 self.answers.append((len(self.ids) - len(self.token_ids), len(before)))
             self._begin_answer(before + ids)
 
+    def go_on(self) -> None:
+        """Let an answer that was cut by max_new_tokens go on, by as many tokens; `text` and
+        `token_ids` are then those of its new part. UserError if there is no such answer.
+        """
+        self._whole.check()
+        if not self.is_cut:
+            raise UserError("there is no answer that was cut")
+        with self._whole.change():
+            self.answers.append((len(self.ids) - len(self.token_ids), len(self.ids)))
+            self._begin_answer(self.ids)
+
     def encode_anew(self, ids: list[int]) -> None:
         """Replace the method's entries by those of these tokens alone, at least one, encoded at the
         next iteration. `ids`, the record of the text, stay.
