@@ -55,88 +55,38 @@ class RepetitionPenalty(transformers.LogitsProcessor):
         return torch.where(self.was_there, lowered, scores)
 
 
-class Dry(transformers.LogitsProcessor):
-    """DRY, "don't repeat yourself" ([p-e-w
-    2024](https://github.com/oobabooga/text-generation-webui/pull/5677)): if the last n tokens were
-    generated before, n >= `ALLOWED`, the token that followed them there loses multiplier *
-    `BASE` ** (n - `ALLOWED`) of its score. So a short phrase may come again, a sentence does not.
-
-    Only the last `WINDOW` generated tokens count, so what was read may be quoted. The n tokens are
-    of the text that is now written; its beginning counts as one, if an earlier one began like it.
+class RecentPenalty(transformers.LogitsProcessor):
+    """The same penalty for the last `window` generated tokens alone. So it stays as strong in a long
+    talk as in a short one, and words that were read may be said.
 
     Args:
-        multiplier: above 0.
+        penalty: as that of `RepetitionPenalty`.
+        window: tokens, at least 1.
         num_before: tokens before the text that is now written; None: all of the first call.
         earlier: texts that were generated before, as tokens, the newest first.
     """
 
-    ALLOWED, BASE, WINDOW, LONGEST = 3, 1.75, 1024, 24
-
     def __init__(
         self,
-        multiplier: float,
+        penalty: float,
+        window: int,
         num_before: int | None = None,
         earlier: Iterable[Sequence[int]] = (),
     ):
-        self.multiplier, self.num_read = multiplier, num_before
-        self._earlier: list[int] = []
+        self.penalty, self.window, self.num_before = penalty, window, num_before
+        self.earlier: list[int] = []
         for text in earlier:
-            self._earlier = [_BEGIN, *text, *self._earlier]
-            if len(self._earlier) > self.WINDOW:
+            if len(self.earlier) >= window:
                 break
-        self._rows: list[_Generated] = []
+            self.earlier = [*text, *self.earlier]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after ids [B, T], which go on those of the last call."""
-        if not self._rows:
-            self._rows = [_Generated(self._earlier) for _ in input_ids]
-        if self.num_read is None:
-            self.num_read = input_ids.shape[1]
-        new, self.num_read = input_ids[:, self.num_read :].tolist(), input_ids.shape[1]
-        scores = scores.clone()
-        for i, (row, ids) in enumerate(zip(self._rows, new, strict=True)):
-            row.append(ids)
-            for token, num in row.followers(self.ALLOWED, self.LONGEST, self.WINDOW).items():
-                scores[i, token] -= self.multiplier * self.BASE ** (num - self.ALLOWED)
-        return scores
-
-
-_BEGIN = -1  # of a text: two that begin alike have this in common, too
-
-
-class _Generated:
-    """Generated tokens of a row, and the places of each."""
-
-    def __init__(self, earlier: Sequence[int]):
-        self._begin, self._ids = 0, list[int]()
-        self._places: defaultdict[int, list[int]] = defaultdict(list)
-        self.append([*earlier, _BEGIN])
-        self._begin = len(self._ids) - 1
-
-    def append(self, ids: Sequence[int]) -> None:
-        for token in ids:
-            self._places[token].append(len(self._ids))
-            self._ids.append(token)
-        if (num_old := len(self._ids) - 2 * Dry.WINDOW) > 6 * Dry.WINDOW:  # a stream has no end
-            ids, self._ids = self._ids[num_old:], []
-            self._begin = max(0, self._begin - num_old)
-            self._places.clear()
-            self.append(ids)
-
-    def followers(self, allowed: int, most: int, window: int) -> dict[int, int]:
-        """Tokens that followed an earlier occurrence of the last n tokens, at least `allowed` and
-        at most `most`, by token the greatest n. It begins in the last `window` tokens.
-        """
-        ids, found = self._ids, dict[int, int]()
-        most = min(most, len(ids) - self._begin)
-        if most < allowed:
-            return found
-        for place in self._places[ids[-1]][-2::-1]:
-            if len(ids) - place > window:
-                break
-            num = 1
-            while num < most and place >= num and ids[place - num] == ids[-1 - num]:
-                num += 1
-            if num >= allowed and (token := ids[place + 1]) != _BEGIN:
-                found[token] = max(num, found.get(token, 0))
-        return found
+        if self.num_before is None:
+            self.num_before = input_ids.shape[1]
+        ids = input_ids[:, max(self.num_before, input_ids.shape[1] - self.window) :]
+        if num := min(self.window - ids.shape[1], len(self.earlier)):
+            earlier = torch.tensor([self.earlier[-num:]], device=ids.device).expand(len(ids), -1)
+            ids = torch.cat([earlier, ids], 1)
+        own = scores.gather(1, ids)
+        return scores.scatter(1, ids, torch.where(own < 0, own * self.penalty, own / self.penalty))

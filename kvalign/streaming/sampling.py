@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
-PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "dry")
+PENALTIES = ("repetition_penalty", "repetition_window", "no_repeat_ngram_size")
 # Beyond these logits overflow.
-COLDEST, HOTTEST, MOST_PENALTY, MOST_DRY = 1e-6, 1e6, 1e3, 100.0
+COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
@@ -38,7 +38,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
     ),
     "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
-    "dry": (f"at least 0 and at most {MOST_DRY:g}", lambda x: 0 <= x <= MOST_DRY),
+    "repetition_window": ("at least 0 (0: all tokens)", lambda x: x >= 0),
     "stop_strings": (
         "texts that are not empty",
         lambda x: all(isinstance(text, str) and text for text in x),
@@ -58,8 +58,8 @@ class SamplingConfig(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    repetition_window: int
     no_repeat_ngram_size: int
-    dry: float
     stop_at_end: bool
     stop_strings: str | Sequence[str] | None
     seed: int | None
@@ -88,9 +88,9 @@ class Sampling:
         min_p: draw from tokens with at least this share of the highest probability; 0: all.
         repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
             included; 1: off.
+        repetition_window: number of tokens that were generated last, to which that penalty is
+            limited: what was read may be said again; 0: all tokens.
         no_repeat_ngram_size: over the whole history; 0: off.
-        dry: above 0, a token that would go on with a repetition of what was lately generated is
-            less likely, the more so the longer the repetition: see `processors.Dry`; 0: off.
         stop_at_end: end at a token that ends a text or an answer of the model.
         stop_strings: one or several texts; the first that is generated ends the text.
         seed: of the draws; None: a random one, which can be read here.
@@ -108,8 +108,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    repetition_window: int = 0
     no_repeat_ngram_size: int = 0
-    dry: float = 0.0
     stop_at_end: bool = False
     stop_strings: str | Sequence[str] | None = ()
     seed: int | None = None
@@ -166,15 +166,20 @@ class Sampling:
         """
         import transformers
 
-        from kvalign.streaming.processors import Dry, NoRepeatedNGrams, RepetitionPenalty
+        from kvalign.streaming.processors import (
+            NoRepeatedNGrams,
+            RecentPenalty,
+            RepetitionPenalty,
+        )
 
         processors = transformers.LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenalty(self.repetition_penalty))
+        penalty, window = self.repetition_penalty, self.repetition_window
+        if penalty != 1.0 and window:
+            processors.append(RecentPenalty(penalty, window, num_before, earlier))
+        elif penalty != 1.0:
+            processors.append(RepetitionPenalty(penalty))
         if self.no_repeat_ngram_size:
             processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
-        if self.dry:
-            processors.append(Dry(self.dry, num_before, earlier))
         if self.is_greedy:
             return processors
         if self.temperature != 1.0:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 SYSTEM = "system"  # the note of a stream that holds --system
 # How a turn is answered where neither a flag nor the model says how to draw.
 CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
-# What holds for answers without a flag, whatever the model says.
-OF_ANSWERS = {"stop_at_end": True, "dry": 0.8}
+# What else holds for answers where neither says: they do not repeat what was lately answered.
+OF_ANSWERS = {"stop_at_end": True, "repetition_penalty": 1.1, "repetition_window": 256}
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
@@ -68,8 +68,8 @@ class ConversationSettings(TalkSettings):
 
     Ctrl-C stops an answer, Ctrl-D ends, /help lists what else can be typed. Without a terminal,
     each line of stdin is a turn. Where no flag says how to sample, the model's generation_config
-    does, else --temperature 0.3 --top-p 0.9; in a conversation that goes on, what is saved with it.
-    --dry 0.8 keeps answers from repeating earlier ones; --dry 0 lets code and lists repeat.
+    does, else --temperature 0.3 --top-p 0.9 --repetition-penalty 1.1; in a conversation that goes
+    on, what is saved with it.
 
     What is out of the cache is forgotten, which is said; --memory 100000 keeps it, and takes back
     what is asked for, which is slower.
@@ -96,10 +96,15 @@ class ConversationSettings(TalkSettings):
         help="draw from the fewest tokens whose probabilities add up to this (default: the "
         f"model's, else {CALM['top_p']:g})",
     )
-    dry: float | None = option(
+    repetition_penalty: float | None = option(
         None,
-        help="above 0, tokens that repeat what was lately answered are less likely, the more so "
-        f"the longer the repetition (default: {OF_ANSWERS['dry']:g}; 0: off)",
+        help="above 1, tokens that occurred in the --repetition-window are less likely (default: "
+        f"the model's, else {OF_ANSWERS['repetition_penalty']:g}; 1: off)",
+    )
+    repetition_window: int | None = option(
+        None,
+        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
+        f"0: all tokens (default: {OF_ANSWERS['repetition_window']})",
     )
     keep: str | None = option(
         None,

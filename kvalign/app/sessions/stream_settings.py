@@ -133,14 +133,14 @@ class StreamSettings(MethodSettings, ModelSettings):
         help="above 1, tokens that occurred before, also evicted ones, are less likely "
         f"(default: {Sampling.repetition_penalty:g}, off)",
     )
+    repetition_window: int | None = option(
+        None,
+        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
+        f"0: all tokens (default: {Sampling.repetition_window})",
+    )
     no_repeat_ngram_size: int | None = option(
         None,
         help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
-    )
-    dry: float | None = option(
-        None,
-        help="above 0, tokens that repeat what was lately generated are less likely, the more so "
-        f"the longer the repetition (default: {Sampling.dry:g}, off)",
     )
     stop_at_end: bool | None = option(
         None, help="stop at a token that ends a text or an answer of the model"
