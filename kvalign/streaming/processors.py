@@ -56,8 +56,8 @@ class RepetitionPenalty(transformers.LogitsProcessor):
 
 
 class RecentPenalty(transformers.LogitsProcessor):
-    """The same penalty for the last `window` generated tokens alone. So it stays as strong in a long
-    talk as in a short one, and words that were read may be said.
+    """The same penalty for the last `window` generated tokens alone. So it stays as strong in a
+    long talk as in a short one, and words that were read may be said.
 
     Args:
         penalty: as that of `RepetitionPenalty`.

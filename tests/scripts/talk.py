@@ -1,11 +1,11 @@
-"""A talk of 13 turns with a small chat model: how often do its answers repeat earlier ones, how well
-does the model know them, and is a name that was told in the first turn known in the last?
+"""A talk of 13 turns with a small chat model: how often do its answers repeat earlier ones, how
+likely are they, and is a name that was told in the first turn known in the last?
 
     python tests/scripts/talk.py --chat-flags="--repetition-penalty 1" --seeds 0,1
 
-Prints one JSON document with a row for each seed. An answer repeats an earlier one if it is equal to
-it without case and punctuation, or if half of its runs of 4 words stand there. The perplexity is that
-of all answers in the talk, as the model gives it without penalties and without a cache.
+Prints one JSON document with a row for each seed. An answer repeats an earlier one if it is equal
+to it without case and punctuation, or if half of its runs of 4 words stand there. The perplexity is
+that of all answers in the talk, as the model gives it without penalties and without a cache.
 """
 
 import json

@@ -60,7 +60,7 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                     f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
                 )
                 if conversation.is_loop:
-                    say("[the answer goes round in circles: a higher --repetition-penalty may help]")
+                    say("[the answer goes round in circles: raise --repetition-penalty]")
                 if num_forgotten(stream) > num_out:
                     say(f"[{in_words(stream)}{'; ' * bool(offer)}{offer}]")
                     offer = ""  # said once

@@ -191,7 +191,7 @@ class Conversation:
                 raise RunError(f"this answer was not saved: {error}") from error
 
     def _feed(self, turn: str) -> None:
-        """Read a turn. After an answer that was cut the model reads `CUT`, not only that it ended."""
+        """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
         from kvalign.models.text_ids import ids_of
         from kvalign.streaming.turns import turn_ids
 
