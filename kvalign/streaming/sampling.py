@@ -150,6 +150,10 @@ class Sampling:
         return {name: values[name] for name in OF_MODEL if values.get(name) is not None}
 
     @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
@@ -174,9 +178,9 @@ class Sampling:
 
         processors = transformers.LogitsProcessorList()
         penalty, window = self.repetition_penalty, self.repetition_window
-        if penalty != 1.0 and window:
+        if self.has_penalty and window:
             processors.append(RecentPenalty(penalty, window, num_before, earlier))
-        elif penalty != 1.0:
+        elif self.has_penalty:
             processors.append(RepetitionPenalty(penalty))
         if self.no_repeat_ngram_size:
             processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
@@ -217,7 +221,8 @@ class Sampling:
             names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
             words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
-        penalties = filter(self._differs, PENALTIES)
+        names = [name for name in PENALTIES if name != "repetition_window" or self.has_penalty]
+        penalties = filter(self._differs, names)
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
 
     def _differs(self, name: str) -> bool:
