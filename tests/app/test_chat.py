@@ -217,7 +217,17 @@ def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--model", model, "--cache-size", "100", "--max-new-tokens", "14", "--evict", "turns"]
     say = [word for turn in TURNS for word in ("--say", turn)]
-    chat = ["chat", *flags, "--temperature", "0", "--system", "You know islands.", "--json"]
+    chat = [
+        "chat",
+        *flags,
+        "--repetition-penalty",
+        "1",
+        "--temperature",
+        "0",
+        "--system",
+        "You know islands.",
+        "--json",
+    ]
     assert main([*chat, *say]) == 0
     document = json.loads(capsys.readouterr().out)
     texts = [one["text"] for one in document["answers"]]
