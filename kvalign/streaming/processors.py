@@ -3,6 +3,7 @@ of transformers read the whole history for every new token.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 import transformers
@@ -52,3 +53,40 @@ class RepetitionPenalty(transformers.LogitsProcessor):
         self.num_read = input_ids.shape[1]
         lowered = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
         return torch.where(self.was_there, lowered, scores)
+
+
+class RecentPenalty(transformers.LogitsProcessor):
+    """The same penalty for the last `window` generated tokens alone. So it stays as strong in a
+    long talk as in a short one, and words that were read may be said.
+
+    Args:
+        penalty: as that of `RepetitionPenalty`.
+        window: tokens, at least 1.
+        num_before: tokens before the text that is now written; None: all of the first call.
+        earlier: texts that were generated before, as tokens, the newest first.
+    """
+
+    def __init__(
+        self,
+        penalty: float,
+        window: int,
+        num_before: int | None = None,
+        earlier: Iterable[Sequence[int]] = (),
+    ):
+        self.penalty, self.window, self.num_before = penalty, window, num_before
+        self.earlier: list[int] = []
+        for text in earlier:
+            if len(self.earlier) >= window:
+                break
+            self.earlier = [*text, *self.earlier]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, V] after ids [B, T], which go on those of the last call."""
+        if self.num_before is None:
+            self.num_before = input_ids.shape[1]
+        ids = input_ids[:, max(self.num_before, input_ids.shape[1] - self.window) :]
+        if num := min(self.window - ids.shape[1], len(self.earlier)):
+            earlier = torch.tensor([self.earlier[-num:]], device=ids.device).expand(len(ids), -1)
+            ids = torch.cat([earlier, ids], 1)
+        own = scores.gather(1, ids)
+        return scores.scatter(1, ids, torch.where(own < 0, own * self.penalty, own / self.penalty))

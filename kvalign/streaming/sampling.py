@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
+PENALTIES = ("repetition_penalty", "repetition_window", "no_repeat_ngram_size")
 # Beyond these logits overflow.
 COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
@@ -37,6 +38,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
     ),
     "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
+    "repetition_window": ("at least 0 (0: all tokens)", lambda x: x >= 0),
     "stop_strings": (
         "texts that are not empty",
         lambda x: all(isinstance(text, str) and text for text in x),
@@ -56,6 +58,7 @@ class SamplingConfig(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    repetition_window: int
     no_repeat_ngram_size: int
     stop_at_end: bool
     stop_strings: str | Sequence[str] | None
@@ -85,6 +88,8 @@ class Sampling:
         min_p: draw from tokens with at least this share of the highest probability; 0: all.
         repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
             included; 1: off.
+        repetition_window: number of tokens that were generated last, to which that penalty is
+            limited: what was read may be said again; 0: all tokens.
         no_repeat_ngram_size: over the whole history; 0: off.
         stop_at_end: end at a token that ends a text or an answer of the model.
         stop_strings: one or several texts; the first that is generated ends the text.
@@ -103,6 +108,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    repetition_window: int = 0
     no_repeat_ngram_size: int = 0
     stop_at_end: bool = False
     stop_strings: str | Sequence[str] | None = ()
@@ -144,18 +150,38 @@ class Sampling:
         return {name: values[name] for name in OF_MODEL if values.get(name) is not None}
 
     @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
-    def processors(self) -> transformers.LogitsProcessorList:
-        """Processors of transformers, in its order, for one stream from its beginning."""
+    def processors(
+        self,
+        num_before: int | None = None,
+        earlier: Iterable[Sequence[int]] = (),
+    ) -> transformers.LogitsProcessorList:
+        """Processors of transformers, in its order, for one stream from its beginning.
+
+        Args:
+            num_before: tokens before the text that is now written; None: all of the first call.
+            earlier: texts that the stream generated before, as tokens, the newest first.
+        """
         import transformers
 
-        from kvalign.streaming.processors import NoRepeatedNGrams, RepetitionPenalty
+        from kvalign.streaming.processors import (
+            NoRepeatedNGrams,
+            RecentPenalty,
+            RepetitionPenalty,
+        )
 
         processors = transformers.LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenalty(self.repetition_penalty))
+        penalty, window = self.repetition_penalty, self.repetition_window
+        if self.has_penalty and window:
+            processors.append(RecentPenalty(penalty, window, num_before, earlier))
+        elif self.has_penalty:
+            processors.append(RepetitionPenalty(penalty))
         if self.no_repeat_ngram_size:
             processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
         if self.is_greedy:
@@ -195,7 +221,8 @@ class Sampling:
             names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
             words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
-        penalties = filter(self._differs, ("repetition_penalty", "no_repeat_ngram_size"))
+        names = [name for name in PENALTIES if name != "repetition_window" or self.has_penalty]
+        penalties = filter(self._differs, names)
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
 
     def _differs(self, name: str) -> bool:

@@ -7,7 +7,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +51,7 @@ class SavedStream(BaseModel):
         tokenizer: SHA-256 of its vocabulary; None in older files.
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
-        notes: see `TextStream`.
+        answers, notes: see `TextStream`; older files have no answers, nor has `kvalign serve`.
         memory_file: where its memory is; None: there is none, or it is in the file itself, as older
             versions wrote it.
     """
@@ -83,6 +83,7 @@ class SavedStream(BaseModel):
     num_new: Count
     weights: str | None = None
     tokenizer: str | None = None
+    answers: list[tuple[Count, Count]] = []
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
 
@@ -124,6 +125,7 @@ def save(
     state: dict[str, Tensor],
     generator: torch.Generator,
     notes: dict[str, str],
+    answers: Sequence[tuple[int, int]] = (),
 ) -> str:
     """Write a stream of these ids [T] int64, as of `write`; the fields are those of `SavedStream`.
     `state` is the state of the method, after `num_fed` tokens.
@@ -141,6 +143,7 @@ def save(
         weights=weights_of(method.model),
         tokenizer=digests.tokenizer,
         notes=notes,
+        answers=[*answers],
     )
     tensors = {STATE + name: x for name, x in state.items()}
     return write(path, saved, tensors | {"ids": ids, "generator": generator.get_state()})

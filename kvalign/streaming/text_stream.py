@@ -52,6 +52,7 @@ class TextStream(NotPickled):
         ids: all tokens so far, fed and generated.
         times_s: seconds of each token since the last input; the first includes the input.
         notes: texts by name that are saved with the stream.
+        answers: begin and end in `ids` of what was generated before the last input.
     """
 
     instead = (
@@ -72,6 +73,7 @@ class TextStream(NotPickled):
         """Forget all text: the next input begins a new one. Random numbers continue."""
         self.method.reset()
         self._whole, self.num_fed = Whole(), 0
+        self.answers: list[tuple[int, int]] = []
         self._begin_answer([])
 
     def feed(self, text: str | Sequence[int]) -> None:
@@ -89,7 +91,21 @@ class TextStream(NotPickled):
         warn_if_too_long(self.method, len(ids))
         with self._whole.change():
             # An end token has not been fed, and the stream goes on.
-            self._begin_answer(self.ids[: len(self.ids) - self._answer.has_end_token] + ids)
+            before = self.ids[: len(self.ids) - self._answer.has_end_token]
+            if self.token_ids:
+                self.answers.append((len(self.ids) - len(self.token_ids), len(before)))
+            self._begin_answer(before + ids)
+
+    def go_on(self) -> None:
+        """Let an answer that was cut by max_new_tokens go on, by as many tokens; `text` and
+        `token_ids` are then those of its new part. UserError if there is no such answer.
+        """
+        self._whole.check()
+        if not self.is_cut:
+            raise UserError("there is no answer that was cut")
+        with self._whole.change():
+            self.answers.append((len(self.ids) - len(self.token_ids), len(self.ids)))
+            self._begin_answer(self.ids)
 
     def encode_anew(self, ids: list[int]) -> None:
         """Replace the method's entries by those of these tokens alone, at least one, encoded at the
@@ -178,33 +194,45 @@ class TextStream(NotPickled):
             ids=torch.tensor(self.ids, dtype=torch.int64),
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
+            answers=self.answers,
             state=self.method.state(),
             generator=self.generator,
             notes=self.notes,
         )
 
-    def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
+    def resume(
+        self,
+        ids: list[int],
+        num_fed: int,
+        num_new: int,
+        answers: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Continue a saved stream of these ids; see `SavedStream`. Its method has been restored."""
+        self.answers = [*answers]
         before, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer(before)
         self.ids, self.num_fed = ids, num_fed
-        self._tokens = self._new_tokens(ids)
+        self._tokens = self._new_tokens(ids, num_new)
         for token in answer:
             self._answer.take(token)
 
     def _begin_answer(self, ids: list[int]) -> None:
         """Have these tokens, which an answer follows."""
         self._answer = Answer(self.tokenizer, ids, self.sampling, self.end_ids)
-        self.ids, self._tokens = ids, self._new_tokens(ids)
+        self.ids = ids
+        self._tokens = self._new_tokens(ids)
         self.times_s: list[float] = []
 
-    def _new_tokens(self, of: list[int]) -> Iterator[Tensor]:
-        """Tokens that follow others, `num_fed` of which have been fed."""
+    def _new_tokens(self, of: list[int], num_new: int = 0) -> Iterator[Tensor]:
+        """Tokens that follow others, `num_fed` of which have been fed, and the last `num_new` of
+        which belong to the answer.
+        """
+        earlier = (self.ids[first:end] for first, end in reversed(self.answers))
         ids = torch.tensor([of], device=self.method.model.device)
         return stream_tokens(
             self.method,
             ids[:, self.num_fed :],
-            processors=self.sampling.processors(),
+            processors=self.sampling.processors(len(of) - num_new, earlier),
             do_sample=not self.sampling.is_greedy,
             eos_token_ids=self.end_ids,
             generator=self.generator,
@@ -320,7 +348,7 @@ def load_stream(
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"cannot continue the stream in {path}: {error}") from error
     loaded.notes = saved.notes
-    loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
+    loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new, saved.answers)
     return loaded
 
 

@@ -22,6 +22,7 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -31,6 +32,7 @@ from kvalign.streaming.turns import opening_len, turn_ids
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"
 SMALL = ["--model", "gpt2-mini", "--cache-size", "40", "--max-new-tokens", "12", "--seed", "0"]
+SMALL += ["--repetition-penalty", "1"]
 
 
 def chat(*flags):
@@ -69,7 +71,49 @@ def test_every_turn_that_is_said_is_answered(capsys, monkeypatch):
     assert [line for line in printed.splitlines() if line.startswith("> ")] == [
         f"> {turn}" for turn in turns
     ]
-    assert all(one["text"] + "\n" in printed for one in document["answers"])
+    assert all(one["text"] + "…\n" in printed for one in document["answers"])
+
+
+def test_a_cut_answer_goes_on(monkeypatch, capsys):
+    """It ends in an ellipsis, and goes on with the tokens of a longer answer."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("/continue\nWho?\n/continue\n"))
+    plain = ["--repetition-penalty", "1"]
+    assert chat(*plain) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("cut by --max-new-tokens 12 (/continue goes on)") == 2
+    assert "there is no answer that was cut" in shown.err
+    first, second = re.findall(r"(?s)(?:Who\?|/continue)\n(.*?)…\n", shown.out)
+    assert chat(*plain, "--json", "--say", "Who?", "--max-new-tokens", "24") == 0
+    assert answers(capsys) == [first + second]
+
+
+def test_the_model_reads_that_an_answer_was_cut(templated, capsys):
+    conversation = Conversation(ConversationSettings(seed=0, max_new_tokens=3), templated)
+    for turn in ("Who?", "Why?"):
+        assert "".join(conversation.answer(turn)) and conversation.is_cut
+    text = templated.tokenizer.decode(conversation.stream.ids)
+    cut = text.index("…")
+    assert text.count("…") == 1 and text[cut + 1 :].startswith("\nuser: Why?")
+    begin = conversation.stream.notes["turns"].split()[1]
+    before = templated.tokenizer.decode(conversation.stream.ids[: int(begin)])
+    assert before.endswith("…"), "it belongs to the answer, not to the turn"
+
+
+@pytest.fixture
+def templated():
+    loaded = load_model("gpt2-mini")
+    loaded.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return loaded
+
+
+def test_a_loop_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n"))
+    loops = ["--temperature", "0", "--repetition-penalty", "0.5", "--max-new-tokens", "40"]
+    assert chat(*loops) == 0
+    assert capsys.readouterr().err.count("[the answer goes round in circles: ") == 1
 
 
 def test_the_file_names_the_model(tmp_path, capsys):
@@ -85,9 +129,10 @@ def test_the_file_names_the_model(tmp_path, capsys):
 
 
 def test_answers_are_calm_where_nobody_says(capsys):
-    assert chat("--say", "Who?", "--json") == 0
+    assert main(["chat", *SMALL[:-2], "--say", "Who?", "--json"]) == 0
     used = json.loads(capsys.readouterr().out)["settings"]
     assert (used["temperature"], used["top_p"], used["do_sample"]) == (0.3, 0.9, True)
+    assert (used["repetition_penalty"], used["repetition_window"]) == (1.1, 256)
     assert chat("--say", "Who?", "--json", "--temperature", "1") == 0
     assert json.loads(capsys.readouterr().out)["settings"]["temperature"] == 1
 
@@ -172,7 +217,17 @@ def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--model", model, "--cache-size", "100", "--max-new-tokens", "14", "--evict", "turns"]
     say = [word for turn in TURNS for word in ("--say", turn)]
-    chat = ["chat", *flags, "--temperature", "0", "--system", "You know islands.", "--json"]
+    chat = [
+        "chat",
+        *flags,
+        "--repetition-penalty",
+        "1",
+        "--temperature",
+        "0",
+        "--system",
+        "You know islands.",
+        "--json",
+    ]
     assert main([*chat, *say]) == 0
     document = json.loads(capsys.readouterr().out)
     texts = [one["text"] for one in document["answers"]]
@@ -313,17 +368,18 @@ def warm_model(tmp_path_factory):
         checkpoints.model_path("gpt2-mini"), tmp_path_factory.mktemp("models") / "warm"
     )
     path = folder / "generation_config.json"
-    how = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
+    how = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.2}
     path.write_text(json.dumps(json.loads(path.read_text()) | how))
     return str(folder)
 
 
 @pytest.mark.slow
 def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
+    chat = lambda *flags: main(["chat", *SMALL[:-2], *flags])  # noqa: E731
     options = ["--model", warm_model, "--method", "discard-half", "--say", "Who?"]
     assert chat(*options) == 0
     banner = capsys.readouterr().err.splitlines()[0]
-    assert "--temperature 0.6 --top-k 20 --top-p 0.95 --seed 0 --repetition-penalty 1.1" in banner
+    assert "--temperature 0.6 --top-k 20 --top-p 0.95 --seed 0 --repetition-penalty 1.2" in banner
     assert "(--temperature, --top-p, --repetition-penalty: from the model's generation_config)" in (
         banner
     )
@@ -399,10 +455,10 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
         "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",
         "it can only be set at the start: kvalign chat --system TEXT",
         "\nYou know.\n",
-        "[12 tokens with kvalign (table-kl), cut by --max-new-tokens 12, ",
+        "[12 tokens with kvalign (table-kl), cut by --max-new-tokens 12 (/continue goes on), ",
         "/save needs a file: /save talk.safetensors",
         "saved: kept; continue it with kvalign chat --state kept",
-        "unknown command '/sav'; did you mean /save? (known: /help, /tokens, ",
+        "unknown command '/sav'; did you mean /save? (known: /help, /continue, /tokens, ",
         "the conversation starts again; kept is written after the next answer",
         "0 tokens; in the cache: 0, of 40 at most; evicted: 0; not fed yet: 0",
         "other exists: name another file",

@@ -14,7 +14,7 @@ from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
 from kvalign.streaming.answer import StopStrings
-from kvalign.streaming.processors import RepetitionPenalty
+from kvalign.streaming.processors import RecentPenalty, RepetitionPenalty
 from kvalign.streaming.sampling import OF_MODEL, Sampling, SamplingConfig
 
 PROMPT = "The history of the island"
@@ -69,6 +69,41 @@ def test_a_repetition_penalty_reads_each_token_once():
     for end in range(1, 400):
         logits = torch.randn(2, 300, generator=rng)
         assert torch.equal(ours(ids[:, :end], logits), theirs(ids[:, :end], logits.clone()))
+
+
+def test_a_window_holds_what_was_generated_last():
+    rng = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 300, (1, 90), generator=rng)
+    earlier = ids[:, 5:25], ids[:, 30:50]  # read: 0 to 5, 25 to 30, 50 to 60
+    newest_first = [one[0].tolist() for one in reversed(earlier)]
+    ours = RecentPenalty(1.7, 32, 60, newest_first)
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    for end in range(60, 90):
+        generated = torch.cat([*earlier, ids[:, 60:end]], 1)[:, -32:]
+        logits = torch.randn(1, 300, generator=rng)
+        expected = theirs(generated, logits.clone())
+        assert torch.equal(ours(ids[:, :end], logits), expected)
+        anew = RecentPenalty(1.7, 32, 60, newest_first)  # as after a restart
+        assert torch.equal(anew(ids[:, :end], logits), expected)
+    logits = torch.randn(1, 300, generator=rng)
+    assert torch.equal(RecentPenalty(1.7, 32)(ids, logits), logits), "all of it was read"
+
+
+def test_a_window_goes_on_after_a_restart(loaded, tmp_path):
+    how = SIZES | dict(repetition_penalty=1.5, repetition_window=30, seed=0)
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, PROMPT, **how)
+    "".join(stream)
+    stream.feed(" It was")
+    pieces = iter(stream)
+    for _ in range(9):
+        next(pieces)
+    stream.save(tmp_path / "talk")
+    again = kvalign.load_stream(tmp_path / "talk", loaded.model, loaded.tokenizer)
+    assert again.answers == stream.answers and "".join(again) == "".join(pieces)
+    for one in (stream, again):
+        one.feed(" Then")
+    assert "".join(again) == "".join(stream) != ""
+    assert ids_of(loaded, **how | dict(repetition_window=0)) != ids_of(loaded, **how)
 
 
 @pytest.mark.slow

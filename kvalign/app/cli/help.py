@@ -11,7 +11,7 @@ WIDTH = 80
 _OTHER = "flags"
 _GROUPS = {
     "text": "max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
-    "no_repeat_ngram_size stop_at_end stop_strings seed",
+    "repetition_window no_repeat_ngram_size stop_at_end stop_strings seed",
     "cache": "cache_size cache_sizes num_sinks memory evict",
     "method": "method methods aligner policy reference",
     "expert": "num_evicted realign_every num_recent positions num_recalled recall_places "

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "this list",
+    "/continue": "let an answer go on that was cut",
     "/tokens": "length of the conversation, and the part of it that is in the cache",
     "/memory": "which turns are out of the cache, and how to keep more",
     "/system": "the system prompt, which begins the conversation and stays",
@@ -31,7 +32,9 @@ def is_command(line: str) -> bool:
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Run a command, except `/exit`, and return its answer; UserError if it fails."""
+    """Run a command that neither leaves nor goes on, and return its answer; UserError if it
+    fails.
+    """
     name, _, rest = line.partition(" ")
     names = [usage.split()[0] for usage in COMMANDS]
     if name not in names:

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 SYSTEM = "system"  # the note of a stream that holds --system
-# How a turn is answered where neither a flag nor the model says.
+# How a turn is answered where neither a flag nor the model says how to draw.
 CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
+# What else holds for answers where neither says: they do not repeat what was lately answered.
+OF_ANSWERS = {"stop_at_end": True, "repetition_penalty": 1.1, "repetition_window": 256}
+LEAST_RUNS = 20  # of an answer that may be a loop
+CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class ConversationSettings(TalkSettings):
 
     Ctrl-C stops an answer, Ctrl-D ends, /help lists what else can be typed. Without a terminal,
     each line of stdin is a turn. Where no flag says how to sample, the model's generation_config
-    does, else --temperature 0.3 --top-p 0.9; in a conversation that goes on, what is saved with it.
+    does, else --temperature 0.3 --top-p 0.9 --repetition-penalty 1.1; in a conversation that goes
+    on, what is saved with it.
 
     What is out of the cache is forgotten, which is said; --memory 100000 keeps it, and takes back
     what is asked for, which is slower.
@@ -90,6 +95,16 @@ class ConversationSettings(TalkSettings):
         None,
         help="draw from the fewest tokens whose probabilities add up to this (default: the "
         f"model's, else {CALM['top_p']:g})",
+    )
+    repetition_penalty: float | None = option(
+        None,
+        help="above 1, tokens that occurred in the --repetition-window are less likely (default: "
+        f"the model's, else {OF_ANSWERS['repetition_penalty']:g}; 1: off)",
+    )
+    repetition_window: int | None = option(
+        None,
+        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
+        f"0: all tokens (default: {OF_ANSWERS['repetition_window']})",
     )
     keep: str | None = option(
         None,
@@ -155,20 +170,16 @@ class Conversation:
         system = self.stream.notes.get(SYSTEM)
         turn_ids(loaded.tokenizer, "?", not self.stream.ids, system, **self._how)
 
-    def answer(self, turn: str) -> Iterator[str]:
-        """The pieces of the answer to a turn, with a progress bar for a long turn. Ctrl-C ends the
-        answer. Then the file is written.
+    def answer(self, turn: str | None) -> Iterator[str]:
+        """The pieces of the answer to a turn, with a progress bar for a long turn; None: those with
+        which an answer goes on that was cut. Ctrl-C ends the answer. Then the file is written.
         """
-        from kvalign.streaming.turns import turn_ids
-
         stream = self.stream
         with defer_signals(signal.SIGINT) as interrupted:  # in a step, it would break the cache
-            system = stream.notes.get(SYSTEM)
-            new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
-            stream.feed(new)
-            note_turn(stream, len(stream.ids) - len(new))
-            if EVICT in stream.notes:
-                make_room(stream, system, **self._how)
+            if turn is not None:
+                self._feed(turn)
+            elif stream.is_cut:
+                stream.go_on()
             for piece in pieces_of(stream, "turn"):
                 yield piece
                 if interrupted.is_set():
@@ -178,6 +189,32 @@ class Conversation:
                 self.save(self.path)
             except (OSError, UserError) as error:
                 raise RunError(f"this answer was not saved: {error}") from error
+
+    def _feed(self, turn: str) -> None:
+        """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
+        from kvalign.models.text_ids import ids_of
+        from kvalign.streaming.turns import turn_ids
+
+        stream, system = self.stream, self.stream.notes.get(SYSTEM)
+        new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
+        is_told_so = self.is_cut and self.tokenizer.chat_template
+        cut = ids_of(CUT, self.tokenizer, prefix=False, goes_on=True) if is_told_so else []
+        stream.feed([*cut, *new])
+        note_turn(stream, len(stream.ids) - len(new))
+        if EVICT in stream.notes:
+            make_room(stream, system, **self._how)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the last answer was cut, by its limit or by Ctrl-C."""
+        return bool(self.stream.token_ids) and not self.stream.has_ended
+
+    @property
+    def is_loop(self) -> bool:
+        """Return whether half of the last answer's runs of 4 tokens were there before in it."""
+        ids = self.stream.token_ids
+        runs = [*zip(ids, ids[1:], ids[2:], ids[3:], strict=False)]
+        return len(runs) >= LEAST_RUNS and 2 * len({*runs}) <= len(runs)
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file, and from now on after each answer.
@@ -298,7 +335,7 @@ def talk_defaults(loaded: LoadedModel) -> dict[str, Any]:
     """Return the sampling of an answer, by field, where no flag and no request says it."""
     says = Sampling.of_model(loaded.model.generation_config)
     calm = {} if says.keys() & set(DRAWS) else CALM
-    return {"stop_at_end": True, **calm, **says}
+    return {**OF_ANSWERS, **calm, **says}
 
 
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:

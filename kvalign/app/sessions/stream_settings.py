@@ -133,6 +133,11 @@ class StreamSettings(MethodSettings, ModelSettings):
         help="above 1, tokens that occurred before, also evicted ones, are less likely "
         f"(default: {Sampling.repetition_penalty:g}, off)",
     )
+    repetition_window: int | None = option(
+        None,
+        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
+        f"0: all tokens (default: {Sampling.repetition_window})",
+    )
     no_repeat_ngram_size: int | None = option(
         None,
         help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
