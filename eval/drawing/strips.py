@@ -19,13 +19,13 @@ from kvalign.foundation.escape import escape_controls
 
 GOOD, BAD = "#2da06b", "#d1495b"
 _HEIGHTS = {True: 0.8, False: 0.4}
-COLORS = LinearSegmentedColormap.from_list("readable", ["#f7f4ee", "#bfe3d0", "#3fb27f"])
+COLORS = LinearSegmentedColormap.from_list("readable", ["#efdcc0", "#bfe3d0", "#3fb27f"])
 TEXT = "#14181d"  # 7:1 and more on each of these
 NOT_TRIED = "#9aa0a6"
 MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
-def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
+def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2) -> Figure:
     """Chunks of rows with `chunks` and `readable`, in panels by title: readable ones green and
     high, others red and low, so not only by colour.
     """
@@ -36,7 +36,7 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
     }
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stack(figure, names, 7.2, 0.48, sharex=True)
+        all_axes = _stack(figure, names, width, 0.48, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
             for number, row in enumerate(rows):
                 _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])

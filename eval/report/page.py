@@ -16,7 +16,7 @@ from kvalign.eval.drawing.plots import inline_legend, inline_svg, save
 from kvalign.eval.protocol.evaluation import Row, Section
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
-from kvalign.eval.report.findings import findings
+from kvalign.eval.report.first_screen import MEANS, first_screens
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import write_text
@@ -60,6 +60,9 @@ def render(results: Results, contents: list[Section]) -> str:
     templates.filters["escape_controls"] = escape_controls
     templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
     templates.filters["legend"] = lambda plot: Markup(inline_legend(plot.figure, plot.name))
+    templates.globals["first_svg"] = lambda plot, number, model: Markup(
+        inline_svg(plot.figure, f"{plot.name}-{model}-{number}")
+    )
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in documents for row in d["rows"]}
@@ -68,8 +71,8 @@ def render(results: Results, contents: list[Section]) -> str:
         of=_of(results),
         documents=results.documents,
         changed=[x for x in dict.fromkeys(d.get("changed") for d in documents) if x],
-        findings=findings(results),
-        meaning=MEANING,
+        screens=first_screens(results),
+        meaning=f"{MEANING} {MEANS}",
         summary=summary(results),
         sections=contents,
         panels=panels(results),
