@@ -25,7 +25,7 @@ NOT_TRIED = "#9aa0a6"
 MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
-def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2) -> Figure:
+def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float = 0.48) -> Figure:
     """Chunks of rows with `chunks` and `readable`, in panels by title: readable ones green and
     high, others red and low, so not only by colour.
     """
@@ -36,7 +36,7 @@ def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2) -> Figure:
     }
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stack(figure, names, width, 0.48, sharex=True)
+        all_axes = _stack(figure, names, width, height, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
             for number, row in enumerate(rows):
                 _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])

@@ -165,7 +165,7 @@ class Section:
 
 
 class Piece(NamedTuple):
-    """Chunk of a passage, up to the next; `unknown` are the ends of its tokens that are no words."""
+    """Chunk of a passage, up to the next; `unknown` has the ends of words that are unknown."""
 
     text: str
     num_tokens: int

@@ -26,7 +26,7 @@ from kvalign.eval.report.results_folder import Results
 from kvalign.foundation.console import Entry
 
 READABLE = 0.95  # share of chunks from which words tell no methods apart
-MOST_STRIPS = 8
+MOST_STRIPS = 7
 SIZE = (4.6, 3.9)  # inches; three stand side by side
 ORDER = [Verdict.FAILS, Verdict.WORSE, Verdict.OPEN, Verdict.UNKNOWN, Verdict.GOOD]
 WORDS = {Verdict.OPEN: "too few labels to tell", Verdict.UNKNOWN: "too few labels"}
@@ -77,7 +77,13 @@ class _Model:
         return next((one for one in selection if one["settings"]["model"] == self.model), None)
 
     def _named(self, rows: Iterable[Row]) -> list[Row]:
-        return [row | {"aligner": self.names.get(identity_of(row), row["aligner"])} for row in rows]
+        rows = [*rows]
+        names = (self.names.get(identity_of(row), row["aligner"]) for row in rows)
+        prefix = f"kvalign-{self.model}-"  # of older documents
+        return [
+            row | {"aligner": name and name.removeprefix(prefix)}
+            for row, name in zip(rows, names, strict=True)
+        ]
 
     def _summary(self, name: str) -> list[Row]:
         document = self._of(name)
@@ -127,7 +133,7 @@ class _Model:
         """Methods that fail at no cache size; those with other sinks are not judged."""
         bad, fair = {Verdict.FAILS, Verdict.UNKNOWN}, comparable(self.scored, self.reference)
         failing = {in_words(row) for row in fair if verdict(row) in bad}
-        rows = [row for row in self.scored if not is_reference(row, self.reference)]
+        rows = [row for row in fair if not is_reference(row, self.reference)]
         return [label for label in grouped(rows, in_words) if label not in failing]
 
     def _writing(self) -> str:
@@ -175,10 +181,10 @@ class _Model:
         figure = draw(
             {"": lines}, x="cache size", y="ms", doubling_x=True, log_y=_is_wide(lines), size=SIZE
         )
-        busy = conclusions.busy(timed["rows"])
-        note = " The machine was busy." if busy else ""
-        caption = f"Mean time of a step by cache size; lower is better.{note}"
-        return Plot("first-time", figure, caption, "Time of a step" + " (busy machine)" * bool(busy))
+        caption, title = "Mean time of a step by cache size; lower is better", "Time of a step"
+        if conclusions.busy(timed["rows"]):
+            caption, title = f"{caption}. The machine was busy", f"{title} (busy machine)"
+        return Plot("first-time", figure, caption, title)
 
     def _strips(self, written: Document | None) -> Plot | None:
         """Chunks of one passage of each method, and of a human's text, in order."""
@@ -193,7 +199,8 @@ class _Model:
             return None
         human = human_row(written)
         rows = [*shown, human] if human else shown
-        figure = draw_chunks({"": [row | {"chunks": row["chunks"][:longest]} for row in rows]}, 4.6)
+        cut = [row | {"chunks": row["chunks"][:longest]} for row in rows]
+        figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)
         caption = f"Chunks of one passage each, C = {first['cache_size']}, in order"
         return Plot("first-readability", figure, caption, "Readability of what is written")
 

@@ -147,3 +147,9 @@ def test_repetition():
     assert longest_run("abcdeabcde") == 0  # longer than a phrase
     passage = judged("the the the the the", frozenset({"the"}), RULES["paper"])
     assert passage["repetition"] == 0.5
+
+
+def test_marks_of_wikitext_are_taken_out_by_the_rule_of_a_reader():
+    text = "the <unk> well @-@ known island , 1 @,@ 000 miles"
+    assert RULES["paper"].readers_text(text) == "the well-known island , 1,000 miles"
+    assert RULES["authors"].readers_text(text) == text

@@ -306,9 +306,7 @@ def human_row(document: Document) -> Row | None:
     return of_none | {"method": HUMAN} | judged(text, load_words().words, rule)
 
 
-def _passage(
-    row: Row, name: str, label: str, unknown: list[tuple[int, int]]
-) -> Passage:
+def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) -> Passage:
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
     if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
