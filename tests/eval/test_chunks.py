@@ -24,7 +24,7 @@ from kvalign.foundation.errors import UserError
 # `-` and numbers are no words, and `,` counts by the authors' rule alone.
 TEXT = (
     "The old island was settled first . It walks twice "  # 10 of 10
-    "Zq , @-@ 1984 , Zq , house it "  # `@-@` is three tokens; 11 so far, the last of them `it`
+    "Zq , @ - @ 1984 , Zq , house it "  # 11 so far, the last of them `it`
     "fell . Zq Zq Zq houses !"
 )
 PAPER = [(10, 10, True), (10, 1, False), (8, 4, True)]  # the last: it fell . !
