@@ -89,7 +89,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         write(out, trials, settings.target)
         best_settings = dataclasses.replace(settings_at(base, best.point), judge=True)
         (trained,) = train_network(best_settings).values()
-        result = {
+        result: dict[str, Any] = {
             "target": settings.target,
             "best": best.row,
             "trials": [trial.row for trial in trials],

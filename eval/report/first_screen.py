@@ -34,7 +34,7 @@ WORDS = {Verdict.OPEN: "too few labels to tell", Verdict.UNKNOWN: "too few label
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """What a page says first of one model."""
+    """First part of a page on one model."""
 
     model: str
     sentences: list[str]

@@ -313,9 +313,9 @@ def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) ->
         starts[-1] = chunks[-1][1]
     spans = zip(chunks, itertools.pairwise(starts), strict=True)
     pieces = []
-    for chunk, (start, end) in spans:
+    for (_, _, num_tokens, num_known, is_readable), (start, end) in spans:
         mine = tuple((a - start, b - start) for a, b in unknown if start <= a and b <= end)
-        pieces.append(Piece(text[start:end], *chunk[2:], mine))
+        pieces.append(Piece(text[start:end], num_tokens, num_known, is_readable, mine))
     head, tail = text[: starts[0]], text[starts[-1] :]
     return Passage(name, label, row["readable"], head, pieces, tail)
 
