@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvalign.eval.drawing.plots import THEME
 from kvalign.eval.protocol.evaluation import Row
@@ -45,6 +46,7 @@ def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float 
             axes.tick_params(axis="y", length=0)
             axes.spines[["top", "left", "right"]].set_visible(False)
         axes.set_xlabel("chunk")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         boxes = [mpl.patches.Patch(color=color) for color in (GOOD, BAD)]
         where: dict[str, Any] = dict(loc="outside lower right", ncols=2, fontsize=8, frameon=False)
         figure.legend(boxes, ["readable", "unreadable (low)"], **where)

@@ -222,7 +222,8 @@ class _Model:
             columns.append((column, _spans(rows, "bare_mean_ratio", 2)))
         for name, key, title, scale, better in QUESTIONS:
             rows = [row for row in self._summary(name) if row.get(key) is not None]
-            if rows and any(row[key] for row in rows):
+            # Where nothing is right with any method, an evaluation tells nothing.
+            if rows and (name == "readability" or any(row[key] for row in rows)):
                 texts = _spans(rows, key, 0 if scale == 100 else 2, scale)
                 columns.append((Column(title, None, better), texts))  # type: ignore[arg-type]
         for _, texts in columns if not labels else []:
