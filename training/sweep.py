@@ -42,7 +42,8 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
 
     Returns:
         `trials` (a row each, best first), `best` (the first), `num_stopped`, `aligner` (its
-        folder), `aligner_val_loss`, and `input_label_mse` and `used` as of `train_network`.
+        folder), `aligner_val_loss`, and `input_label_mse`, `used` and `judged` as of
+        `train_network`.
 
     Raises:
         NotFoundError: no recorded data.
@@ -86,15 +87,16 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             reason = best.error or "no finite validation loss"
             raise RunError(f"all trials failed, trial {best.name} with: {reason}")
         write(out, trials, settings.target)
-        (trained,) = train_network(settings_at(base, best.point)).values()
-        result = {
+        best_settings = dataclasses.replace(settings_at(base, best.point), judge=True)
+        (trained,) = train_network(best_settings).values()
+        result: dict[str, Any] = {
             "target": settings.target,
             "best": best.row,
             "trials": [trial.row for trial in trials],
             "num_stopped": sum(trial.state == "stopped" for trial in trials),
             "aligner": str(out / _ALIGNER),
             "aligner_val_loss": trained["val_loss"],
-            **{name: trained[name] for name in ("input_label_mse", "used")},
+            **{x: trained[x] for x in ("input_label_mse", "used", "judged") if x in trained},
         }
         run.finish(result)
     counts = f"{len(trials)} trials in {out}, {result['num_stopped']} stopped early"

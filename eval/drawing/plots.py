@@ -143,6 +143,7 @@ def draw(
     log_x: bool = False,
     log_y: bool = False,
     names: Sequence[str] = (),
+    size: tuple[float, float] | None = None,
 ) -> Figure:
     """Lines in one panel or several side by side, which share the y axis and one legend.
 
@@ -152,10 +153,12 @@ def draw(
         doubling_x: log axis of base 2 with ticks at the points that double.
         log_x, log_y: log axes with ticks at round values.
         names: labels at x = 0, 1, 2, ... if x has no numbers.
+        size: width and height in inches; None: by the number of panels.
     """
     with mpl.rc_context(THEME):
         num = len(panels)
-        figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
+        size = size or (max(6.4, 3.0 * num), 4.4)
+        figure = Figure(figsize=size, layout="constrained")
         all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
             x_values = [v for line in lines for v in line.x]

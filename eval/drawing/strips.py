@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvalign.eval.drawing.plots import THEME
 from kvalign.eval.protocol.evaluation import Row
@@ -19,13 +20,13 @@ from kvalign.foundation.escape import escape_controls
 
 GOOD, BAD = "#2da06b", "#d1495b"
 _HEIGHTS = {True: 0.8, False: 0.4}
-COLORS = LinearSegmentedColormap.from_list("readable", ["#f7f4ee", "#bfe3d0", "#3fb27f"])
+COLORS = LinearSegmentedColormap.from_list("readable", ["#efdcc0", "#bfe3d0", "#3fb27f"])
 TEXT = "#14181d"  # 7:1 and more on each of these
 NOT_TRIED = "#9aa0a6"
 MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
-def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
+def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float = 0.48) -> Figure:
     """Chunks of rows with `chunks` and `readable`, in panels by title: readable ones green and
     high, others red and low, so not only by colour.
     """
@@ -36,7 +37,7 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
     }
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
-        all_axes = _stack(figure, names, 7.2, 0.48, sharex=True)
+        all_axes = _stack(figure, names, width, height, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
             for number, row in enumerate(rows):
                 _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])
@@ -45,6 +46,7 @@ def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
             axes.tick_params(axis="y", length=0)
             axes.spines[["top", "left", "right"]].set_visible(False)
         axes.set_xlabel("chunk")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         boxes = [mpl.patches.Patch(color=color) for color in (GOOD, BAD)]
         where: dict[str, Any] = dict(loc="outside lower right", ncols=2, fontsize=8, frameon=False)
         figure.legend(boxes, ["readable", "unreadable (low)"], **where)

@@ -51,6 +51,15 @@ def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
     ]
 
 
+def unknown(text: str, words: frozenset[str], rule: Rule) -> list[tuple[int, int]]:
+    """Start and end of the words of a text that the rule does not know."""
+    return [
+        (start, end)
+        for start, end in token_spans(text)
+        if any(map(str.isalpha, text[start:end])) and not is_known(text[start:end], words, rule)
+    ]
+
+
 def distinct(tokens: Sequence[str], n: int) -> float:
     """Share of distinct n-grams: 1 without repetition, and for a text without any."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -74,9 +83,11 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
 
     Returns:
         num_chunks, num_readable (chunks), readable (their share), distinct_1, distinct_2,
-        repetition (share of 4-grams that occurred before), longest_run, text, and chunks: lists of
-        start and end in the text, tokens, known tokens, and whether the chunk is readable.
+        repetition (share of 4-grams that occurred before), longest_run, text (as it
+        was judged), and chunks: lists of start and end in the text, tokens, known tokens, and
+        whether the chunk is readable.
     """
+    text = rule.readers_text(text)
     pieces = chunks(text, words, rule)
     tokens = [text[start:end].lower() for start, end in token_spans(text)]
     num_readable = sum(chunk.is_readable for chunk in pieces)

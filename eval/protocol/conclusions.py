@@ -24,6 +24,11 @@ SINK = 5  # times its even share that the first entry gets at least where it is 
 NEAR_RIGHT = 0.02  # of the share of right answers
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
 UNEQUAL = "Rows with unequal sinks do not compare."
+BUSY_FROM = 1.2  # mean of a bare step by its median
+BUSY = (
+    "The machine was busy (the mean of a bare step is {:.1f} times its median), so times are not "
+    "compared: measure again."
+)
 BESIDE = "recompute"  # what is written is compared with what this writes
 
 
@@ -233,6 +238,15 @@ def by_time(rows: Sequence[Row]) -> str:
 def _point(row: Row) -> str:
     figures = f"{row['perplexity']:.1f} in {row['seconds']:.2g} s"
     return f"{in_words(row)} at C = {row['cache_size']} ({figures})"
+
+
+def busy(rows: Iterable[Row]) -> float | None:
+    """Return the largest mean of a bare step relative to its median, where it shows that the
+    machine did something else, too.
+    """
+    bare = [row for row in rows if row["method"] == FLOOR]
+    ratio = max((row["mean_ms"] / row["median_ms"] for row in bare), default=1.0)
+    return ratio if ratio > BUSY_FROM else None
 
 
 def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = None) -> str:

@@ -165,12 +165,22 @@ class Section:
 
 
 class Piece(NamedTuple):
-    """Chunk of a passage, up to the next."""
+    """Chunk of a passage, up to the next; `unknown` has the ends of words that are unknown."""
 
     text: str
     num_tokens: int
     num_known: int
     is_readable: bool
+    unknown: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[str, bool]]:
+        """Text in parts, each with whether it is an unknown token."""
+        parts, done = [], 0
+        for start, end in self.unknown:
+            parts += [(self.text[done:start], False), (self.text[start:end], True)]
+            done = end
+        return [(text, mark) for text, mark in [*parts, (self.text[done:], False)] if text]
 
 
 class Passage(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
+from kvalign.foundation.runs import PART_OF_RUN
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
@@ -171,7 +173,8 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
         return [*by_path.values()]
     merit: Merit = "any" if "methods" in settings.changed() else "used"
     names = aligners_at_hand(model, at_least=merit)[:1]
-    if names and names[0] not in checkpoints.ALIGNERS:
+    is_said = PART_OF_RUN in os.environ  # once, by the run
+    if names and names[0] not in checkpoints.ALIGNERS and not is_said:
         log.warning("using %s, trained here: none ships for %s", names[0], settings.model)
     return names
 

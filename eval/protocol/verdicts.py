@@ -8,6 +8,7 @@ from statistics import fmean, variance
 from kvalign.eval.protocol.evaluation import Row
 
 MIN_LABELS = 200  # fewer have no interval
+MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
 GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
 FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvalign.eval.protocol.evaluation import Panel, Table
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
-from kvalign.eval.report.findings import Finding, findings
+from kvalign.eval.report.first_screen import FirstScreen, first_screens
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.console import ROW_WIDTH, Entry, Heading, console_for, print_table
 from kvalign.foundation.escape import escape_controls
@@ -30,7 +30,7 @@ def show(folder: Path, console: Console | None = None) -> None:
     """
     results = read(folder)
     console = console or console_for()
-    _print_findings(findings(results), console)
+    _print_first(first_screens(results), console)
     of_sections = [(section.title, section.tables) for section in sections(results)]
     beside = ("Beside the paper", paper_tables(results))
     for title, tables in [("Summary", summary(results)), *of_sections, beside]:
@@ -127,16 +127,16 @@ def _longest(texts: Iterable[str]) -> int:
     return max(cell_len(escape_controls(" ".join(text.split()))) for text in texts)
 
 
-def _print_findings(results: list[Finding], console: Console) -> None:
-    if results:
+def _print_first(screens: list[FirstScreen], console: Console) -> None:
+    """The sentences and the verdicts of each model."""
+    if screens:
         console.rule(Text("Findings"))
-    for finding in results:
-        headline = f"{finding.model}: {finding.headline}" if finding.headline else finding.model
-        console.print(Text(escape_controls(headline), "bold"), soft_wrap=False)
-        for sentence in finding.sentences:
-            line = Text("- ").append(escape_controls(sentence.lead), "bold")
-            console.print(line.append(": " + escape_controls(sentence.text)))
-    if any(finding.judges for finding in results):
+    for one in screens:
+        console.print(Text(escape_controls(one.model), "bold"), soft_wrap=False)
+        for sentence in one.sentences:
+            console.print(Text("- " + escape_controls(sentence)))
+    print_tables([one.verdicts for one in screens if one.verdicts], console)
+    if any(one.verdicts for one in screens):
         console.print(Text(MEANING, "dim"))
 
 

@@ -18,6 +18,8 @@ from kvalign.foundation.errors import ExistsError, Interrupted
 from kvalign.foundation.files import read_json, write_json
 
 State = Literal["new", "unfinished", "finished"]
+PART_OF_RUN = "KVALIGN_PART_OF_RUN"
+"""In the environment of a suite's cell, for which the run speaks."""
 
 
 class ResumableRun:

@@ -271,3 +271,13 @@ def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
     (tmp_path / "results" / "long.json").unlink()
     settings = RunSettings(suite="own.yaml", out=tmp_path / "results", ray=True)
     assert suite.run_suite(settings) == {"short": "kept", "long": "run"}
+
+
+def test_an_aligner_that_was_trained_here_is_named_once_a_run(capsys):
+    row = {"aligner_path": "mine/table"}
+    output = json.dumps({"settings": {"model": "m"}, "rows": [row, row, {"aligner_path": None}]})
+    said = set()
+    for command in ("eval perplexity", "eval latency", "eval recall --aligner mine/table"):
+        cell = SimpleNamespace(command=f"kvalign {command}", is_preparation=False)
+        suite.say_trained_here(cell, output, said)
+    assert capsys.readouterr().err == "using mine/table, trained here: none ships for m\n"

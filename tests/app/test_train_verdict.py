@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvalign.app.commands.train import _verdict
+from kvalign.app.commands.train import verdict_lines
 
 BOTH = ("key", "value")
 
@@ -52,7 +52,7 @@ def judged(losses, parts, num_sinks):
     ],
 )
 def test_sinks_are_equal(losses, chosen, figures, word):
-    said = "\n".join(_verdict(judged(losses, *chosen)))
+    said = "\n".join(verdict_lines(judged(losses, *chosen)))
     assert re.findall(r"\d+\.\d+", said) == figures
     assert word in said and {*re.findall(r"(\d) sinks", said)} == {str(chosen[1])}
 
@@ -60,7 +60,7 @@ def test_sinks_are_equal(losses, chosen, figures, word):
 def test_a_network_is_compared_with_its_own_sinks():
     """It is streamed with the usual ones alone, where the best may be of others."""
     losses = {(0, ()): 4.0, (4, ()): 3.0, (0, BOTH): 4.2}
-    said = "\n".join(_verdict(judged(losses, (), 4)))
+    said = "\n".join(verdict_lines(judged(losses, (), 4)))
     assert "32 and 0 sinks: 54.6 with streaming-llm, 2.718 with discard-half of 4 sinks" in said
     assert "not used: 66.69 with keys and values realigned is no better" in said
     assert said.endswith("equals streaming-llm with 4 sinks")

@@ -23,7 +23,7 @@ from kvalign.foundation.errors import UserError
 # `-` and numbers are no words, and `,` counts by the authors' rule alone.
 TEXT = (
     "The old island was settled first . It walks twice "  # 10 of 10
-    "Zq , @-@ 1984 , Zq , house it "  # `@-@` is three tokens; 11 so far, the last of them `it`
+    "Zq , @ - @ 1984 , Zq , house it "  # 11 so far, the last of them `it`
     "fell . Zq Zq Zq houses !"
 )
 PAPER = [(10, 10, True), (10, 1, False), (8, 4, True)]  # the last: it fell . !
@@ -138,3 +138,9 @@ def test_repetition():
     assert longest_run("abcdeabcde") == 0  # longer than a phrase
     passage = judged("the the the the the", frozenset({"the"}), RULES["paper"])
     assert passage["repetition"] == 0.5
+
+
+def test_marks_of_wikitext_are_taken_out_by_the_rule_of_a_reader():
+    text = "the <unk> well @-@ known island , 1 @,@ 000 miles"
+    assert RULES["paper"].readers_text(text) == "the well-known island , 1,000 miles"
+    assert RULES["authors"].readers_text(text) == text

@@ -8,7 +8,6 @@ from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.conclusions import UNEQUAL
 from kvalign.eval.protocol.tables import table
 from kvalign.eval.protocol.verdicts import comparable
-from kvalign.eval.report.findings import quality
 
 
 def row(method, num_sinks, perplexity, cache_size=64):
@@ -55,18 +54,6 @@ def test_conclusions_are_of_rows_with_equal_sinks():
     recalled = [one | {"oldest": 0.5} for one in UNLIKE]
     assert "window" in conclusions.recalled(recalled)
     assert "streaming-llm" not in conclusions.recalled(recalled)
-
-
-def test_findings_name_what_is_not_judged():
-    headline, sentences = quality(EQUAL, "recompute", "a text")
-    assert headline.endswith("streaming-llm with 4 sinks is as good as recompute.")
-    assert tuple(sentences[-1]) == (
-        "Other sinks than recompute",
-        "window with 0 sinks: not judged.",
-    )
-    headline, (said,) = quality([UNLIKE[0], UNLIKE[2]], "recompute", "a text")
-    assert headline.endswith("no method has as many sinks as recompute.")
-    assert said.text == "streaming-llm with 4 sinks: not judged."
 
 
 @pytest.mark.parametrize(("firsts", "said"), [((65, 33), True), ((65, 65), False), (None, True)])

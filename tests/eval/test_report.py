@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.judging.words import load_words
 from kvalign.eval.protocol.tables import best, table
 from kvalign.eval.report import terminal
 from kvalign.eval.report.contents import sections, summary
@@ -185,6 +186,25 @@ def test_passages_are_whole(source, results):
     for row in results.documents["readability"]["rows"]:
         page_text = Page(source).text
         assert escape_controls(row["text"]) in page_text
+
+
+def test_unknown_words_of_a_chunk_are_marked(results):
+    """Where the words and the rule of a document are those of this version."""
+    document = documents()["readability"]
+    assert "<mark>" not in render(Results({"r": document}), [])
+    document["word_list"] = load_words().about
+    page = render(Results({"r": document}), [])
+    assert page.count("<mark>qX</mark>") == 16
+    assert "<mark>island</mark>" not in page and "<mark>.</mark>" not in page
+
+
+def test_a_changed_suite_does_not_speak_of_its_own_model(results):
+    about = "All methods on gpt2-mini."
+    suite = Suite(title="A look at gpt2-mini", about=about, cells=[])
+    assert about in render(Results(documents(), suite), [])
+    changed = {n: d | {"changed": "model=mine"} for n, d in documents().items()}
+    page = render(Results(changed, suite), [])
+    assert "gpt2-mini" not in page and "model=mine" in page
 
 
 def test_terminal_shows_strips_and_no_escapes(tmp_path):

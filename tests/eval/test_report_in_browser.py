@@ -13,6 +13,7 @@ from kvalign.eval import write_report
 from kvalign.foundation.escape import escape_controls
 
 pytestmark = pytest.mark.browser
+OPENED = "for (const d of document.querySelectorAll('details.part')) d.open = true"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def _open(context, address):
     """The page; afterwards: it asked for nothing and complained of nothing."""
     page, requests, complaints = watched(context)
     page.goto(address)
+    page.evaluate(OPENED)
     yield page
     assert requests == [address] and complaints == []
     context.close()
@@ -113,6 +115,7 @@ def test_legends_are_legible_on_a_phone(browser, address):
     """Beside the plot, which scrolls; letters of 10 px and more, none out of sight."""
     page = browser.new_page(viewport={"width": 420, "height": 900})
     page.goto(address)
+    page.evaluate(OPENED)
     keys = page.locator(".plot-key svg")
     assert keys.count() > 10
     for key in keys.all():
@@ -132,7 +135,8 @@ def test_a_desktop_is_used(browser, tmp_path):
     (folder / "another.json").write_text(json.dumps(document))
     page = browser.new_page(**DESKTOP)
     page.goto(write_report(folder).as_uri())
-    boxes = [one.bounding_box() for one in page.locator("figure").all()]
+    page.evaluate(OPENED)
+    boxes = [one.bounding_box() for one in page.locator(".figures figure").all()]
     assert any(a["y"] == b["y"] and a["x"] < b["x"] for a, b in itertools.pairwise(boxes))
     assert page.locator("#summary table").first.bounding_box()["width"] > 1200
     assert page.locator("[role=img] .plot-legend").first.is_visible()
@@ -159,9 +163,30 @@ def test_on_a_desktop_the_summary_is_a_table(page):
     cells = page.locator("#summary .cards tbody tr").first.locator("td").all()
     tops = {round(cell.bounding_box()["y"]) for cell in cells}
     assert len(tops) == 1
-    first = page.locator("main h2").first
-    assert first.inner_text() == "Findings"
     assert page.locator(".conclusion").count() == page.locator("figure").count() > 0
+
+
+def test_the_first_screen_has_the_pictures_side_by_side(browser, tmp_path):
+    """Before anything is opened: a sentence, three pictures in a row, and below them the table of
+    verdicts and the passages; what else there is is folded.
+    """
+    folder = write_folder(tmp_path / "results")
+    document = json.loads((folder / "perplexity.json").read_text())
+    document["rows"] = [row | {"num_labels": 300} for row in document["rows"]]
+    (folder / "perplexity.json").write_text(json.dumps(document))
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(write_report(folder).as_uri())
+    assert page.locator(".first .lead").count() == 1
+    assert page.locator(".first .found").count() <= 2
+    boxes = [one.bounding_box() for one in page.locator(".three figure").all()]
+    assert len(boxes) == 3 and len({box["y"] for box in boxes}) == 1
+    assert all(box["y"] + box["height"] < 900 for box in boxes)
+    table = page.locator(".first table").bounding_box()
+    passages = page.locator("#passages").bounding_box()
+    parts = [one.bounding_box() for one in page.locator("details.part").all()]
+    assert max(b["y"] + b["height"] for b in boxes) < table["y"] < passages["y"] < parts[0]["y"]
+    assert page.locator("details.part[open]").count() == 0
+    page.close()
 
 
 def test_hostile_text_is_seen_as_text(page):

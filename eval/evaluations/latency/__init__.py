@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol.conclusions import by_batch, cost
+from kvalign.eval.protocol.conclusions import BUSY, busy, by_batch, cost
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     FLOOR,
@@ -320,7 +320,8 @@ class Latency(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        return self._by_size(document), caption, cost(rows)
+        ratio = busy(rows)
+        return self._by_size(document), caption, BUSY.format(ratio) if ratio else cost(rows)
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens per second over batch sizes, if there are several; a panel for each cache size."""

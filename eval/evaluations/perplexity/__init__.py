@@ -35,7 +35,7 @@ from kvalign.eval.protocol.evaluation import (
     Section,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.eval.protocol.verdicts import is_reference
+from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
@@ -295,6 +295,7 @@ class Perplexity(Evaluation):
             for row in document["rows"]
             if len(row["segments"]) > 1
             for segment in row["segments"]
+            if (segment["end"] - segment.get("start", 0)) * row["cache_size"] >= MIN_POINT
         ]
         if not points:
             return None

@@ -16,7 +16,7 @@ from kvalign.eval.protocol.evaluation import (
     Table,
 )
 from kvalign.eval.protocol.tables import grouped, table
-from kvalign.eval.protocol.verdicts import is_reference
+from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 
 NEW = "new"  # what was not there before
 
@@ -84,7 +84,7 @@ def figure(document: Document, name: str) -> Drawing | None:
         for row in rows
         if not is_reference(row, reference)
         for x, one in enumerate(_figures(row[name], "ratio" if reference else "perplexity"))
-        if one["y"] is not None
+        if one["y"] is not None and row[name][x]["num_labels"] >= MIN_POINT
     ]
     if not points:
         return None

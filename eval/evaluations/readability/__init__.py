@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from dataclasses import dataclass
+from importlib import resources
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     return document("eval readability", settings, rows, started=started, **more)
 
 
+HUMAN = "a human's text"
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
     "no_repeat_ngram_size": Column(
@@ -242,7 +244,8 @@ class Readability(JudgedText):
         for (cache_size, ngram, prompt), rows in groups.items():
             of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
             title = ", ".join(filter(None, of)) if model else "texts"
-            panels.append(Panel(title, document["prompts"][prompt], _passages(rows)))
+            passages = _passages(rows, document)
+            panels.append(Panel(title, document["prompts"][prompt], passages))
         return panels
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
@@ -271,20 +274,48 @@ def _of_first_seed(document: Document) -> list[Row]:
     return [row for row in rows if row.get("seed") == rows[0].get("seed")]
 
 
-def _passages(rows: list[Row]) -> list[Passage]:
+def _passages(rows: list[Row], document: Document) -> list[Passage]:
     """Those of rows side by side, called by their methods alone where these differ."""
     labels, names = [*map(label_of, rows)], [*map(method_name, rows)]
     names = labels if len(set(names)) < len(names) else names
-    return [*map(_passage, rows, names, labels)]
+    unknown = [_unknown(row["text"], document) for row in rows]
+    return [*map(_passage, rows, names, labels, unknown)]
 
 
-def _passage(row: Row, name: str, label: str) -> Passage:
+def _unknown(text: str, document: Document) -> list[tuple[int, int]]:
+    """Unknown tokens of a text, if the document's words and rule are those of this version."""
+    from kvalign.eval.judging.chunks import unknown
+    from kvalign.eval.judging.words import SHA256, load_words
+
+    rule = RULES.get(document["rule"].get("name", ""))
+    is_same = rule and document["word_list"].get("sha256") == SHA256
+    return unknown(text, load_words().words, rule) if rule and is_same else []
+
+
+def human_row(document: Document) -> Row | None:
+    """Text by Darwin (On the Origin of Species, 1859) under the document's rule: the scale of
+    readability. None if the rule is not one of this version.
+    """
+    from kvalign.eval.judging.chunks import judged
+    from kvalign.eval.judging.words import load_words
+
+    if (rule := RULES.get(document["rule"].get("name", ""))) is None:
+        return None
+    text = resources.files("kvalign.eval.judging").joinpath("human.txt").read_text("utf-8")
+    of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
+    return of_none | {"method": HUMAN} | judged(text, load_words().words, rule)
+
+
+def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) -> Passage:
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
     if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
         starts[-1] = chunks[-1][1]
     spans = zip(chunks, itertools.pairwise(starts), strict=True)
-    pieces = [Piece(text[start:end], *chunk[2:]) for chunk, (start, end) in spans]
+    pieces = []
+    for (_, _, num_tokens, num_known, is_readable), (start, end) in spans:
+        mine = tuple((a - start, b - start) for a, b in unknown if start <= a and b <= end)
+        pieces.append(Piece(text[start:end], num_tokens, num_known, is_readable, mine))
     head, tail = text[: starts[0]], text[starts[-1] :]
     return Passage(name, label, row["readable"], head, pieces, tail)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from kvalign.foundation.errors import Interrupted
 from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.runs import PART_OF_RUN
 from kvalign.foundation.settings import DEFAULT_MODEL
 
-# In the environment of a suite's cell, for which the run speaks.
-PART_OF_RUN = "KVALIGN_PART_OF_RUN"
 _LONG = ("train", "eval", "compile")  # of the commands that come next, those that take minutes
 
 

@@ -1,10 +1,13 @@
 """`kvalign train`: train an aligner. Each kind has its own flags."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvalign.aligners.kinds import KINDS
 from kvalign.aligners.network_sizes import TARGETS
@@ -14,6 +17,9 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import Settings, option
 from kvalign.training.kinds import trainer_of
 from kvalign.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from kvalign.aligners import AlignerConfig
 
 DEFAULT_KIND = "table"
 OF_NETWORKS = {"--target", "--data"}
@@ -64,7 +70,7 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
             + ("" if result["used"] else f"; not used: {kv}s stay unchanged")
         )
     if "judged" in result:
-        print(*_verdict(result["judged"]), sep="\n")
+        print(*verdict_lines(result["judged"]), sep="\n")
     elif kind == "network":
         print("judged only by the error of one move: measure streams with kvalign eval perplexity")
     print(f"aligner: {one.folder(kind)}")
@@ -84,14 +90,18 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
         if kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
-    parts = [config.training[kv] for kv in TARGETS if kv in config.training]
-    if kind == "network" or any(part["used"] for part in parts):
+    say_use_of(config, out)
+
+
+def say_use_of(config: AlignerConfig, out: Path) -> None:
+    """Name `generate` with an aligner, or without one that changes nothing."""
+    if any(part["used"] for part in config.training.values()):
         say_generate(config.base_model, out)
     else:
         say_next("generate", *of_model(config.base_model))
 
 
-def _verdict(judged: dict[str, Any]) -> list[str]:
+def verdict_lines(judged: dict[str, Any]) -> list[str]:
     """Return the result of `kvalign.training.judge.judge` in words. It compares streams with equal
     sinks, so that they differ only in the aligner. The sinks are the chosen ones, unless no aligner
     was streamed with them: a network uses only the usual ones.

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.cli.next_steps import say_generate, say_written
+from kvalign.app.cli.next_steps import say_written
+from kvalign.app.commands.train import say_use_of, verdict_lines
 from kvalign.training.settings import TuneSettings
 
 _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
@@ -32,9 +33,11 @@ def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
         [Heading(name, is_number=name not in ("trial", "state")) for name in best],
         [[_text(name, value) for name, value in row.items()] for row in result["trials"]],
     )
+    if "judged" in result:
+        print(*verdict_lines(result["judged"]), sep="\n")
     say_written(settings.folder)
     config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
-    say_generate(config.base_model, result["aligner"])
+    say_use_of(config, result["aligner"])
     return result
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.cli.next_steps import PART_OF_RUN
+from kvalign import checkpoints
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.settings import RunSettings
@@ -24,8 +24,9 @@ from kvalign.eval.report.suite_file import fill_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import locked, read_json, write_text
-from kvalign.foundation.runs import keeping
+from kvalign.foundation.runs import PART_OF_RUN, keeping
 
 NOT_RUN = "not run"
 _IDENTITY = "identity"
@@ -83,17 +84,36 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
     changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
+    said = set[str]()
     identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
             command = fill_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             identity = identities.of(cell)  # as it begins
-            keep(cell, settings.out, run_cell(cell.command, settings.out), changed, identity)
+            output = run_cell(cell.command, settings.out)
+            say_trained_here(cell, output, said)
+            keep(cell, settings.out, output, changed, identity)
     if parallel:
         of_cells = {cell.name: identities.of(cell) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
+            say_trained_here(cell, output, said)
             keep(cell, settings.out, output, changed, of_cells[cell.name])
+
+
+def say_trained_here(cell: Cell, output: str, said: set[str]) -> None:
+    """Name the aligners that a cell found where they were trained, each once a run: a cell is
+    silent about them.
+    """
+    document = json.loads(output)
+    if cell.is_preparation or "--aligner" in shlex.split(cell.command):
+        return
+    model = document["settings"].get("model")
+    for path in dict.fromkeys(row.get("aligner_path") for row in document["rows"]):
+        line = f"using {path}, trained here: none ships for {model}"
+        if path and path not in checkpoints.ALIGNERS and line not in said:
+            said.add(line)
+            print(escape_controls(line), file=sys.stderr)
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:

@@ -8,7 +8,7 @@ from helpers.results_example import documents
 from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.conclusions import answers, cost, in_words, listed, spread
 from kvalign.eval.protocol.verdicts import Verdict, drifts, runs_interval, share_interval, verdict
-from kvalign.eval.report.findings import findings, quality, writing
+from kvalign.eval.report.first_screen import first_screens
 from kvalign.eval.report.results_folder import Results
 
 
@@ -48,32 +48,38 @@ def test_drift_speaks_of_enough_labels_and_of_what_is_worse():
     assert not drifts(row("window", 1.0, 0.97, 1.02, drift=1.2))
 
 
-def test_each_method_is_in_the_sentence_of_its_verdict():
+def scored(rows, reference="recompute"):
+    """First screen of these rows of perplexities."""
+    document = documents()["perplexity"]
+    more = dict(segments=[], bigrams=[], tokens=[])
+    document["rows"] = [one | more for one in rows]
+    document["settings"] |= {"model": "m", "corpus": "a text", "reference": reference}
+    (screen,) = first_screens(Results({"perplexity": document}))
+    return screen
+
+
+def test_a_method_has_a_row_with_its_verdict():
     rows = [
         REFERENCE,
         row("kvalign", 1.01, 0.99, 1.03),
         row("window", 1.9, 1.7, 2.1, drift=1.3),
         row("discard-half", 1.05, 1.02, 1.08),
         row("streaming-llm", 1.05, 0.9, 1.2),
+        row("dense", 0.5, 0.4, 0.6),
     ]
-    headline, sentences = quality(rows, "recompute", "2000 labels of a text")
-    assert headline == (
-        "On 2000 labels of a text at C = 32, kvalign with 0 sinks is as good as recompute; window "
-        "with 0 sinks fails."
-    )
-    assert [tuple(sentence) for sentence in sentences] == [
-        ("As good as recompute", "kvalign with 0 sinks, ratio 1.010 (95 %: 0.990 to 1.030)."),
-        ("Worse", "discard-half with 0 sinks, ratio 1.050 (95 %: 1.020 to 1.080)."),
-        ("Failing", "window with 0 sinks, ratio 1.900 (95 %: 1.700 to 2.100)."),
-        (
-            "Too few labels to tell",
-            "streaming-llm with 0 sinks, ratio 1.050 (95 %: 0.900 to 1.200).",
-        ),
-        (
-            "Errors accumulate",
-            "drift is the ratio in the last quarter of the labels relative to the first: window "
-            "with 0 sinks, drift 1.300.",
-        ),
+    screen = scored(rows)
+    assert screen.sentences == [
+        "On 2000 labels of a text at C = 32, kvalign with 0 sinks and dense with 0 sinks are as "
+        "good as recompute; window with 0 sinks fails."
+    ]
+    assert screen.verdicts is not None
+    assert [[entry.text for entry in line] for line in screen.verdicts.rows] == [
+        ["recompute, 0 sinks", "reference"],
+        ["kvalign, 0 sinks", "as good: 1.01"],
+        ["window, 0 sinks", "fails: 1.90"],
+        ["discard-half, 0 sinks", "worse: 1.05"],
+        ["streaming-llm, 0 sinks", "too few labels to tell: 1.05"],
+        ["dense, 0 sinks", "as good: 0.50"],
     ]
 
 
@@ -83,35 +89,51 @@ def test_good_at_one_size_is_not_good_at_every_one():
         row("kvalign", 1.3, 1.28, 1.32),
         row("kvalign", 1.0, 0.98, 1.02, cache_size=64),
     ]
-    headline, sentences = quality(rows, "recompute", "text")
-    assert "no method is shown to be as good as recompute at every C; kvalign with" in headline
-    assert sentences[0].text.startswith("kvalign with 0 sinks at C = 64, ratio 1.000 (")
-    assert sentences[1].text.startswith("kvalign with 0 sinks at C = 32, ratio 1.300 (")
+    screen = scored(rows)
+    assert "no method is shown to be as good as recompute at every C" in screen.sentences[0]
+    assert screen.verdicts.rows[1][1].text == "fails at C = 32: 1.00 to 1.30"
 
 
-def test_few_labels_judge_nothing():
+def test_few_labels_judge_nothing_and_draw_nothing():
     rows = [REFERENCE, row("window", 1.9, 0.0, None, labels=60)]
-    headline, (sentence,) = quality(rows, "recompute", "60 labels")
-    assert (
-        headline == "On 60 labels at C = 32, too few labels to distinguish any method from "
-        "recompute."
-    )
-    assert (
-        sentence.lead == "Too few labels to compare with recompute"
-        and "which need 200" in sentence.text
-    )
-    assert "inf" not in sentence.text
+    (sentence,) = scored(rows).sentences
+    assert sentence.endswith("too few labels to distinguish any method from recompute.")
+    assert scored(rows).verdicts.rows[1][1].text == "too few labels: 1.90"
+    assert scored([one | {"num_labels": 19} for one in rows]).pictures == []
+
+
+def test_other_sinks_are_not_compared():
+    rows = [REFERENCE, row("kvalign", 1.01, 0.99, 1.03), row("window", 1.9, 1.7, 2.1, num_sinks=4)]
+    verdicts = scored(rows).verdicts
+    assert [line[0].text for line in verdicts.rows] == ["recompute, 0 sinks", "kvalign, 0 sinks"]
+    assert verdicts.note == "Other sinks, so not compared: window, 4 sinks."
 
 
 def test_without_a_reference_no_ratio_is_said():
-    headline, (sentence,) = quality([row("window"), row("recompute", 0.9)], None, "text")
-    assert "no reference" in headline and "--reference recompute" in headline
-    assert sentence.text == "recompute with 0 sinks at C = 32 (72.0, its interval overlaps 1 more)."
-    headline, (sentence,) = quality([row("window")], None, "text")
-    assert headline.endswith("window with 0 sinks was measured alone.")
-    assert sentence.text == "window with 0 sinks 80.0."
-    headline, _ = quality([REFERENCE], "recompute", "text")
-    assert headline.endswith("recompute with 0 sinks was measured alone.")
+    (sentence,) = scored([row("window"), row("recompute", 0.9)], None).sentences
+    assert "no reference" in sentence and "--reference recompute" in sentence
+    assert "recompute with 0 sinks at C = 32 (72.0, its interval overlaps 1 more)." in sentence
+    (sentence,) = scored([row("window")], None).sentences
+    assert sentence.endswith("window with 0 sinks was measured alone: perplexity 80.0.")
+
+
+def test_a_busy_machine_has_no_verdict_on_time():
+    timed = documents()["latency"]
+    assert conclusions.busy(timed["rows"]) is None
+    screen = first_screens(Results({"latency": timed}))[0]
+    assert "time of a step" in [column.title for column in screen.verdicts.columns]
+    timed["rows"][0]["mean_ms"] = 1.3 * timed["rows"][0]["median_ms"]
+    screen = first_screens(Results({"latency": timed}))[0]
+    assert screen.sentences == [conclusions.BUSY.format(1.3)]
+    assert screen.verdicts is None and "busy" in screen.pictures[0].conclusion
+
+
+def test_where_all_are_readable_repetition_is_said():
+    document = documents()["readability"]
+    document["rows"] = [one | {"readable": 1.0} for one in document["rows"]]
+    document["rows"][1]["repetition"] = 0.25
+    (sentence,) = first_screens(Results({"readability": document}))[0].sentences
+    assert sentence.startswith("All methods write readable words, so go by perplexity")
 
 
 def test_cost_is_of_what_does_not_fail():
@@ -139,24 +161,13 @@ def written(method, readable, num_runs=20, repetition=0.0):
 
 def test_words_are_compared_where_intervals_are_apart():
     base = written("recompute", 0.95)
-    (sentence,) = writing([base, written("window", 0.5), written("kvalign", 0.93)], "Passages")
-    assert sentence.lead == "Passages, C = 32"
-    assert sentence.text == (
+    assert conclusions.beside([base, written("window", 0.5), written("kvalign", 0.93)]) == (
         "less readable than recompute's 95 % of 20 passages: window with 0 sinks 50 %."
     )
-    (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
-    assert sentence.text.startswith("none differs from recompute's 95 %")
-    assert writing([written("recompute", 1.0, 4), written("window", 0.0, 4)], "Passages") == []
-    assert writing([written("window", 0.5)], "Passages") == []
-
-
-def test_what_repeats_itself_is_said_to():
-    base = written("recompute", 0.95)
-    _, sentence = writing([base, written("window", 0.9, repetition=0.8)], "Passages")
-    assert sentence.lead == "Repetition, passages, C = 32" and "window with 0 sinks (80 %)" in (
-        sentence.text
-    )
-    assert len(writing([base, written("window", 0.9, repetition=0.4)], "Passages")) == 1
+    said = conclusions.beside([base, written("kvalign", 0.93)])
+    assert said.startswith("none differs from recompute's 95 %")
+    assert conclusions.beside([written("recompute", 1.0, 4), written("window", 0.0, 4)]) == ""
+    assert conclusions.beside([written("window", 0.5)]) == ""
 
 
 def test_answers_of_which_none_is_right_are_no_merit():
@@ -169,14 +180,13 @@ def test_answers_of_which_none_is_right_are_no_merit():
     assert answers(rows).endswith("lines back: recompute with 0 sinks to 5.")
 
 
-def test_a_model_has_its_paragraph_and_texts_have_none():
-    found = findings(Results(documents()))
-    assert len(found) == 1 and found[0].judges is False  # intervals of 0.9 to 9: nothing is told
-    leads = [sentence.lead for sentence in found[0].sentences]
-    assert leads[:2] == ["Too few labels to tell", "Cost"] and leads[-1] == "Attention"
+def test_a_model_has_its_first_screen_and_texts_have_none():
+    (screen,) = first_screens(Results(documents()))
+    assert len(screen.sentences) == 3
+    assert [plot.name for plot in screen.pictures] == ["first-time", "first-readability"]
     readability = documents()["readability"]
     readability["settings"]["model"] = None
-    assert findings(Results({"texts": readability})) == []
+    assert first_screens(Results({"texts": readability})) == []
 
 
 def test_plots_have_conclusions():
