@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 SYSTEM = "system"  # the note of a stream that holds --system
 # How a turn is answered where neither a flag nor the model says how to draw.
-CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
-# What else holds for answers where neither says: they do not repeat what was lately answered.
-OF_ANSWERS = {"stop_at_end": True, "repetition_penalty": 1.1, "repetition_window": 256}
+# The penalty is against answers that repeat what was lately answered.
+CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.1}
+# What else holds for answers where neither says.
+OF_ANSWERS = {"stop_at_end": True, "repetition_window": 256}
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
@@ -99,7 +100,7 @@ class ConversationSettings(TalkSettings):
     repetition_penalty: float | None = option(
         None,
         help="above 1, tokens that occurred in the --repetition-window are less likely (default: "
-        f"the model's, else {OF_ANSWERS['repetition_penalty']:g}; 1: off)",
+        f"the model's, else {CALM['repetition_penalty']:g}; 1: off)",
     )
     repetition_window: int | None = option(
         None,
