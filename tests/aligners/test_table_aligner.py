@@ -101,7 +101,7 @@ def test_long_inputs_stay_within_the_tables(kind, make_aligner, models, ids):
     roomy = make_aligner(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 4)
     method, births = make("kvalign", models[kind], aligner=roomy), []
     anchor = roomy.anchor
-    roomy.anchor = lambda *args: births.append(args[3]) or anchor(*args)
+    roomy.anchor = lambda *args: births.append(args[2]) or anchor(*args)
     assert torch.isfinite(method.feed(ids[:, :90])).all()
     ends = [b.stop if isinstance(b, slice) else int(b.max()) + 1 for b in births]
     assert max(ends) == CACHE_SIZE + 4

@@ -140,13 +140,13 @@ def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
     assert says_next(kvalign("gen-data --out caches")) == [
         "next (takes minutes): kvalign train --target key --data caches"
     ]
-    printed = kvalign("train --target key --data caches --max-steps 2")
+    printed = kvalign("train --target key --data caches --max-steps 2 --no-judge")
     assert says_next(printed) == [
-        "next (takes minutes): kvalign train --target value --data caches --max-steps 2",
+        "next (takes minutes): kvalign train --target value --no-judge --data caches --max-steps 2",
         "next: kvalign generate --method kvalign --aligner network",
     ]
     assert (tmp_path / "network/config.json").exists(), "beside the recording"
-    printed = kvalign("train --target value --data caches --max-steps 2 --out mine")
+    printed = kvalign("train --target value --data caches --max-steps 2 --no-judge --out mine")
     assert says_next(printed)[-1].endswith("--aligner mine")
 
 
@@ -160,8 +160,8 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
         "next (takes minutes): kvalign train --target key --model you/mine"
     ]
     printed = kvalign("train --target key --model you/mine --max-steps 2")
-    to_stream = "generate --method kvalign --model you/mine --aligner kvalign-data/mine/network"
-    assert says_next(printed)[-1] == f"next: kvalign {to_stream}"
+    without = "next: kvalign generate --model you/mine"
+    assert says_next(printed)[-1] == without, "two steps do not help: the judge drops them"
     printed = kvalign("generate --model you/mine --max-new-tokens 20 --method kvalign")
     assert "using kvalign-data/mine/network, trained here" in printed.err
     assert "with kvalign (network)" in printed.err

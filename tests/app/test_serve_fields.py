@@ -32,7 +32,7 @@ FIELDS = {
     TextPart: names(*get_args(Part), RefusalPart),
     StreamOptions: names(StreamOptionsParam),
 }
-REFUSED = [(form, name) for form in FIELDS for name in form.refused]
+REFUSED = [(form, name) for form in FIELDS for name in sorted(form.refused)]
 
 
 def asked(form, **fields):

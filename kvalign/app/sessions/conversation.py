@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 SYSTEM = "system"  # the note of a stream that holds --system
 # How a turn is answered where neither a flag nor the model says how to draw.
-# The penalty is against answers that repeat what was lately answered.
-CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.1}
-# What else holds for answers where neither says.
-OF_ANSWERS = {"stop_at_end": True, "repetition_window": 256}
+CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
+# In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
+UNREPEATED = {"repetition_penalty": 1.1}
+WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
@@ -100,12 +100,12 @@ class ConversationSettings(TalkSettings):
     repetition_penalty: float | None = option(
         None,
         help="above 1, tokens that occurred in the --repetition-window are less likely (default: "
-        f"the model's, else {CALM['repetition_penalty']:g}; 1: off)",
+        f"the model's, else {UNREPEATED['repetition_penalty']:g}; 1: off)",
     )
     repetition_window: int | None = option(
         None,
         help="number of tokens that were generated last, to which --repetition-penalty is limited; "
-        f"0: all tokens (default: {OF_ANSWERS['repetition_window']})",
+        f"0: all tokens (default: {WINDOW})",
     )
     keep: str | None = option(
         None,
@@ -332,11 +332,12 @@ def sinks_of(num_sinks: str) -> int | None:
     return int(num_sinks)
 
 
-def talk_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """Return the sampling of an answer, by field, where no flag and no request says it."""
+def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str, Any]:
+    """Return the sampling of an answer, by field, where no flag and no request says it; `calm` is
+    for a model that does not say how to draw.
+    """
     says = Sampling.of_model(loaded.model.generation_config)
-    calm = {} if says.keys() & set(DRAWS) else CALM
-    return {**OF_ANSWERS, **calm, **says}
+    return {"stop_at_end": True, **({} if says.keys() & set(DRAWS) else calm), **says}
 
 
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
@@ -350,7 +351,8 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
             how: dict[str, Any] = {"special_tokens": settings.special_tokens}
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
-    stream = settings.stream(loaded, num_sinks=num_sinks, defaults=talk_defaults(loaded))
+    defaults = {"repetition_window": WINDOW, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
+    stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
         stream.notes[SYSTEM] = settings.system
     return stream
