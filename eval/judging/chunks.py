@@ -83,9 +83,9 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
 
     Returns:
         num_chunks, num_readable (chunks), readable (their share), distinct_1, distinct_2,
-        repetition (share of 4-grams that occurred before), longest_run, text (as it
-        was judged), and chunks: lists of start and end in the text, tokens, known tokens, and
-        whether the chunk is readable.
+        repetition (share of 4-grams that occurred before), longest_run, text (as judged), and
+        chunks: lists of start and end in the text, tokens, known tokens, and whether the chunk is
+        readable.
     """
     text = rule.readers_text(text)
     pieces = chunks(text, words, rule)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
+from kvalign.aligners.label import note_of_use
 from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
@@ -175,7 +176,7 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
     names = aligners_at_hand(model, at_least=merit)[:1]
     is_said = PART_OF_RUN in os.environ  # once, by the run
     if names and names[0] not in checkpoints.ALIGNERS and not is_said:
-        log.warning("using %s, trained here: none ships for %s", names[0], settings.model)
+        log.warning("%s", note_of_use(names[0], settings.model))
     return names
 
 

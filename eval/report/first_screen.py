@@ -155,7 +155,7 @@ class _Model:
     def _ratios(self) -> Plot | None:
         """Perplexity by cache size, relative to the reference if there is one."""
         rows = [row for row in self.scored if row["num_labels"] >= MIN_POINT]
-        rows = [r for r in rows if not self.reference or r in comparable(rows, self.reference)]
+        rows = comparable(rows, self.reference) if self.reference else rows
         if not rows:
             return None
         if self.reference:

@@ -1,4 +1,4 @@
-"""Name of an aligner in tables of results, without importing torch."""
+"""What an aligner is called, in tables of results and in a line, without importing torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,3 +14,8 @@ def label_of(kind: str, training: Mapping[str, Any]) -> str:
     return "-".join(
         [kind, *sorted({str(part.get("objective", "mse")) for part in parts} - {"mse"})]
     )
+
+
+def note_of_use(folder: object, model: str) -> str:
+    """Line that says that an aligner was found where it was trained, for want of a shipped one."""
+    return f"using {folder}, trained here: none ships for {model}"

@@ -91,9 +91,11 @@ class OnRead(Realigner):
         means = table.key[layer, :, now]
         if self.rotation is not None:
             means = self.rotation.at(layer).shift(means, -at)
-        scales = (x[layer, :, now, None] for x in (table.key_scale, table.value_scale))
-        pairs = zip((means, table.value[layer, :, now]), stored, scales, strict=True)
-        return KV(*(torch.addcmul(*pair) for pair in pairs))
+        values = table.value[layer, :, now]
+        return KV(
+            torch.addcmul(means, stored.keys, table.key_scale[layer, :, now, None]),
+            torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
+        )
 
     def tables(self, layer: int) -> Tables:
         return self._tables(layer, self._turned_means(layer))

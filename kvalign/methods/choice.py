@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.config import CONFIG
+from kvalign.aligners.label import note_of_use
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
@@ -68,7 +69,7 @@ def choose(
     merit: Merit = "judged" if is_auto else "used" if shipped else "any"
     trained = trained_here(model, at_least=merit)
     if trained and shipped is None:
-        note = f"using {trained}, trained here: none ships for {spec.name}"
+        note = note_of_use(trained, spec.name)
         return Choice(with_aligner, trained, note=note)
     if trained and not is_auto:
         figures = in_figures(trained) or f"not compared with the shipped {shipped}"

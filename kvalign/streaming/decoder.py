@@ -16,9 +16,9 @@ longest character takes 4."""
 @cache
 def _byte_of() -> dict[str, int]:
     """Bytes by the characters that stand for them in byte-level vocabularies (GPT-2)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): x for i, x in enumerate(others)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:

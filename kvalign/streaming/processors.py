@@ -74,19 +74,20 @@ class RecentPenalty(transformers.LogitsProcessor):
         earlier: Iterable[Sequence[int]] = (),
     ):
         self.penalty, self.window, self.num_before = penalty, window, num_before
-        self.earlier: list[int] = []
+        newest: list[int] = []
         for text in earlier:
-            if len(self.earlier) >= window:
+            if len(newest) >= window:
                 break
-            self.earlier = [*text, *self.earlier]
+            newest = [*text, *newest]
+        self.earlier = torch.tensor([newest], dtype=torch.int64)  # [1, T]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after ids [B, T], which go on those of the last call."""
         if self.num_before is None:
             self.num_before = input_ids.shape[1]
         ids = input_ids[:, max(self.num_before, input_ids.shape[1] - self.window) :]
-        if num := min(self.window - ids.shape[1], len(self.earlier)):
-            earlier = torch.tensor([self.earlier[-num:]], device=ids.device).expand(len(ids), -1)
-            ids = torch.cat([earlier, ids], 1)
+        if num := min(self.window - ids.shape[1], self.earlier.shape[1]):
+            self.earlier = self.earlier.to(ids.device)
+            ids = torch.cat([self.earlier[:, -num:].expand(len(ids), -1), ids], 1)
         own = scores.gather(1, ids)
         return scores.scatter(1, ids, torch.where(own < 0, own * self.penalty, own / self.penalty))

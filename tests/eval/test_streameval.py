@@ -18,6 +18,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.eval import streameval
 from kvalign.eval.evaluations.streameval import StreamEvalSettings
 from kvalign.eval.evaluations.streameval.scores import ask, check_fits, encode, pieces, score, sees
+from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
@@ -285,3 +286,45 @@ def test_text_is_this():
 def test_wrong_settings_are_named(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         StreamEvalSettings(**changes)
+
+
+ROW = [*SIZES, "distance_lines"]
+
+
+@pytest.mark.slow
+def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
+    streams = {}
+    for cls in METHODS.values():
+        for name in ("feed", "reset"):
+            spy(monkeypatch, cls, name, streams)
+    settings = StreamEvalSettings(
+        cache_sizes=(32, 40), num_lines=2, query_every=2, distances=(0, 1), seed=5
+    )
+    found = streameval(settings)
+    rows = found["rows"]
+    assert found["kind"] == "eval streameval"
+    assert [list(row) for row in rows] == [ROW] * 20
+    assert [row["distance_lines"] for row in rows] == [0, 1] * 10
+    assert [row["cache_size"] for row in rows] == [32] * 10 + [40] * 10
+    assert [row["method"] for row in rows[:10:2]] == list(settings.methods)
+    tokenizer = load_model("gpt2-mini").tokenizer
+    read = {name: [fed for fed in parts if fed] for name, parts in streams.items()}
+    assert sorted(read) == sorted(settings.methods)
+    for name, parts in read.items():
+        texts = [tokenizer.decode(fed) for fed in parts]
+        assert texts == [as_text(2, 2, distance, 5) for distance in (0, 1)] * 2, name
+
+
+def spy(monkeypatch, cls, name, streams):
+    """Note what a method is fed, from reset to reset."""
+    plain = getattr(cls, name)
+
+    def noted(self, *args):
+        parts = streams.setdefault(self.name, [[]])
+        if name == "reset":
+            parts.append([])
+        else:
+            parts[-1].extend(args[0][0].tolist())
+        return plain(self, *args)
+
+    monkeypatch.setattr(cls, name, noted)

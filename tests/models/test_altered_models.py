@@ -69,7 +69,7 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
     torch.compiler.reset()
 
 
-SEEN = ("a forward", "weights in place")
+SEEN = ("a forward", "another parameter", "weights in place", "a number of a norm")
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 import pytest
 from helpers.byte_fallback import BYTES, SPECIAL, TOKENS, byte_fallback_model
+from helpers.served import serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvalign
 from kvalign import checkpoints
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.models.loading import load_model
 from kvalign.streaming.decoder import Decoder
 
@@ -180,3 +182,26 @@ def test_nothing_fails(name, data):
     for token in ids[start:]:
         decoder.step(token)
         assert len(decoder._waiting) < MOST
+
+
+@pytest.mark.slow
+def test_a_server_with_byte_fallback():
+    """Pieces are the text that comes at once."""
+    server = serving(loaded("byte-fallback"), cache_size=24)
+    with server as served, served.client() as client:
+        asked = dict(model="tiny", max_tokens=60, temperature=2.0, seed=3)
+        for prompt in ("hello 😀", "a日é"):
+            create = client.completions.create
+            told = create(prompt=prompt, stream=True, **asked)
+            text = "".join(event.choices[0].text for event in told if event.choices)
+            assert len(text) > 5 and create(prompt=prompt, **asked).choices[0].text == text
+
+
+@pytest.mark.slow
+def test_a_conversation_with_byte_fallback():
+    settings = ConversationSettings(
+        model="tiny", cache_size=24, max_new_tokens=30, temperature=3.0, seed=1
+    )
+    talk = Conversation(settings, loaded("byte-fallback"))
+    for turn in ("hello 😀", "日é", "t"):
+        assert "".join(talk.answer(turn)) == talk.stream.text == by_hand(talk.stream.token_ids)

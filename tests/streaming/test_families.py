@@ -210,3 +210,33 @@ def test_tokens_of_messages_that_come_back_are_known(name):
     tokenizer = of_family(name)
     told = message_ids(tokenizer, said("Why?"), goes_on=True)
     assert told == turn_ids(tokenizer, "Why?", is_first=False)
+
+
+def test_an_answer_does_not_run_on_as_the_user(folders, tmp_path, capsys):
+    """Nothing but the template names its end: one of the tokens that the model writes anyway."""
+    model, turns = (
+        folders("alpaca", "llama"),
+        "{% if m.role == 'user' %}{{ m.content }}\n{% else %}",
+    )
+
+    def answer(end):
+        tokenizer = of_family("alpaca")
+        tokenizer.eos_token = None
+        if end:
+            tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+        tokenizer.chat_template = (
+            "{% for m in messages %}" + turns + "{{ m.content }}" + end + "{% endif %}{% endfor %}"
+        )
+        tokenizer.save_pretrained(model)
+        flags = ["--cache-size", "48", "--max-new-tokens", "40", "--temperature", "0", "--json"]
+        state = tmp_path / f"state{len(end)}"
+        say = ["--say", "Who?", "--state", str(state)]
+        assert main(["chat", "--model", str(model), *flags, *say]) == 0
+        one = json.loads(capsys.readouterr().out)["answers"][0]
+        return load_file(state)["ids"][-one["num_tokens"] :].tolist()
+
+    free = answer("")
+    assert len(free) == 40
+    place = next(i for i in range(2, 40) if free[i] not in free[:i])
+    end = of_family("alpaca").convert_ids_to_tokens(free[place])
+    assert answer(end) == free[: place + 1]

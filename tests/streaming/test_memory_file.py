@@ -242,3 +242,13 @@ def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monke
         go_on(stream)
         stream.save(path)
         assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
+
+
+def test_streams_whose_newest_entries_are_equal(loaded, path):
+    """In the first layer an entry depends on its token alone: older ones are compared, too."""
+    ids = torch.randint(8192, (100,)).tolist()
+    for number, first in enumerate(([7] * 50, [8] * 50)):
+        stream = begin(loaded, first + ids, recall_layers="0")
+        next(iter(stream))
+        stream.save(path)
+        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalign import checkpoints
+from kvalign.aligners.label import note_of_use
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.settings import RunSettings
@@ -110,7 +111,7 @@ def say_trained_here(cell: Cell, output: str, said: set[str]) -> None:
         return
     model = document["settings"].get("model")
     for path in dict.fromkeys(row.get("aligner_path") for row in document["rows"]):
-        line = f"using {path}, trained here: none ships for {model}"
+        line = note_of_use(path, model)
         if path and path not in checkpoints.ALIGNERS and line not in said:
             said.add(line)
             print(escape_controls(line), file=sys.stderr)
