@@ -21,15 +21,9 @@ from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
-from kvalign.models.loading import load_model
 from kvalign.streaming.turns import opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,11 @@ from helpers.served import serving
 
 from kvalign.app.serve import prompts
 from kvalign.app.serve.sessions import as_read
-from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
 
 DRAWN = dict(temperature=1, seed=1, max_tokens=8)
 GREEDY = dict(temperature=0)
 OTHERS = [dict(seed=2), dict(temperature=0), dict(max_tokens=12), dict(top_p=0.1), dict(stop=["e"])]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture(scope="module")

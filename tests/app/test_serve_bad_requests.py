@@ -85,11 +85,6 @@ HEADERS = [
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
-
-
-@pytest.fixture(scope="module")
 def server(loaded):
     limits = dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4)
     with serving(loaded, cache_size=48, api_key="secret", **limits) as one:

@@ -10,16 +10,10 @@ from helpers.served import serving
 
 import kvalign
 from kvalign.app.sessions.conversation import talk_defaults
-from kvalign.models.loading import load_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RECORDED = json.loads((Path(__file__).parent / "requests" / "open_webui.json").read_text("utf-8"))
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture(scope="module")

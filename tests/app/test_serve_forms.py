@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.served import serving
 
-from kvalign.models.loading import load_model
 from kvalign.streaming.decoder import token_bytes
 
 HELLO = [{"role": "user", "content": "Who lived there?"}]
@@ -19,11 +18,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,8 @@ from openai.types.responses import response_create_params as params
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.responses import Item, Part, ResponseRequest, TextFormat
 from kvalign.app.serve.wire import parsed
-from kvalign.models.loading import load_model
 
 TURNS = ["Who lived there?", "Why?", "Why?"]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,7 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.models.identity import embedding_fingerprint
-from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.fixture
