@@ -1,4 +1,4 @@
-"""What an aligner is called, in tables of results and in a line, without importing torch."""
+"""Name of an aligner in tables of results, and a line on its use, without importing torch."""
 
 from collections.abc import Mapping
 from typing import Any
