@@ -289,6 +289,8 @@ def test_wrong_settings_are_named(changes, message):
 
 
 ROW = [*SIZES, "distance_lines"]
+ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy"]
+ROW += ["accuracy_low", "accuracy_high", "answer_nll_nats", "seconds"]
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@ flag, with the time of each.
 
     python tests/scripts/first_hour.py
 
-`pip` and `make` are left out: they need a clone (`make demo` says its own times). `kvalign chat` is
-asked one question, and `kvalign serve` is stopped when it listens.
+`pip` and `make` are left out: they need a clone. `kvalign chat` is asked one question.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -34,11 +34,18 @@ def commands() -> list[list[str]]:
 
 
 def main() -> int:
-    failed = 0
+    failed, path = 0, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as folder:
         for words in commands():
             start = time.perf_counter()
-            done = subprocess.run(words, cwd=folder, input=QUESTION, text=True, capture_output=True)
+            done = subprocess.run(
+                words,
+                cwd=folder,
+                env=os.environ | {"PATH": path},
+                input=QUESTION,
+                text=True,
+                capture_output=True,
+            )
             seconds = time.perf_counter() - start
             failed += done.returncode != 0
             title = words[-1].splitlines()[0]
