@@ -56,7 +56,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             gets entries in the order of time where rows have not all of them, and needs a mask.
 
     Attributes:
-        seen: number of tokens that each row has been fed.
+        seen: number of tokens that each row has been fed since its last edit, and of entries that
+            it had then.
+        gone: number of tokens of each row that were evicted before its last edit.
         end: entries that the longest row has written, as `CacheSizes.slot` counts them: the next
             one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
@@ -120,14 +122,14 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def _prepare_entries(self, step: Step) -> Step:
         """Evict entries, move the others to where a pass finds them, and return the pass."""
 
-    def _hold(self, seen: list[int]) -> None:
+    def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
-        self.seen = seen
+        self.seen, self.gone = seen, gone or [0] * len(seen)
         self._next: Step | None = None  # pass of one token a row, as `prepare` made it
 
-    def _hold_in_order(self, seen: list[int]) -> None:
+    def _hold_in_order(self, seen: list[int], gone: list[int] | None = None) -> None:
         """Same, with entries in the order of time."""
-        self._hold(seen)
+        self._hold(seen, gone)
         self.end = self.num_stored
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
@@ -138,6 +140,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def num_stored(self) -> int:
         """Entries that the next token finds, in the longest row."""
         return max((self.sizes.num_stored(n) for n in self.seen), default=0)
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each row's stream: those that were evicted, too."""
+        return [x + y for x, y in zip(self.seen, self.gone, strict=True)]
 
     @property
     def num_evictions(self) -> int:
@@ -348,7 +355,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.settle()
             for part in self._parts():
                 part.select(torch.tensor(rows, dtype=torch.int64))
-            self._hold([self.seen[row] for row in rows])
+            self._hold(*([num[row] for row in rows] for num in (self.seen, self.gone)))
 
     def join(self, others: Sequence[Self]) -> None:
         """Append the rows of caches with the same arguments, each of which was fed something."""
@@ -360,7 +367,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         with self.changing():
             for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
                 part.join(joined)
-            self._hold_in_order([n for cache in caches for n in cache.seen])
+            of_rows = [
+                (x, y) for cache in caches for x, y in zip(cache.seen, cache.gone, strict=True)
+            ]
+            self._hold_in_order(*map(list, zip(*of_rows, strict=True)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy with the same rows, which continues alone; the realigner is shared."""
@@ -380,6 +390,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         with self.changing():
             self.settle()
         tensors = {"seen": torch.tensor(self.seen), "end": torch.tensor([self.end])}
+        if any(self.gone):
+            tensors["gone"] = torch.tensor(self.gone)
         for i, layer in enumerate(self.layers):
             tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
         return tensors
@@ -398,6 +410,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         if not all(0 < n < 2**62 for n in seen) or not seen:
             raise UserError("each row of a stream must have at least one token")
         stored = max(map(self.sizes.num_stored, seen))
+        gone = [0] * num_rows
+        if "gone" in state:
+            gone = expect_tensor(state, "gone", (num_rows,), torch.int64).tolist()
+        if not all(0 <= n < 2**62 for n in gone):
+            raise UserError("a stream's row has lost a negative number of tokens")
         # Version 0.2 had no ring: there the order of time is that of the slots.
         end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
         if not stored <= end < 2**62:
@@ -426,7 +443,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)
-        self._hold(seen)
+        self._hold(seen, gone)
 
     def check_caller(self) -> None:
         """Raise UserError within a pass of plain `model.generate`."""
@@ -455,12 +472,12 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """`StreamingCache(cache_size=64, num_sinks=4): 64 entries in it, 100 tokens seen`, of each
         row if there are several.
         """
-        sizes, seen = self.sizes, self.seen or [0]
+        sizes, seen, read = self.sizes, self.seen or [0], self.num_tokens or [0]
         some = f"cache_size={sizes.cache_size}, num_sinks={sizes.num_sinks}"
         some += "" if sizes.is_oldest else f", policy={sizes.policy!r}"
         some += f", memory={sizes.memory}" if sizes.memory else ""
         stored, fed = (
             "/".join(map(str, numbers))
-            for numbers in ([sizes.num_stored(num) for num in seen], seen)
+            for numbers in ([sizes.num_stored(num) for num in seen], read)
         )
         return f"{type(self).__name__}({some}): {stored} entries in it, {fed} tokens seen"

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -55,6 +54,10 @@ class Ring:
     def num_slots(self) -> int:
         return self.data.keys.shape[2]
 
+    def like(self) -> KV:
+        """No entries, of the shape and dtype of those that attention gets: [B, H, 0, D]."""
+        return self.data.slots(0, 0).map(self.form.decode)
+
     def grow(self, num: int) -> None:
         """Have at least so many slots, or all that there may be."""
         if self.num_slots < min(num, self.most):
@@ -72,5 +75,6 @@ class Ring:
 
     @no_autograd_modes()
     def replace(self, stored: KV) -> None:
-        """Have these slots only, given as they are stored."""
-        self.data = stored.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))
+        """Have these slots only, given as they are stored, or before they are cast to that."""
+        dtype = self.data.keys.dtype
+        self.data = stored.map(lambda x: x.detach().to(dtype, copy=True).contiguous())

@@ -8,7 +8,7 @@ window (`ring.py`). Attention gets all C + 1 slots as they lie. The next positio
 however long the stream is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.edits import CachePart, in_places, taken
 from kvalign.cache.realigner import MASKED
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
@@ -28,6 +29,7 @@ from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
 
@@ -69,8 +71,8 @@ class StreamingCache(FixedSizeCache):
         self._takes_marks = spec.model_type in REGISTERED
         return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
 
-    def _hold(self, seen: list[int]) -> None:
-        super()._hold(seen)
+    def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
+        super()._hold(seen, gone)
         self.ahead = None
         # Places by which the entries of each row have been moved.
         self._moved = [*map(self.frame.num_moved, seen)]
@@ -99,10 +101,63 @@ class StreamingCache(FixedSizeCache):
 
     def index(self, row: int = 0) -> Tensor:
         """Return the positions in the stream of a row's entries, counted from 0: [S]."""
-        seen = self.seen[row] if self.seen else 0
-        tokens, dropped = torch.arange(seen), self.sizes.num_dropped(seen)
-        first = self.sizes.num_sinks
-        return tokens if not dropped else torch.cat([tokens[:first], tokens[first + dropped :]])
+        num = self.num_tokens[row] if self.seen else 0
+        tokens, first = torch.arange(num), self.sizes.num_sinks
+        evicted = num and num - self.sizes.num_stored(self.seen[row])
+        return tokens if not evicted else torch.cat([tokens[:first], tokens[first + evicted :]])
+
+    @property
+    def num_kept(self) -> int:
+        """Entries of each row that an edit can move, in rows that are alike."""
+        return self.num_stored
+
+    def _num_over(self, num: int) -> int:
+        """Of so many entries, those that are evicted."""
+        return self.sizes.num_dropped(num)
+
+    def part(self, first: int, stop: int) -> CachePart:
+        """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
+        UserError if rows differ.
+        """
+        step = self.settle()
+        if step is None or not step.is_alike or len(set(self.gone)) > 1:
+            raise UserError("rows that differ cannot be edited together: select one")
+        return CachePart(self.attention, step.behind[0], step.end - step.stored[0], first, stop)
+
+    def take(self, parts: Sequence[CachePart], num_gone: int | None = None) -> None:
+        """Have the entries of these parts alone, one after the other. They are of caches with the
+        same arguments, or of its own.
+
+        Args:
+            num_gone: tokens that were evicted before them; None: those of its own.
+        """
+        total = sum(part.num for part in parts)
+        num_over = self._num_over(total)
+        pieces = in_places(parts, self.sizes.num_sinks, num_over)
+        if num_gone is None:
+            num_gone = self.num_tokens[0] - self.num_kept
+        with self.changing():
+            num_rows = len(parts[0].layers[0].entries.data.keys)
+            for i, (layer, source) in enumerate(zip(self.attention, parts[0].layers, strict=True)):
+                if not layer.is_initialized:
+                    layer.lazy_initialization(*source.entries.like())
+                if pieces:
+                    self._fill(i, pieces, total - num_over)
+            self._hold_in_order([total - num_over] * num_rows, [num_gone + num_over] * num_rows)
+
+    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
+        """Have the i-th layer with attention hold these entries, of rows with so many tokens."""
+        layer = self.attention[i]
+        layer.replace(taken(layer, i, pieces))
+
+    def check_editable(self) -> None:
+        """Raise UserError unless its entries can be moved to any place."""
+        self.realigner.from_birth()
+        if len(self.attention) < len(self.layers):
+            raise UserError(
+                "this model cannot be edited: the state of its layers without attention is of all "
+                "tokens at once"
+            )
 
     @cached_property
     def turns_sinks(self) -> bool:

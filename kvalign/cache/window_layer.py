@@ -124,7 +124,7 @@ class WindowLayer(StreamingLayer):
         if segment is not None:
             num_sinks = min(self.sizes.num_sinks, step.seen[0])
             num = step.stored[0] - num_sinks
-            sinks = self._sinks(num_sinks)
+            sinks = self.stored_sinks(num_sinks)
             window = self.entries.data.at(step.order(num))
             window, sinks, own = (
                 form.decode_at(x, where)
@@ -141,7 +141,7 @@ class WindowLayer(StreamingLayer):
         self._write(step, stored, new)
         return found
 
-    def _sinks(self, num: int) -> KV:
+    def stored_sinks(self, num: int) -> KV:
         """Sinks as they are stored, keys at their own positions."""
         keys, values = self.entries.data.slots(0, num)
         if self.cache.turns_sinks:
@@ -230,8 +230,7 @@ class WindowLayer(StreamingLayer):
 
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
-            other = layers[0].entries
-            self.lazy_initialization(*other.data.slots(0, 0).map(other.form.decode))
+            self.lazy_initialization(*layers[0].entries.like())
         num_sinks = self.sizes.num_sinks
         width = max(max(layer.cache.num_stored for layer in layers) - num_sinks, 0)
         for j, ring in enumerate(self.rings):
@@ -243,6 +242,21 @@ class WindowLayer(StreamingLayer):
                 window = data.at(slots_of(self.sizes, layer.cache.end - num, num, self.device))
                 parts.append(cat([data.slots(0, num_sinks), window.padded(width)]))
             ring.replace(cat(parts, dim=0))
+
+    def written(self, first: int, num: int) -> list[KV]:
+        """Entries after the sinks that were written `first` and next, of each ring."""
+        slots = slots_of(self.sizes, first, num, self.device)
+        return [ring.data.at(slots) for ring in self.rings]
+
+    def replace(self, of_rings: Sequence[KV]) -> None:
+        """Have these entries of each ring alone, as they are stored, in the order of their places:
+        those of a stream of as many tokens.
+        """
+        for ring, stored in zip(self.rings, of_rings, strict=True):
+            ring.replace(stored)
+        if self.cache.turns_sinks:
+            keys = of_rings[0].keys[:, :, : self.sizes.num_sinks]
+            self.sinks.of(self.layer_idx, self.device)[:, :, : keys.shape[2]] = keys
 
     def newest(self, ring: Ring, num: int) -> KV:
         """The newest entries of a ring between two passes, as they are stored, in the order of
@@ -261,7 +275,7 @@ class WindowLayer(StreamingLayer):
             return self.newest(ring, num).map(lambda x: x.masked_fill(is_missing, 0))
 
         self.entries.grow(num_sinks)
-        sinks = self._sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
+        sinks = self.stored_sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
         held = dict(zip(_names(self.entries.form), (of_rows(self.entries), sinks), strict=True))
         if self.sources is not self.entries:
             held["sources"] = of_rows(self.sources)

@@ -1,5 +1,7 @@
 """Streaming cache whose window passes evicted entries to a memory."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -8,6 +10,7 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV
+from kvalign.cache.edits import CachePart
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.sizes import CacheSizes
@@ -143,6 +146,38 @@ class MemoryCache(StreamingCache):
             self._num_pending += 1
         self.recalls.end()
         super()._end(step)
+
+    @property
+    def _most_kept(self) -> int:
+        return self.sizes.num_sinks + self.sizes.num_in_sight + self.sizes.memory
+
+    @property
+    def num_kept(self) -> int:
+        return min(max(self.seen, default=0), self._most_kept)
+
+    def _num_over(self, num: int) -> int:
+        return max(num - self._most_kept, 0)
+
+    def check_editable(self) -> None:
+        super().check_editable()
+        if len(self.asking) < len(self.attention):
+            raise UserError(
+                "a stream whose memory is in some layers only cannot be edited: the others could "
+                "not fill their windows"
+            )
+
+    def part(self, first: int, stop: int) -> CachePart:
+        """As of the base, of the memory's entries."""
+        part = super().part(first, stop)
+        with self.changing():
+            self._put_aside()
+        return replace(part, before=self.seen[0] - self.num_kept)
+
+    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
+        layer = self.asking[i]
+        behind, num_sinks = self.frame.num_behind(seen), self.sizes.num_sinks
+        num = self.sizes.num_stored(seen) - num_sinks
+        layer.recollect(i, pieces, max(num, 0), num_sinks + behind)
 
     def state(self) -> dict[str, Tensor]:
         """State as of the base, with digests of the entries of each slot in all layers, [B, S]

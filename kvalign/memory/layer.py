@@ -15,8 +15,9 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from kvalign.aligners.entries import KV
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.bare_keys import BareKeys
+from kvalign.cache.edits import CachePart, as_sinks, bare_sinks, in_window
 from kvalign.cache.layer import Owner
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, Recalled
@@ -84,6 +85,36 @@ class MemoryLayer(WindowLayer):
             assert realigner.rotation is not None
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         self.memory.write(seen, entries)
+
+    def recollect(self, i: int, pieces: Sequence[CachePart], num: int, place: int) -> None:
+        """Hold the entries of these pieces alone, and the last `num` of them in the window, at the
+        positions from `place` on.
+        """
+        form, num_sinks = self.memory.form, self.sizes.num_sinks
+        sinks, others = [], []
+        for piece in pieces:
+            source = piece.layers[i]
+            assert isinstance(source, MemoryLayer)
+            self.memory.base = source.memory.base
+            if piece.first < num_sinks:
+                bare = bare_sinks(self, source, piece)
+                stored = form.encode_at(bare, slice(0)).map(lambda x: x.to("cpu"))
+            else:
+                stored = source.memory.written(piece.written, piece.num)
+                bare = form.decode_at(stored, slice(0)).map(lambda x: x.to(self.device))
+            if piece.place < num_sinks:
+                sinks.append(as_sinks(self, source, piece, bare))
+            else:
+                others.append(stored)
+        rings = [[*sinks] for _ in self.rings]
+        if others:
+            held = cat(others)
+            self.memory.put([num_sinks] * len(held.keys), held)
+            newest = held.slots(held.keys.shape[2] - num, num).map(lambda x: x.to(self.device))
+            window = [newest] if form.is_int8 else in_window(self, newest, place)
+            for ring, stored in zip(rings, window, strict=True):
+                ring.append(stored)
+        self.replace([cat(parts) for parts in rings])
 
     def _recall(self, block: Block, query: Tensor) -> Recalled:
         """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take

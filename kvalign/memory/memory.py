@@ -106,6 +106,11 @@ class Memory(Part):
                 self.sketch.write(rows, slot, keys - self.base[rows])
             first += num
 
+    def written(self, first: int, num: int) -> KV:
+        """Entries of the tokens from `first` on, as they are stored."""
+        slots = (torch.arange(first, first + num) - self.sizes.num_sinks) % self.num_slots
+        return self.held.at(slots)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""

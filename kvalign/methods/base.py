@@ -125,6 +125,11 @@ class Method(NotPickled, ABC):
         """Entries that the next token finds: at most cache_size; for `dense` all."""
         raise NotImplementedError(f"{self.name} does not say how full it is")
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the stream that it was fed, as `edit` counts them."""
+        raise self._not_editable()
+
     def num_forgotten(self, num_tokens: int) -> int:
         """Return how many tokens of one input are forgotten once it has been read."""
         return max(0, self.sizes.num_dropped(num_tokens) - self.sizes.memory)
@@ -167,6 +172,31 @@ class Method(NotPickled, ABC):
     @abstractmethod
     def feed(self, ids: Tensor) -> Tensor:
         """Read ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
+
+    def edit(self, start: int, stop: int, ids: Tensor | None = None) -> int:
+        """Replace tokens of each row's stream by others. Entries of those go, the new ones are
+        encoded after what stands before them, and what stands behind moves to its new places: it is
+        not encoded again. The oldest entries are evicted if there are too many.
+
+        Args:
+            start, stop: the tokens to replace, from `start` to before `stop`, counted from the
+                first of the stream, evicted ones included.
+            ids: [B, n] int64, the new ones; None: none.
+
+        Returns:
+            The number of them that had been evicted before.
+
+        Raises:
+            UserError: no such tokens; a method whose entries cannot be edited.
+        """
+        raise self._not_editable()
+
+    def _not_editable(self) -> UserError:
+        return UserError(f"streams of {self.name} cannot be edited: it does not move entries")
+
+    def undo_edit(self) -> None:
+        """Take the last edit back, exactly; UserError if there is none, or the stream went on."""
+        raise UserError("there is no edit to undo")
 
     def compile(self, **options: Any) -> Self:
         """Compile the model for the steps of a full cache, whose shapes never change. The first

@@ -17,6 +17,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry
+from kvalign.foundation.settings import typed
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
@@ -48,6 +49,7 @@ class Cached(Method):
         super().__init__(model, sizes)
         self.places_by = self.realigner()
         self.cache = self._new_cache()
+        self._before_edit: FixedSizeCache | None = None
         self.is_exact = sizes.is_oldest and is_exact(
             self.model, sizes.cache_size, self.cache.realigner
         )
@@ -136,20 +138,93 @@ class Cached(Method):
         return self.cache.num_stored
 
     def reset(self) -> None:
-        self.cache = self._new_cache()
+        self.cache, self._before_edit = self._new_cache(), None
 
     def select(self, rows: Sequence[int]) -> None:
+        self._before_edit = None
         self.cache.select(rows)
 
     def join(self, others: Sequence[Self]) -> None:
         self.check_alike(others)
+        self._before_edit = None
         self.cache.join([method.cache for method in others])
 
     def state(self) -> dict[str, Tensor]:
         return self.cache.state()
 
     def restore(self, state: dict[str, Tensor]) -> None:
+        self._before_edit = None
         self.cache.restore(state, self.model)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.cache.num_tokens, default=0)
+
+    def edit(self, start: int, stop: int, ids: Tensor | None = None) -> int:
+        cache = self._editable(start, stop)
+        num_new = 0 if ids is None else self._check_new(ids)
+        num_kept, num_sinks = cache.num_kept, self.sizes.num_sinks
+        num_gone = self.num_tokens - num_kept  # between the sinks and the others
+        first, behind = (
+            x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop)
+        )
+        num_lost = stop - start - (behind - first)
+        if num_gone and start < num_sinks:
+            raise UserError(
+                f"an edit must begin behind the {num_sinks} sinks once tokens have been evicted, "
+                f"got {start}"
+            )
+        if start == stop and not num_new:
+            return 0
+        if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
+            num_gone, ids = num_gone + num_new - num_lost, None
+        elif num_gone:
+            num_gone = min(start - num_sinks, num_gone)
+        edited = self._new_cache()
+        assert isinstance(edited, StreamingCache)
+        edited.take([cache.part(0, first)], num_gone)
+        self.cache = edited
+        try:
+            if ids is not None:
+                self.feed(ids)
+            if behind < num_kept:
+                own = edited.part(0, edited.num_kept)
+                edited.take([own, cache.part(behind, num_kept)])
+            if not edited.num_stored:
+                edited.reset()
+        except BaseException:
+            self.cache = cache
+            raise
+        self._before_edit = cache
+        return num_lost
+
+    def _editable(self, start: int, stop: int) -> StreamingCache:
+        """The cache, if these tokens of it can be edited."""
+        cache, start, stop = self.cache, typed("start", start, int), typed("stop", stop, int)
+        if not self.sizes.is_oldest:
+            raise UserError(
+                f"policy {self.sizes.policy} with {self.sizes.positions} positions cannot be "
+                "edited: entries of a layer are of different tokens"
+            )
+        assert isinstance(cache, StreamingCache)
+        cache.check_editable()
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise UserError(
+                f"start and stop must be tokens of the stream, which has {self.num_tokens}, got "
+                f"{start} and {stop}"
+            )
+        return cache
+
+    def _check_new(self, ids: Tensor) -> int:
+        check_ids(ids, self.model.config.vocab_size)
+        self.cache.check_input(*ids.shape)
+        return ids.shape[1]
+
+    def undo_edit(self) -> None:
+        if self._before_edit is None:
+            super().undo_edit()
+        assert self._before_edit is not None
+        self.cache, self._before_edit = self._before_edit, None
 
     def feed(self, ids: Tensor) -> Tensor:
         """Read ids. If the relative form is exact, an input counts as its tokens one by one, and is
@@ -157,6 +232,7 @@ class Cached(Method):
         chunks have half a window each; all tokens of a chunk see the same older entries.
         """
         check_ids(ids, self.model.config.vocab_size)
+        self._before_edit = None
         if ids.shape[1] == 1:
             logits = self.step(ids, self.cache)
             self.on_tokens(1)
@@ -202,6 +278,7 @@ class Cached(Method):
         """Read the first of ids [1, T] and the others, which are guessed, ahead; only if
         `reads_ahead`. Logits [1, V] after the first.
         """
+        self._before_edit = None
         assert isinstance(self.cache, StreamingCache)
         with self.in_eval_mode():
             return self.cache.read_ahead(self.model, ids)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -37,6 +37,16 @@ from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import Digests, SavedStream
 
 _SIZES = tuple(field.name for field in fields(CacheSizes))
+
+
+class _BeforeEdit(NamedTuple):
+    """Arguments of `TextStream.resume` before an edit, and whether it changed what had been fed."""
+
+    ids: list[int]
+    num_fed: int
+    num_new: int
+    answers: list[tuple[int, int]]
+    is_fed: bool
 
 
 class TextStream(NotPickled):
@@ -73,6 +83,7 @@ class TextStream(NotPickled):
         """Forget all text: the next input begins a new one. Random numbers continue."""
         self.method.reset()
         self._whole, self.num_fed = Whole(), 0
+        self._before_edit: _BeforeEdit | None = None
         self.answers: list[tuple[int, int]] = []
         self._begin_answer([])
 
@@ -107,13 +118,93 @@ class TextStream(NotPickled):
             self.answers.append((len(self.ids) - len(self.token_ids), len(self.ids)))
             self._begin_answer(self.ids)
 
+    def edit(
+        self, start: int, stop: int, new: str | Sequence[int] = "", *, exactly: int = 0
+    ) -> int:
+        """Replace the tokens of `ids` from `start` to before `stop` by a text, or token ids. What
+        stands behind is not encoded again: it moves to its new places, and knows what it has read
+        (`Method.edit`). The next iteration continues after it.
+
+        Args:
+            start, stop: tokens of `ids`; equal: insert only.
+            new: text or ids; "": cut only.
+            exactly: tokens behind that are encoded again, so that they do not know the old ones.
+
+        Returns:
+            The number of replaced tokens that had been evicted before.
+
+        Raises:
+            UserError: no such tokens; a method whose entries cannot be edited; nothing is left.
+        """
+        self._whole.check()
+        start, stop = typed("start", start, int), typed("stop", stop, int)
+        if not 0 <= start <= stop <= len(self.ids):
+            raise UserError(
+                f"start and stop must be tokens of this stream, which has {len(self.ids)}, got "
+                f"{start} and {stop}"
+            )
+        if typed("exactly", exactly, int) < 0:
+            raise UserError(f"exactly must be at least 0, got {exactly}")
+        ids = encoded(new, self.tokenizer, self.method.model, goes_on=start > 0) if new else []
+        while ids and start < stop and ids[0] == self.ids[start]:
+            start, ids = start + 1, ids[1:]
+        while ids and start < stop and ids[-1] == self.ids[stop - 1]:
+            stop, ids = stop - 1, ids[:-1]
+        again = self.ids[stop : stop + exactly]
+        if start == stop and not ids + again:
+            return 0
+        return self._edit(start, stop, stop + len(again), ids + again)
+
+    def _edit(self, start: int, stop: int, end: int, new: list[int]) -> int:
+        """Same, for tokens `start` to `end`, of which those from `stop` on are encoded again."""
+        ids, answers, num_new = self.ids, self.answers, len(self.token_ids)
+        before = (ids, self.num_fed, num_new, answers)
+        begin = len(ids) - num_new
+        if num_new and end > begin:  # the answer becomes part of the text, which goes on after it
+            ids = ids[: len(ids) - self._answer.has_end_token]  # which has not been fed
+            answers, num_new, end = [*answers, (begin, len(ids))], 0, min(end, len(ids))
+        edited = [*ids[:start], *new, *ids[end:]]
+        if not edited:
+            raise UserError("the edit leaves nothing of this stream: reset() it")
+        num_more, num_lost = len(edited) - len(ids), 0
+        num_fed, end_fed, given = self.num_fed + num_more, end, new
+        if end >= self.num_fed or num_fed == len(edited):  # the rest is fed as usual
+            num_fed, end_fed, given = min(start, len(edited) - 1, self.num_fed), self.num_fed, []
+        if is_fed := min(start, num_fed) < self.num_fed:
+            # Of a stream that was encoded anew the method knows the last tokens only.
+            unknown = self.num_fed - self.method.num_tokens
+            first, last = (max(x - unknown, 0) for x in (min(start, num_fed), end_fed))
+            of_text = torch.tensor([given], device=self.method.model.device) if given else None
+            num_lost = max(0, min(stop, unknown) - start)
+            num_lost += self.method.edit(first, last, of_text)
+
+        def moved(x: int, if_inside: int) -> int:
+            return x if x <= start else x + num_more if x >= end else if_inside
+
+        spans = [(moved(x, end + num_more), moved(y, start)) for x, y in answers]
+        with self._whole.change():
+            self.resume(edited, num_fed, num_new, [(x, y) for x, y in spans if x < y])
+        self._before_edit = _BeforeEdit(*before, is_fed)
+        return min(num_lost, stop - start)
+
+    def undo_edit(self) -> None:
+        """Take the last edit back, exactly; UserError once the stream has gone on."""
+        self._whole.check()
+        if self._before_edit is None:
+            raise UserError("there is no edit to undo")
+        before = self._before_edit
+        with self._whole.change():
+            if before.is_fed:
+                self.method.undo_edit()
+            self.resume(before.ids, before.num_fed, before.num_new, before.answers)
+
     def encode_anew(self, ids: list[int]) -> None:
         """Replace the method's entries by those of these tokens alone, at least one, encoded at the
         next iteration. `ids`, the record of the text, stay.
         """
         with self._whole.change():
             self.method.reset()
-            self.num_fed = 0
+            self.num_fed, self._before_edit = 0, None
             self._tokens = self._new_tokens(ids)
 
     def __iter__(self) -> Iterator[str]:
@@ -127,7 +218,7 @@ class TextStream(NotPickled):
             if token is not None:
                 token_id = int(token)  # waits for the device
                 self.times_s.append(time.perf_counter() - start)
-                self.num_fed = len(self.ids)
+                self.num_fed, self._before_edit = len(self.ids), None
                 self.ids.append(token_id)
                 piece, _ = self._answer.take(token_id)
             self._whole.end()
@@ -222,6 +313,7 @@ class TextStream(NotPickled):
         self.ids = ids
         self._tokens = self._new_tokens(ids)
         self.times_s: list[float] = []
+        self._before_edit = None
 
     def _new_tokens(self, of: list[int], num_new: int = 0) -> Iterator[Tensor]:
         """Tokens that follow others, `num_fed` of which have been fed, and the last `num_new` of

@@ -8,6 +8,7 @@ honest loop is. Nothing of the cache is used but the numbers of a position table
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -108,6 +109,46 @@ class PlainMemory:
         self.num_swapped += self.swap is not None
         self.seen += 1
         return logits
+
+    def edit(self, first: int, stop: int, read: Callable[["PlainMemory"], None]) -> None:
+        """Take out what lies from `first` to `stop` among sinks, memory and window, let `read` take
+        tokens in there, and put what stood behind after them.
+        """
+        self._forget()
+        num_sinks, num = self.sizes.num_sinks, self.seen - stop
+        tails = []
+        for name, held in (("key", self.keys), ("value", self.values)):
+            tail = held[:, :, stop : self.seen].to(self.dtype, copy=True)
+            for i, j in enumerate(range(stop, min(num_sinks, self.seen))):  # no sinks any more
+                bare = self._turned(tail[:, :, i], -j) if name == "key" else tail[:, :, i]
+                for layer in range(len(tail)):
+                    tail[layer, :, i] = self._standardised(layer, name, bare[layer], j)
+            tails.append(tail)
+        self.seen = first
+        read(self)
+        if not num:
+            return
+        for name, held, tail in zip(("key", "value"), (self.keys, self.values), tails, strict=True):
+            for i, j in enumerate(range(self.seen, min(num_sinks, self.seen + num))):  # are now
+                for layer in range(len(tail)):
+                    for head in range(tail.shape[1]):
+                        one = tail[layer, head, i : i + 1]
+                        one = self._placed(layer, head, name, one, torch.tensor([j]))
+                        one = self._turned(one, j) if name == "key" else one
+                        tail[layer, head, i : i + 1] = one
+            held[:, :, self.seen : self.seen + num] = tail.to(held.dtype)
+        self.seen += num
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have no tokens that are lost for good."""
+        num_sinks = self.sizes.num_sinks
+        over = self.seen - num_sinks - self.in_sight - self.sizes.memory
+        if over > 0:
+            for held in (self.keys, self.values):
+                kept = held[:, :, num_sinks + over : self.seen].clone()
+                held[:, :, num_sinks : self.seen - over] = kept
+            self.seen -= over
 
     def _run(self, token: Tensor) -> Tensor:
         self.place = min(self.seen, self.last_place)
@@ -256,11 +297,12 @@ class PlainMemory:
             older = age
         return [near + min(round(x), room) for x in reversed(beyond)]
 
-    def _standardised(self, layer: int, name: str, x: Tensor) -> Tensor:
+    def _standardised(self, layer: int, name: str, x: Tensor, place: int | None = None) -> Tensor:
         if self.table is None:
             return x
+        at = self.place if place is None else place
         mean, scale = self.table[name], self.table[f"{name}_scale"]
-        return (x - mean[layer, :, self.place]) / scale[layer, :, self.place, None]
+        return (x - mean[layer, :, at]) / scale[layer, :, at, None]
 
     def _placed(self, layer: int, head: int, name: str, x: Tensor, places: Tensor) -> Tensor:
         if self.table is None:

@@ -89,6 +89,8 @@ class PlainStream:
         self.raw = [None] * self.num_layers  # keys and values [H, S, D]
         self.tokens, self.births = ([none.long()] * self.num_layers for _ in range(2))
         self.drawn = [none.to(self.dtype)] * self.num_layers
+        # Entries that have been elsewhere than where they were computed.
+        self.strayed = [none.bool()] * self.num_layers
 
     def clone(self) -> "PlainStream":
         """Another that goes on alone."""
@@ -118,7 +120,8 @@ class PlainStream:
             self.tokens[i] = torch.cat([self.tokens[i], token.expand(heads, -1)], 1)
             births = torch.arange(at, at + num).expand(heads, -1)
             self.births[i] = torch.cat([self.births[i], births], 1)
-            self.drawn[i] = torch.nn.functional.pad(self.drawn[i], (0, num))
+            for held in (self.drawn, self.strayed):
+                held[i] = torch.nn.functional.pad(held[i], (0, num))
             if reads:
                 weights = out.attentions[i][0].to(self.dtype).unflatten(0, (heads, -1)).mean(1)
                 for t in range(num):
@@ -134,14 +137,51 @@ class PlainStream:
                 self._keep(i, kept.expand(len(self.tokens[i]), -1))
         return out.logits[0, -1]
 
+    def edit(self, first: int, stop: int, ids: list[Tensor]) -> None:
+        """Take out the entries of places from `first` to `stop`, take these pieces of ids in there,
+        and put what stood behind after them. The stream is then as long as what it has.
+        """
+        num = self.tokens[0].shape[1]
+        tails = self.clone()
+        for stream, kept in ((self, slice(0, first)), (tails, slice(stop, num))):
+            for i in range(self.num_layers):
+                stream._keep(i, torch.arange(num)[kept].expand(len(self.tokens[i]), -1))
+        self._renumber()
+        for some in ids:
+            self.take(some)
+        if stop == num:
+            return
+        total = self.tokens[0].shape[1] + num - stop
+        kept = torch.arange(total)
+        gone = self.plan.dropped(total)
+        kept = kept[(kept < self.plan.num_sinks) | (kept >= self.plan.num_sinks + gone)]
+        for i in range(self.num_layers):
+            self.raw[i] = _cat(self.raw[i], tails.raw[i])
+            for name in ("tokens", "births", "drawn", "strayed"):
+                held = getattr(self, name)
+                held[i] = torch.cat([held[i], getattr(tails, name)[i]], 1)
+            self._keep(i, kept.expand(len(self.tokens[i]), -1))
+        self._renumber()
+
+    def _renumber(self) -> None:
+        self.seen, self.moved = self.tokens[0].shape[1], 0
+        self.tokens = [torch.arange(self.seen).expand(len(x), -1) for x in self.tokens]
+        for i, births in enumerate(self.births):
+            self.strayed[i] = self.strayed[i] | (births != self._now(i))
+
     def _keep(self, layer: int, kept: Tensor) -> None:
         """Have the entries in the slots [H, S] alone."""
         self.raw[layer] = tuple(
             x.gather(1, kept[..., None].expand(-1, -1, x.shape[2])) for x in self.raw[layer]
         )
-        for name in ("tokens", "births", "drawn"):
+        for name in ("tokens", "births", "drawn", "strayed"):
             held = getattr(self, name)
             held[layer] = held[layer].gather(1, kept)
+
+    def _now(self, layer: int) -> Tensor:
+        """Places [H, S] of entries; those of sinks stay."""
+        tokens = self.tokens[layer]
+        return torch.arange(tokens.shape[1]) + self._behind() * (tokens >= self.plan.num_sinks)
 
     def _behind(self) -> int:
         return self.plan.dropped(self.seen) - self.plan.moved(self.seen)
@@ -149,12 +189,13 @@ class PlainStream:
     def _placed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [1, H, S, D] where they lie now."""
         plan, (key, value) = self.plan, self.raw[layer]
-        now = torch.arange(key.shape[1]) + self._behind()
+        now = self._now(layer)[0]
         is_sink = self.tokens[layer] < plan.num_sinks
         # Sinks follow the others, where only differences of positions count.
         shifts = is_sink * self._behind()
         if plan.positions == "compact" and plan.aligner != "network":
-            stays = (is_sink | (self.births[layer] == now))[..., None]
+            self.strayed[layer] = self.strayed[layer] | (self.births[layer] != now)
+            stays = ~self.strayed[layer][..., None]
             born = self._turned(key, -self.births[layer])
             if plan.aligner != "none":
                 born, placed = (

@@ -133,8 +133,10 @@ class RandomStream:
         self.rows = [self._new_row() for _ in range(num_rows)]
         self._feed(self.rng.randint(1, 2 * self.method.sizes.cache_size))
         for _ in range(self.rng.randint(1, 4)):
-            what = self.rng.choice(("feed", "feed", "feed", "join", "select", "save", "fail"))
+            what = self.rng.choice(("feed", "feed", "edit", "join", "select", "save", "fail"))
             if what in ("join", "select") and self.method.name == "dense":
+                what = "feed"
+            if what == "edit" and not self._may_be_edited:
                 what = "feed"
             self.found[what] += 1
             getattr(self, f"_{what}")(*[self.rng.choice((1, 2, 9))] * (what == "feed"))
@@ -154,6 +156,52 @@ class RandomStream:
             return [PlainMemory(model, *told) for model in self.remembering]
         models = [self.exact, *([self.rough] if self.rough else [])]
         return [self.loop(model, self.plan, self.numbers) for model in models]
+
+    @property
+    def _may_be_edited(self) -> bool:
+        is_slice = self.loop is PlainStream and self.plan.is_slice
+        is_placed = self.loop is PlainMemory or (is_slice and self.plan.aligner != "network")
+        return is_placed and self.is_even and len(set(self.method.cache.gone)) == 1
+
+    def _edit(self) -> None:
+        """Some tokens are replaced by others, or it is tried, and taken back."""
+        rng, num_kept, num = self.rng, self.method.cache.num_kept, self.rng.choice((0, 1, 7))
+        num_gone, num_sinks = self.method.num_tokens - num_kept, self.method.sizes.num_sinks
+        first = rng.randint(num_sinks if num_gone else 0, num_kept)
+        stop = rng.randint(first, num_kept)
+        ids = self._tokens(len(self.rows), num) if num else None
+        if num + stop == first or not num + first + num_kept - stop:
+            return
+        if self.loop is PlainMemory:
+            self._edit_memory(first, stop, ids)
+            return
+        start, end = (x + num_gone * (num_gone > 0) for x in (first, stop))
+        self.method.edit(start, end, ids)
+        if rng.random() < 0.2:
+            self.method.undo_edit()
+            return
+        for j, row in enumerate(self.rows):
+            for loop in row:
+                left, pieces, seen = [] if ids is None else ids[j], [], first
+                while len(left):
+                    num_now = self.plan.takes_at_once(seen, len(left))
+                    pieces.append(left[:num_now])
+                    left, seen = left[num_now:], seen + num_now
+                loop.edit(first, stop, pieces)
+
+    def _edit_memory(self, first, stop, ids) -> None:
+        num_gone = self.method.num_tokens - self.method.cache.num_kept
+        with self._taken_back() as taken:
+            self.method.edit(first + num_gone, stop + num_gone, ids)
+        for i, (exact, *rough) in enumerate(self.rows):
+
+            def read(loop, i=i, exact=exact, rough=rough):
+                for token in [] if ids is None else ids[i]:
+                    told = rough if loop is exact else []
+                    loop.follow(token, taken[i, loop.seen], *(told or [None]))
+
+            for loop in (*rough, exact):
+                loop.edit(first, stop, read)
 
     def _join(self) -> None:
         if len(self.rows) > 2:
