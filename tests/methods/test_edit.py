@@ -1,0 +1,142 @@
+"""Edits of a stream: what is refused, what was evicted before, and what an edit leaves as it was.
+Their figures are those of plain loops in `test_numerics_fuzz.py`.
+"""
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, made, make
+
+from kvalign.foundation.errors import UserError
+
+EDITABLE = {
+    "window": ("window", "llama", {}),
+    "streaming-llm": ("streaming-llm", "llama", {}),
+    "int8": ("streaming-llm", "llama", dict(cache_dtype="int8")),
+    "tables": ("tables", "gpt2", {}),
+    "tables in int8": ("tables", "gpt2", dict(cache_dtype="int8")),
+    "anchored": ("anchored", "gpt2", {}),
+    "memory": ("streaming-llm", "llama", dict(memory=40)),
+    "memory in int8": ("streaming-llm", "llama", dict(memory=40, cache_dtype="int8")),
+}
+"""Names for `made`, kinds of models, sizes."""
+
+
+def edited(name, models, **changes):
+    way, kind, sizes = EDITABLE[name]
+    return made(way, models[kind], **sizes | changes)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[x], other[x]) for x in one)
+
+
+@pytest.mark.parametrize("num", [15, 50])
+@pytest.mark.parametrize("name", EDITABLE)
+def test_an_edit_is_taken_back_and_nothing_changes_nothing(name, num, models, ids):
+    method = edited(name, models)
+    method.feed(ids[:, :num])
+    before, last = method.state(), method.num_tokens
+    for start, stop, new in ((last - 7, last - 3, ids[:, :2]), (last - 7, last, None)):
+        method.edit(start, stop, new)
+        assert not same(method.state(), before)
+        method.undo_edit()
+        assert same(method.state(), before)
+    assert method.edit(last - 7, last - 7) == 0 and same(method.state(), before)
+    with pytest.raises(UserError, match="no edit to undo"):
+        method.undo_edit()
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+def test_a_cut_at_the_end_is_never_to_have_read_it(name, models, ids):
+    one, other = edited(name, models), edited(name, models)
+    for method in (one, other):
+        method.feed(ids[:, :12])
+    one.feed(ids[:, 12:18])
+    one.edit(12, 18)
+    if name != "memory":  # whose keys are turned to their places anew
+        assert same(one.state(), other.state())
+    apart = one.feed(ids[:, 30:31]) - other.feed(ids[:, 30:31])
+    assert apart.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in EDITABLE if "memory" not in name])
+def test_to_cut_the_oldest_is_to_evict_it(name, models, ids):
+    """A cache of one entry more, without the first one after the sinks."""
+    small, large = edited(name, models), edited(name, models, cache_size=CACHE_SIZE + 2)
+    for method in (small, large):
+        method.feed(ids[:, : CACHE_SIZE + 1])
+    first = large.sizes.num_sinks
+    large.edit(first, first + 1)
+    apart = small.feed(ids[:, 30:31]) - large.feed(ids[:, 30:31])
+    assert apart.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, sizes) in EDITABLE.items() if sizes])
+def test_int8_and_a_memory_are_edited_as_what_they_stand_for(name, models, ids):
+    """Nothing is lost yet, so a memory changes nothing; 8 bits are near."""
+    logits = []
+    for method in (edited(name, models), edited(name, models, cache_dtype="model", memory=0)):
+        method.feed(ids[:, :18])
+        method.edit(2, 9, ids[:, 30:33])
+        logits.append(method.feed(ids[:, 40:41]))
+    assert (logits[0] - logits[1]).abs().max() < (0.1 if "int8" in name else 1e-4)
+
+
+def test_what_had_been_evicted_is_counted(models, ids):
+    method = make("streaming-llm", models["llama"])
+    method.feed(ids[:, :50])
+    oldest = int(method.cache.index()[4])
+    assert method.edit(10, oldest + 3) == oldest - 10
+    assert method.num_tokens == 50 - (oldest + 3 - 10)
+    assert method.cache.index().tolist() == [0, 1, 2, 3, *range(10, method.num_tokens)]
+    method.undo_edit()
+    before = method.feed(ids[:, 50:51])
+    # What lies before the oldest entry is gone, and what takes its place would be.
+    other = make("streaming-llm", models["llama"])
+    other.feed(ids[:, :50])
+    assert other.edit(10, 20, ids[:, :3]) == 10 and other.num_tokens == 43
+    assert torch.allclose(other.feed(ids[:, 50:51]), before, atol=1e-4)
+
+
+def test_a_failed_edit_leaves_the_stream_as_it_was(models, ids, monkeypatch):
+    method = make("streaming-llm", models["llama"])
+    method.feed(ids[:, :50])
+    before = method.state()
+
+    def fail(ids):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(method, "feed", fail)
+    with pytest.raises(KeyboardInterrupt):
+        method.edit(44, 46, ids[:, :3])
+    assert same(method.state(), before)
+
+
+def test_what_cannot_be_edited_is_refused_by_name(models, ids):
+    def refusal(method, start=6, stop=8, new=None, rows=slice(None)):
+        method.feed(ids[rows, :30])
+        before = method.state() if method.name != "dense" else {}
+        with pytest.raises(UserError) as refused:
+            method.edit(start, stop, new)
+        assert method.name == "dense" or same(method.state(), before)
+        return str(refused.value)
+
+    llama = models["llama"]
+    for name in ("recompute", "discard-half", "dense"):
+        assert f"streams of {name} cannot be edited" in refusal(make(name, llama))
+    assert "policy tova" in refusal(make("streaming-llm", llama, policy="tova"))
+    assert "kind network" in refusal(make("kvalign", models["gpt2"]))
+    streaming = make("streaming-llm", llama)
+    assert "behind the 4 sinks" in refusal(streaming, 3, 8)
+    for start, stop in ((-1, 4), (5, 3), (29, 31)):
+        assert "has 30" in refusal(streaming.new(), start, stop)
+    assert "below 96" in refusal(streaming.new(), new=torch.full((2, 1), 96))
+    assert "2 rows" in refusal(streaming.new(), new=ids[:1, :3])
+    in_some = make("streaming-llm", llama, memory=20, recall_layers="0")
+    assert "in some layers only" in refusal(in_some)
+    one, other = streaming.new(), streaming.new()
+    one.feed(ids[:1, :9])
+    other.feed(ids[1:, :12])
+    one.join([other])
+    with pytest.raises(UserError, match="select one"):
+        one.edit(5, 6)
