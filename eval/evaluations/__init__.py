@@ -17,6 +17,7 @@ ABOUT = {
     "recall": "ask for facts at growing distances: how much of its cache a method can read",
     "needle": "ask for codes hidden in a real text, up to 64 cache sizes back",
     "told": "ask for facts from early turns of a conversation, after other talk",
+    "edit": "cut, replace and insert tokens of a stream, and compare with encoding anew",
     "attention": "show where attention goes, before and after the sinks are evicted",
     "chat": "run many conversations through one stream and judge each answer",
 }

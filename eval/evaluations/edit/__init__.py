@@ -1,0 +1,187 @@
+"""Edit: tokens of a stream are cut, replaced or inserted, and what stands behind is not encoded
+again. How well does the stream go on, and what does it cost?
+
+    before | middle | after | future        edited: the middle is cut, replaced or inserted
+                                            scored: the future
+
+The same text is continued in other ways beside it: encoded anew, which is what the others are
+relative to; with the first tokens behind the edit encoded again; unedited; and without what stood
+behind.
+
+A model that was trained on facts (recall-gpt2, recall-llama) reads facts, and is asked for one that
+was cut and for one behind the edit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    ends_of,
+    share_column,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.loading import LoadedModel
+
+KINDS = ("cut", "replace", "insert")
+ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditSettings(ComparisonSettings):
+    """Cut, replace and insert tokens in the middle of a stream without encoding what follows again:
+    how well does it go on, and what does it cost?
+
+    Example:
+        kvalign eval edit --kinds cut --lengths 16 --num-edits 8
+    """
+
+    methods: tuple[str, ...] = option(
+        ("streaming-llm", "kvalign"), help="methods that keep entries, comma-separated"
+    )
+    cache_sizes: tuple[int, ...] = option(
+        (255,), help="entries the cache keeps, more than a text has, comma-separated", at_least=1
+    )
+    kinds: tuple[str, ...] = option(KINDS, help="kinds of edits, comma-separated", choices=KINDS)
+    lengths: tuple[int, ...] = option(
+        (32,),
+        help="tokens that are cut, replaced or inserted, a row each, comma-separated",
+        at_least=1,
+        at_most=MOST_SIZE,
+    )
+    exactly: tuple[int, ...] = option(
+        (0, 16),
+        help="tokens behind the edit that are encoded again, a row each, comma-separated",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    corpus: str = option(
+        "python-docs", help="the text: python-docs, wikitext, text:PATH, ...; facts need none"
+    )
+    num_before: int = option(64, help="tokens before", at_least=5, at_most=MOST_SIZE)
+    num_after: int = option(64, help="tokens behind the edit", at_least=2, at_most=MOST_SIZE)
+    num_future: int = option(32, help="tokens to score after them", at_least=1, at_most=MOST_SIZE)
+    num_edits: int = option(
+        200, help="edits of each kind and length", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the facts")
+    plot: Path | None = option(None, help="also draw the ways to go on (.png or .svg)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        longest = self.num_before + max(self.lengths) + self.num_after + self.num_future
+        if longest > min(self.cache_sizes):
+            raise UserError(
+                f"a text has {longest} tokens (--num-before, --lengths, --num-after and "
+                "--num-future), which must all stay in the cache: give --cache-sizes of at least "
+                f"{longest}"
+            )
+
+
+@keywords_of(EditSettings)
+@progress.shown_as("eval edit")
+def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Edit the same texts with every method, and go on in each way.
+
+    Returns:
+        A document with a row for each method, kind, length and way. Of a text: perplexity of the
+        future, `ratio` to that of the text encoded anew with the ends of its 95 % interval over
+        edits (ratio_low, ratio_high), `agreement` (share of tokens at which both think the same
+        most likely). Of facts: `kept` (facts behind the edit that are answered), `told` (facts that
+        were cut and are still answered; 0.125 by chance), with their intervals. Always `encoded`
+        (tokens of an edit), `edit_ms` (of one stream, median), num_edits and seconds.
+
+    Raises:
+        UserError: a method that cannot be edited; a corpus that is too short.
+    """
+    from kvalign.eval.evaluations.edit.ways import score_method, texts_of
+    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    texts = texts_of(settings, loaded)
+    num_ways = len({*settings.exactly}) + 3
+    num_all = settings.num_edits * len(settings.kinds) * len({*settings.lengths}) * num_ways
+    rows = []
+    for method, bar in one_by_one(methods, num_all, "streams"):
+        rows += score_method(method, settings, texts, bar.update)
+    return document("eval edit", settings, rows, started=started, plot=EVALUATION.plot)
+
+
+COLUMNS = {
+    "kind": Column("edit", None, weight=9, about="cut, replace or insert", is_key=True),
+    "length": Column("tokens", weight=8, about="that are cut, replaced or inserted", is_key=True),
+    "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
+    "perplexity": Column("perplexity", 2, "lower", "of the future", is_optional=True, weight=4),
+    "ratio": Column(
+        "ratio",
+        3,
+        "lower",
+        "to the text encoded anew; 95 % over edits, paired",
+        is_optional=True,
+        ends=("ratio_low", "ratio_high"),
+        by_reference=True,
+        weight=7,
+    ),
+    "agreement": Column(
+        "agreement", 3, "higher", "most likely tokens that are those of anew", True, weight=3
+    ),
+    "kept": share_column(
+        "kept", "behind, answered", "facts behind the edit that are answered", 6, is_optional=True
+    ),
+    "told": share_column(
+        "told",
+        "cut, answered",
+        "facts that were cut and are answered; 0.125 by chance",
+        6,
+        better="",
+        is_optional=True,
+    ),
+    "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
+    "edit_ms": Column("ms", 1, "lower", "time of an edit of one stream, median", weight=5),
+}
+
+
+class EditEvaluation(Evaluation):
+    settings = EditSettings
+    run = staticmethod(edit)
+    heading = "Edit"
+    about = (
+        "Tokens in the middle of a stream are cut, replaced or inserted. What stands behind is "
+        "moved to its new places, and not encoded again. The table compares how the stream goes "
+        "on with the same text encoded anew, with the stream that was not edited, and with one "
+        "that forgets what stood behind."
+    )
+    in_summary = ("ratio", "kept", "edit_ms")
+    columns = COLUMNS
+    more_columns = ends_of(COLUMNS)
+
+    def figure(self, document: Document) -> Drawing | None:
+        """Ratio to the text encoded anew, or facts that are answered, by way and kind."""
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        rows = document["rows"]
+        ways = list(dict.fromkeys(row["way"] for row in rows))
+        y = "ratio" if "ratio" in rows[0] else "kept"
+        points = [row | {"at": ways.index(row["way"])} for row in rows]
+        panels = panels_by("kind", points, "", "at", y, f"{y}_high", f"{y}_low")
+        title = {"ratio": "perplexity relative to encoded anew", "kept": "facts answered"}[y]
+        figure = draw(panels, x="", y=title, names=ways)
+        return figure, f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
+
+
+EVALUATION = EditEvaluation()

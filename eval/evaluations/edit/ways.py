@@ -1,0 +1,266 @@
+"""Ways to go on after an edit, and what each is worth."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from kvalign.data_gen.corpora import first_ids
+from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, WORDS, FactStreams
+from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, UNEDITED, EditSettings
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import sizes_of
+from kvalign.eval.protocol.statistics import mean_interval
+from kvalign.eval.protocol.verdicts import share_of
+from kvalign.foundation.device import wait_for
+from kvalign.methods.base import Method
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.streaming.health import check_losses
+
+TOGETHER = 25  # edits of a batch
+NUM_TIMED = 5  # edits of one stream on the clock
+
+
+class Text(NamedTuple):
+    """Parts of texts side by side, [B, ...] int64 each; `other` is replaced by the middle."""
+
+    before: Tensor
+    middle: Tensor
+    after: Tensor
+    future: Tensor
+    other: Tensor
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An edit of streams side by side: tokens from `start` to `stop` become `new`.
+
+    Attributes:
+        ids: [B, N] int64, tokens that have been fed.
+        new: [B, n] int64.
+        behind: tokens behind `stop`.
+    """
+
+    ids: Tensor
+    start: int
+    stop: int
+    new: Tensor
+
+    @classmethod
+    def of(cls, kind: str, text: Text) -> "Edit":
+        """The last token of `after` is not fed yet: it asks for what follows."""
+        start, after = text.before.shape[1], text.after[:, :-1]
+        old = {"cut": text.middle, "replace": text.other, "insert": text.middle[:, :0]}[kind]
+        new = text.middle[:, :0] if kind == "cut" else text.middle
+        return cls(torch.cat([text.before, old, after], 1), start, start + old.shape[1], new)
+
+    @property
+    def edited(self) -> Tensor:
+        return torch.cat([self.ids[:, : self.start], self.new, self.ids[:, self.stop :]], 1)
+
+    def row(self, row: int) -> "Edit":
+        """One of the streams."""
+        some = slice(row, row + 1)
+        return Edit(self.ids[some], self.start, self.stop, self.new[some])
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way to go on; `exactly` are tokens behind an edit that are encoded again."""
+
+    name: str
+    exactly: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.exactly} encoded again" if self.exactly else self.name
+
+    def prepare(self, method: Method, edit: Edit) -> None:
+        """Have the method read what it has before the edit."""
+        method.reset()
+        if self.name != ANEW:
+            method.feed(edit.ids)
+
+    def __call__(self, method: Method, edit: Edit) -> int:
+        """Edit the stream; the number of tokens that this encodes."""
+        if self.name == UNEDITED:
+            return 0
+        if self.name == ANEW:
+            method.feed(edit.edited)
+            return edit.edited.shape[1]
+        num = edit.ids.shape[1]
+        stop = num if self.name == FORGOTTEN else min(num, edit.stop + self.exactly)
+        again = edit.ids[:, edit.stop : stop] if self.name == EDITED else edit.ids[:, :0]
+        new = torch.cat([edit.new, again], 1)
+        method.edit(edit.start, stop, new if new.shape[1] else None)
+        return new.shape[1]
+
+
+def ways_of(settings: EditSettings) -> list[Way]:
+    again = [Way(EDITED, num) for num in dict.fromkeys(settings.exactly)]
+    return [Way(ANEW), *again, Way(UNEDITED), Way(FORGOTTEN)]
+
+
+def is_of_facts(loaded: LoadedModel) -> bool:
+    return loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) == [*range(len(WORDS))]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of the settings: `ids` [N, T] int64; facts, or a corpus."""
+
+    ids: Tensor
+    are_facts: bool
+
+    def batches(self, settings: EditSettings, length: int) -> Iterator[Text]:
+        nums = [settings.num_before, length, settings.num_after, settings.num_future, length]
+        for ids in self.ids.split(TOGETHER):
+            yield Text(*ids[:, : sum(nums)].split(nums, 1))
+
+
+def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
+    """The texts of all edits, each of another place of the corpus."""
+    length = settings.num_before + settings.num_after + settings.num_future
+    length += 2 * max(settings.lengths)
+    if are_facts := is_of_facts(loaded):
+        ids = torch.from_numpy(FactStreams(settings.seed, settings.num_edits).take(length))
+    else:
+        prefix = prefix_ids(loaded.tokenizer)
+        smaller = "--num-edits, --lengths, --num-before, --num-after or --num-future"
+        num = settings.num_edits * (length - len(prefix))
+        of_corpus = first_ids(settings.corpus, loaded.tokenizer, num, smaller)
+        ids = torch.tensor(of_corpus).view(settings.num_edits, -1)
+        ids = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(ids), -1), ids], 1)
+    return Texts(ids.to(loaded.model.device), are_facts)
+
+
+@torch.no_grad()
+def score_method(
+    method: Method, settings: EditSettings, texts: Texts, on_streams: Callable[[int], object]
+) -> list[Row]:
+    """Rows of a method, for each kind, length and way."""
+    rows = []
+    for kind in dict.fromkeys(settings.kinds):
+        for length in dict.fromkeys(settings.lengths):
+            of_ways: dict[str, list[Any]] = {str(way): [] for way in ways_of(settings)}
+            encoded, seconds = {}, dict.fromkeys(of_ways, 0.0)
+            for text in texts.batches(settings, length):
+                edit = Edit.of(kind, text)
+                for way in ways_of(settings):
+                    began = time.perf_counter()
+                    way.prepare(method, edit)
+                    encoded[str(way)] = way(method, edit)
+                    answers = _of_facts if texts.are_facts else _of_text
+                    of_ways[str(way)].append(answers(method, text, kind))
+                    seconds[str(way)] += time.perf_counter() - began
+                    on_streams(len(edit.ids))
+            shown = (_facts if texts.are_facts else _figures)(of_ways)
+            times = _times(method, Edit.of(kind, next(texts.batches(settings, length))), settings)
+            rows += [
+                sizes_of(method)
+                | {"kind": kind, "length": length, "way": way}
+                | shown[way]
+                | {"encoded": encoded[way], "edit_ms": times[way]}
+                | {"num_edits": settings.num_edits, "seconds": seconds[way]}
+                for way in of_ways
+            ]
+    return rows
+
+
+def _of_text(method: Method, text: Text, kind: str) -> tuple[Tensor, Tensor]:
+    """Losses and most likely tokens of the future, [B, F] each."""
+    told, last = text.future, text.after[:, -1:]
+    losses, best = [], []
+    for given, label in zip(torch.cat([last, told], 1).T, told.T, strict=False):
+        logits = method.feed(given[:, None]).float()
+        losses.append(cross_entropy(logits, label, reduction="none"))
+        best.append(logits.argmax(-1))
+    check_losses(torch.cat(losses), method)
+    return torch.stack(losses, 1), torch.stack(best, 1)
+
+
+def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
+    """Figures of each way, relative to `ANEW`."""
+    both = {way: [torch.cat(x) for x in zip(*of, strict=True)] for way, of in of_ways.items()}
+    anew, best_anew = both[ANEW]
+    rows = {}
+    for way, (losses, best) in both.items():
+        apart = (losses - anew).double().mean(1).cpu()
+        low, high = mean_interval(apart) if len(apart) > 1 else (apart.mean(), apart.mean())
+        rows[way] = {
+            "perplexity": losses.double().mean().exp().item(),
+            "ratio": apart.mean().exp().item(),
+            "ratio_low": float(torch.as_tensor(low).exp()),
+            "ratio_high": float(torch.as_tensor(high).exp()),
+            "agreement": (best == best_anew).double().mean().item(),
+        }
+    return rows
+
+
+def _of_facts(method: Method, text: Text, kind: str) -> tuple[list[bool], list[bool]]:
+    """Whether facts behind the edit are answered, and those that were cut with their old value."""
+    method.feed(text.after[:, -1:])
+    old = {"cut": text.middle, "replace": text.other, "insert": text.middle[:, :0]}[kind]
+    now = torch.cat([text.before, text.middle[:, :0] if kind == "cut" else text.middle], 1)
+    found = []
+    for part, behind in ((text.after, text.after[:, :0]), (old, text.after)):
+        asked = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
+        questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in asked])
+        best = copy.deepcopy(method).feed(questions.to(text.after.device)).argmax(-1).tolist()
+        found.append(
+            [
+                answer == ANSWER + value
+                for answer, (key, value), before in zip(best, asked, now.tolist(), strict=True)
+                # A fact that stands before the edit with the same value is not cut.
+                if key is not None and (part is text.after or _last(before, key) != value)
+            ]
+        )
+    return found[0], found[1]
+
+
+def _fact(part: list[int], behind: list[int]) -> tuple[int | None, int]:
+    """The oldest fact of a part whose key neither it nor what follows tells or asks again."""
+    for i, token in enumerate(part):
+        key, value = divmod(token, NUM_VALUES)
+        later = [*part[i + 1 :], *behind]
+        is_last = all(x // NUM_VALUES != key for x in later if x < QUESTION)
+        if token < QUESTION and is_last and QUESTION + key not in later:
+            return key, value
+    return None, 0
+
+
+def _last(ids: list[int], key: int) -> int | None:
+    """The last value of a key."""
+    told = [x % NUM_VALUES for x in ids if x < QUESTION and x // NUM_VALUES == key]
+    return told[-1] if told else None
+
+
+def _facts(of_ways: dict[str, list[tuple[list[bool], list[bool]]]]) -> dict[str, Row]:
+    rows = {}
+    for way, of in of_ways.items():
+        kept, told = ([*chain.from_iterable(x)] for x in zip(*of, strict=True))
+        rows[way] = share_of("kept", kept) | (share_of("told", told) if told else {})
+    return rows
+
+
+def _times(method: Method, edit: Edit, settings: EditSettings) -> dict[str, float]:
+    """Milliseconds of the edit of one stream in each way, the median of edits in turns."""
+    times: dict[str, list[float]] = {str(way): [] for way in ways_of(settings)}
+    for i in range(NUM_TIMED + 1):
+        one = edit.row(i % len(edit.ids))
+        for way in ways_of(settings):
+            way.prepare(method, one)
+            wait_for(method.model.device)
+            began = time.perf_counter()
+            way(method, one)
+            wait_for(method.model.device)
+            if i:  # the first warms up
+                times[str(way)].append(1e3 * (time.perf_counter() - began))
+    return {way: statistics.median(of) for way, of in times.items()}
