@@ -75,6 +75,7 @@ class Ring:
 
     @no_autograd_modes()
     def replace(self, stored: KV) -> None:
-        """Have these slots only, given as they are stored, or before they are cast to that."""
-        dtype = self.data.keys.dtype
-        self.data = stored.map(lambda x: x.detach().to(dtype, copy=True).contiguous())
+        """Have these slots only, given as they are stored, or before they are cast to that. They
+        are the ring's own from now on.
+        """
+        self.data = stored.map(lambda x: x.detach().to(self.data.keys.dtype))

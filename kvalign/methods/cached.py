@@ -182,19 +182,22 @@ class Cached(Method):
             num_gone = min(start - num_sinks, num_gone)
         edited = self._new_cache()
         assert isinstance(edited, StreamingCache)
-        edited.take([cache.part(0, first)], num_gone)
-        self.cache = edited
-        try:
-            if ids is not None:
+        head, tail = cache.part(0, first), cache.part(behind, num_kept)
+        if ids is None:
+            edited.take([head, tail], num_gone)
+        else:
+            edited.take([head], num_gone)
+            self.cache = edited
+            try:
                 self.feed(ids)
-            if behind < num_kept:
-                own = edited.part(0, edited.num_kept)
-                edited.take([own, cache.part(behind, num_kept)])
-            if not edited.num_stored:
-                edited.reset()
-        except BaseException:
-            self.cache = cache
-            raise
+            except BaseException:
+                self.cache = cache
+                raise
+            if tail.num:
+                edited.take([edited.part(0, edited.num_kept), tail])
+        if not edited.num_stored:
+            edited.reset()
+        self.cache = edited
         self._before_edit = cache
         return num_lost
 
