@@ -244,8 +244,12 @@ class WindowLayer(StreamingLayer):
             ring.replace(cat(parts, dim=0))
 
     def written(self, first: int, num: int) -> list[KV]:
-        """Entries after the sinks that were written `first` and next, of each ring."""
-        slots = slots_of(self.sizes, first, num, self.device)
+        """Entries after the sinks that were written `first` and next, of each ring: views, if they
+        lie side by side.
+        """
+        slot, slots = self.sizes.slot(first), slots_of(self.sizes, first, num, self.device)
+        if slot + num <= self.sizes.first_input_len:
+            return [ring.data.slots(slot, num) for ring in self.rings]
         return [ring.data.at(slots) for ring in self.rings]
 
     def replace(self, of_rings: Sequence[KV]) -> None:
