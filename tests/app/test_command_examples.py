@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from helpers.published_files import random_network
-from helpers.smaller import INSIDE, examples, output_of, run_cell, smaller
+from helpers.smaller import INSIDE, UNDRAWN, examples, output_of, run_cell, smaller
 
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS
@@ -48,7 +48,7 @@ def run_example(tmp_path_factory):
     write_published(folder)
     write_losses(folder / "nglls_gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in INSIDE.items():
+        for name, value in (INSIDE | UNDRAWN).items():
             patch.setattr(name, value)
         patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
         patch.chdir(folder)

@@ -125,7 +125,7 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)

@@ -42,7 +42,7 @@ SHIPPED = (
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(tmp_path, monkeypatch, undrawn):
     """A suite file in a folder of its own, and the commands that ran, in this process: one of
     their own takes seconds to begin, and what is killed or runs on Ray has them anyway.
     """

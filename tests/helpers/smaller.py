@@ -29,7 +29,7 @@ SMALLER = {
     ("train", "max_steps"): 2,
     ("verify", "cache_size"): 16,
     ("verify", "num_steps"): 20,
-    ("verify", "invariants"): ("dense", "masks", "positions"),
+    ("verify", "invariants"): ("dense", "chunks", "save"),
     ("eval perplexity", "num_tokens"): 12,
     ("eval perplexity", "cache_sizes"): (32, 64),
     ("eval latency", "cache_sizes"): (32,),
@@ -62,14 +62,23 @@ TEXT = "".join(
     for i in range(600)
 )
 
-# Likewise inside: the text that a tokenizer or an objective sees, and Python's documentation.
+# Likewise inside: the text that a tokenizer or an objective sees, Python's documentation, and the
+# labels that an aligner is judged by, which are too few for a verdict.
 INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.training.judge.ROW_LABELS": 220,
+    "kvalign.training.judge.ROW_LABELS": 60,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
+}
+ENOUGH_LABELS = 220
+"""`ROW_LABELS` where there is to be a verdict."""
+# A report without pictures, which take longer than all else.
+UNDRAWN = {
+    "kvalign.eval.report.page.inline_svg": lambda figure, name: "<svg></svg>",
+    "kvalign.eval.report.page.inline_legend": lambda figure, name: "<svg></svg>",
+    "kvalign.eval.report.page.save": lambda figure, path: path.touch(),
 }
 
 

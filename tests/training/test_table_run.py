@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
-from helpers.smaller import INSIDE
+from helpers.smaller import ENOUGH_LABELS, INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
@@ -43,6 +43,7 @@ def little_work(monkeypatch):
     """Little text in place of Python's documentation, and small steps."""
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", ENOUGH_LABELS)
 
 
 def test_moments_are_plain_moments(models):
