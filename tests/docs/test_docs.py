@@ -51,8 +51,8 @@ SMALLER_PYTHON = {
     "num_tokens=100_000": "num_tokens=2_600",
     "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
     'load_model("llama-mini").model\noutcomes': 'load_model("recall-llama").model\noutcomes',
-    '"The island was first settled by fishermen. " * 50': '"The island was settled. " * 14',
-    '"The island was first settled by fishermen from the mainland. " * 20': '"The island. " * 20',
+    'settled by fishermen. " * 50': 'settled by fishermen. " * 34',  # keys have turned once
+    'from the mainland. " * 20': 'from the mainland. " * 6',
 }
 # Names on the hub, and the architecture of the random model of that name.
 HUB = {
