@@ -12,10 +12,10 @@ import time
 
 import pytest
 from helpers.patience import PATIENCE_S
-from helpers.smaller import output_of, run_cell
+from helpers.smaller import TEXT, output_of, run_cell
 
 pytestmark = pytest.mark.slow
-RECORD = "gen-data --num-tokens 2560 --shard-mb 2 --out {}"
+RECORD = "gen-data --corpus text:words.txt --num-tokens 3072 --shard-mb 2 --out {}"
 NETWORK = "train --data caches --target key --max-epochs 2 --no-judge --out part"
 PERPLEXITY = "eval perplexity --methods window,recompute --cache-sizes 16,200 --json --num-tokens "
 
@@ -63,6 +63,7 @@ def says(command, kept):
 def folder(tmp_path_factory):
     """With a recording in `caches`."""
     folder = tmp_path_factory.mktemp("commands")
+    (folder / "words.txt").write_text(TEXT)
     finished(RECORD.format("caches"), folder)
     return folder
 
