@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from urllib.parse import urlsplit
 
@@ -19,8 +20,11 @@ from kvalign.app.cli.main import main
 from kvalign.app.pages.page import PROMPT
 from kvalign.foundation.escape import escape_controls
 
-pytestmark = pytest.mark.browser
-pytest.importorskip("gradio", reason="gradio is not installed")
+# Looked for, not imported: that takes seconds in every process of the tests.
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed"),
+]
 HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(2)> ${alert(3)} {{value}} `\"' island"
 HOSTILE += " \x07\x1b[31m \u202eright-to-left\u202c \u05e9\u05dc\u05d5\u05dd"
 # The command, which also tells of every address but this machine's own that it looks for.
