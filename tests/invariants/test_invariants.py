@@ -376,8 +376,12 @@ def test_a_planted_bug_is_found(bug, shallow, monkeypatch):
 @pytest.mark.slow
 @each(PLANTED)
 def test_a_planted_bug_is_found_where_it_is(bug, shallow, monkeypatch):
-    """Rows that it has nothing to do with pass; of those of a long stream, its own are tried."""
+    """Rows that it has nothing to do with pass; of those of a long stream, its own are tried, and
+    with a memory two others.
+    """
     rows = SHORT + [name for name in PLANTED[bug] if name in LONG]
+    if PLANTED[bug][0] in MEMORY:
+        rows = [*sorted(MEMORY), "dense", "save"]
     found = states(outcomes_with(bug, shallow, monkeypatch, rows))
     failing = [name for name, state in found.items() if state == "failed"]
     assert PLANTED[bug][0] in failing
