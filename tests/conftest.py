@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.browser import DRIVER_WARNINGS, PAGES, launched
+from helpers.smaller import UNDRAWN
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
@@ -55,6 +56,13 @@ def model(request, models) -> PreTrainedModel:
 def ids() -> torch.Tensor:
     """[2, 150] random ids, always the same: more than two contexts, seven caches."""
     return torch.randint(2, VOCAB, (2, 150), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports without pictures."""
+    for name, value in UNDRAWN.items():
+        monkeypatch.setattr(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,12 @@ NETWORK = "kvalign-gpt2-mini-network"
 WEIGHTS = {
     "nan": (one("key", number(float("nan"))), "key is not finite"),
     "inf": (one("value", number(float("inf"), -1)), "value is not finite"),
-    "nan last": (one("value_scale", number(float("nan"), -1)), "value_scale is not finite"),
     "int64": (one("key", lambda x: x.long()), "key must be"),
-    "int8": (all_of(torch.int8), "must be"),
-    "bool": (one("key_scale", lambda x: x.bool()), "key_scale must be"),
     "complex": (one("value", lambda x: x.to(torch.complex64)), "value must be"),
     "extra": (more(extra=torch.zeros(2)), "extra"),
     "path": (more(**{"../../x": torch.zeros(2)}), "../../x"),
     "escape": (more(**{"\x1b[31m": torch.zeros(2)}), "31m"),
-    "empty name": (more(**{"": torch.zeros(2)}), "''"),
-    "config": (more(config=torch.zeros(2)), "config"),
     "one less": (one("value", lambda x: x[..., :-1].contiguous()), "value must be"),
-    "zero scales": (one("key_scale", torch.zeros_like), "key_scale must not be 0"),
     "a zero scale": (one("value_scale", number(0.0, 7)), "value_scale must not be 0"),
     "overflow": (lambda t: t | {"key": t["key"].double() + 1e39}, "key is not finite"),
     "empty file": (raw(b""), "cannot read the weights"),
@@ -35,7 +29,6 @@ CONFIGS = {
     "kind unknown": ({"kind": "tables"}, "unknown aligner kind 'tables'"),
     "kind a path": ({"kind": "../x"}, "unknown aligner kind"),
     "family unknown": ({"family": "sinusoidal"}, "family"),
-    "layers 0": ({"num_layers": 0}, "num_layers"),
     "layers huge": ({"num_layers": HUGE}, "key must be"),
     "all huge": (
         dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), HUGE),
@@ -43,14 +36,10 @@ CONFIGS = {
     ),
     "chunk 1": ({"chunk_len": 1}, "chunk_len"),
     "sinks above": ({"num_sinks": 300}, "num_sinks"),
-    "sinks negative": ({"num_sinks": -4}, "num_sinks"),
     "shifts none": ({"shifts": []}, "shifts"),
     "shifts 0": ({"shifts": [0]}, "shifts"),
     "fingerprint short": ({"probe": [0.1]}, "probe"),
-    "fingerprint nan": ({"probe": [float("nan")] * 16}, "probe"),
-    "more fields": ({"extra": 1}, "extra"),
     "more fields in several lines": ({"a\nb": 1}, r"'a\nb': Extra"),
-    "sizes a list": ({"sizes": [1]}, "sizes"),
     "sizes of a table": ({"sizes": {"key_hidden1": 4}}, "sizes"),
 }
 NETWORKS = {
@@ -100,9 +89,7 @@ def test_weights_of_any_float_type_are_taken(dtype, name, tmp_path):
     ("config", "weights", "message"),
     [
         ((), one("key", number(float("nan"))), "aligner 'bad': key is not finite"),
-        ((), all_of(torch.int64), "aligner 'bad': key must be"),
         ({"num_layers": HUGE}, None, "aligner 'bad': key must be"),
-        ({"base_model": "x"}, more(extra=torch.zeros(2)), "extra"),
     ],
 )
 def test_commands_say_it_alike(config, weights, message, tmp_path, monkeypatch, capfd):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from helpers.published_files import random_network
-from helpers.smaller import INSIDE, examples, output_of, run_cell, smaller
+from helpers.smaller import INSIDE, UNDRAWN, examples, one_trial, output_of, run_cell, smaller
 
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS
@@ -18,14 +18,8 @@ from kvalign.eval.evaluations.perplexity.imported import MODES
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
 SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
 pytestmark = pytest.mark.slow
-MARKS = {"tune": pytest.mark.ray}
 EXAMPLES = [
-    pytest.param(
-        command,
-        number,
-        id=shlex.join(words)[:60],
-        marks=MARKS.get(command, []),
-    )
+    pytest.param(command, number, id=shlex.join(words)[:60])
     for command in COMMANDS
     if command not in SERVED
     for number, words in enumerate(examples(command))
@@ -48,9 +42,10 @@ def run_example(tmp_path_factory):
     write_published(folder)
     write_losses(folder / "nglls_gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in INSIDE.items():
+        for name, value in (INSIDE | UNDRAWN).items():
             patch.setattr(name, value)
         patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
+        patch.setattr("kvalign.training.sweep.run_trials", one_trial)
         patch.chdir(folder)
         yield run
 

@@ -4,14 +4,15 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from helpers.patience import PATIENCE_S
 
-pytest.importorskip("gradio", reason="gradio is not installed")
-
 from kvalign.app.cli.main import main
 from kvalign.models.packed import weights_of
+
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -4,7 +4,6 @@ required.
 
 import importlib
 import json
-import re
 import shutil
 import sys
 from importlib import metadata
@@ -18,9 +17,8 @@ from packaging.requirements import Requirement
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.app.commands.doctor import show
 from kvalign.app.inventory import checks
-from kvalign.app.inventory.checks import Check, examine, how_to_install, is_fit, requirements
+from kvalign.app.inventory.checks import examine, how_to_install, is_fit, requirements
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.models import fetched
 
@@ -232,18 +230,3 @@ def test_word_list_is_the_pinned_one(monkeypatch):
 def test_disk_and_memory_have_numbers():
     for check in by_name("machine").values():
         assert check.found.split()[0].replace(".", "").isdigit() and " free " in check.found
-
-
-@pytest.mark.slow
-def test_a_line_is_a_line_whatever_a_cache_holds(capsys):
-    show([Check("a\x1b[31m\nb", "ok", "c\u202ed", group="models")])
-    assert capsys.readouterr().out.splitlines()[1].split() == ["ok", "a␛[31m", "b", "c[U+202E]d"]
-
-
-@pytest.mark.slow
-def test_a_terminal_that_is_narrow_wraps_what_is_found(monkeypatch, capsys):
-    for name, value in {"COLUMNS": "40", "TTY_COMPATIBLE": "1", "NO_COLOR": "1"}.items():
-        monkeypatch.setenv(name, value)
-    show([Check("a", "missing", "word " * 20, group="models")])
-    lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
-    assert max(map(len, lines[:-1])) <= 40 and sum(line.count("word") for line in lines) == 20

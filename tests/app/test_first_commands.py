@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from helpers.smaller import INSIDE, TEXT
+from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
@@ -42,7 +42,14 @@ def says_next(printed):
     return [line for line in printed.err.splitlines() if line.startswith("next")]
 
 
+@pytest.fixture
+def verdicts(kvalign, monkeypatch):
+    """Aligners are judged by as much text as a verdict needs."""
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", ENOUGH_LABELS)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("verdicts")
 def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
     recorded = kvalign("gen-data")
     assert says_next(recorded) == ["next (takes minutes): kvalign train --target key"]
@@ -209,6 +216,7 @@ def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("verdicts")
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
     printed = kvalign("train --num-tokens 6000 --chunk-len 48")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out

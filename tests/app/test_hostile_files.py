@@ -14,18 +14,7 @@ from helpers.refusals import refused
 from helpers.results_example import documents
 
 from kvalign import checkpoints
-from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
-from kvalign.data_gen.store import open_store
-from kvalign.eval.report.results_folder import read
-from kvalign.foundation.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def aligner(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("aligner") / "a"
-    shutil.copytree(checkpoints.aligner_path("kvalign-gpt2-mini-network"), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -33,38 +22,6 @@ def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording") / "r"
     assert main(["gen-data", "--num-tokens", "600", "--chunk-len", "64", "--out", str(folder)]) == 0
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, "1e999999", "\ud800"])
-def test_deep_and_odd_json(text, aligner, recording, tmp_path):
-    data = text.encode("utf-8", "surrogatepass")
-    kept = (aligner / "config.json").read_bytes()
-    (aligner / "config.json").write_bytes(data)
-    with pytest.raises(UserError, match="config"):
-        Aligner.from_pretrained(aligner)
-    (aligner / "config.json").write_bytes(kept)
-    kept = (recording / "manifest.json").read_bytes()
-    (recording / "manifest.json").write_bytes(data)
-    with pytest.raises(UserError, match=r"manifest\.json"):
-        open_store(recording)
-    (recording / "manifest.json").write_bytes(kept)
-    (tmp_path / "x.json").write_bytes(data)
-    with pytest.raises(UserError, match=r"x\.json"):
-        read(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
-    argv = "eval perplexity --methods window --cache-sizes 16 --num-tokens 400 --keep"
-    assert main([*argv.split(), str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*.parquet")
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 3] ^= 4
-    path.write_bytes(bytes(whole))
-    capfd.readouterr()
-    assert main([*argv.split(), str(tmp_path)]) == 2
-    assert f"{path} is damaged" in capfd.readouterr().err
 
 
 @pytest.mark.slow

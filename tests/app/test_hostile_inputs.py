@@ -11,10 +11,7 @@ import pytest
 from helpers.refusals import in_time, refused, refuses
 from helpers.smaller import INSIDE
 
-import kvalign
-from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.data_gen.corpora import texts
 from kvalign.models.loading import check_device
 
 HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
@@ -35,25 +32,16 @@ CASES = [
         "--state pipe cannot be written",
     ),
     (["gen-data", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
-    (["gen-data", "--corpus", "marked:", "--out", "o"], "unknown corpus 'marked:'"),
-    (["gen-data", "--corpus", "text:empty.txt", "--out", "o"], "is too short"),
     (["gen-data", "--corpus", "text:pipe", "--out", "o"], "no text at 'pipe'"),
     (["gen-data", "--corpus", "text:halves.txt", "--out", "o"], "halves.txt is not UTF-8"),
-    (["gen-data", "--corpus", "hub:", "--out", "o"], "unknown corpus"),
     (["train", "--data", "pipe", "--out", "o"], "pipe"),
     (["train", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
     (["pretrain", "--corpus", "text:empty.txt", "--out", "o"], "empty.txt"),
     (["report", "pipe"], "no folder 'pipe'"),
     (["eval", "run", "pipe.yaml", "--out", "o"], "pipe.yaml is not a file but a pipe"),
     (["eval", "readability", "--prompts", "halves.jsonl"], "halves.jsonl:1"),
-    (["eval", "readability", "--prompts", "bytes.jsonl"], "bytes.jsonl:1 must be JSON"),
-    (["eval", "readability", "--prompts", "numbers.jsonl"], "numbers.jsonl:1"),
-    (["eval", "readability", "--prompts", "blank.jsonl"], "no prompt in blank.jsonl"),
-    (["eval", "readability", "--prompts", "pipe.jsonl"], "no prompts at 'pipe.jsonl'"),
     (["eval", "readability", "--text", "pipe"], "pipe is not a file but a pipe"),
     (["eval", "readability", "--text", "empty.txt"], "empty.txt has no text"),
-    (["eval", "chat", "--prompts", "halves.jsonl"], "halves.jsonl:1"),
-    (["eval", "perplexity", "--corpus", HALF], "--corpus is not UTF-8"),
     (["eval", "perplexity", "--plot", "x.pdf"], ".png or .svg"),
     (["lanes", "--out", " "], "--out ' ' is blank"),
     (["lanes", "--out", "l\x1b[31m.html"], "is blank or has control"),
@@ -66,8 +54,6 @@ CASES = [
     (["gen-data", "--out", "/"], "--out / is the root folder"),
     (["gen-data", "--out", "dangling"], "dangling is a file, not a folder"),
     (["generate", "--prompt-file", "n" * 300], "File name too long"),
-    (["generate", *PROMPT, "--aligner", "n" * 300], "n"),
-    (["pretrain", "--tokenizer", "n" * 300, "--corpus", "text:some.txt", "--out", "o"], "too long"),
     (
         ["chat", "--model", "gpt2-mini", "--state", "/proc/talk", "--say", "Hi"],
         "/proc is not writable for you",
@@ -89,13 +75,9 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "halves.txt").write_bytes(b"an island \xff\xfe")
     (tmp_path / "halves.jsonl").write_text(json.dumps({"prompt": "\ud800"}) + "\n")
-    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    (tmp_path / "numbers.jsonl").write_text('{"prompt": 3}\n')
-    (tmp_path / "blank.jsonl").write_text("\n \n")
-    (tmp_path / "some.txt").write_text("The island was long. " * 50)
     os.symlink("loop", tmp_path / "loop")
     os.symlink("nowhere", tmp_path / "dangling")
-    for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
+    for name in ("pipe", "pipe.yaml"):
         os.mkfifo(tmp_path / name)
     return tmp_path
 
@@ -154,50 +136,16 @@ def test_devices(device, place, capfd):
             refused([*argv, "--device", device], f"device {device!r} is not available", capfd)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("recall-gpt2")
-
-
-CALLS = [
-    (lambda m: kvalign.stream(m.model, m.tokenizer, HALF), "the text is not UTF-8"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", aligner=""), "aligner is empty"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", temperature=1e-40), "temperature must"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", seed=2**63), "seed must be"),
-    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", cache_size=10**30), "cache_size must be"),
-    (lambda m: list(texts(MARKED)), "marked: takes another corpus"),
-    (lambda m: load_model("recall-gpt2", device="meta"), "device 'meta'"),
-    (lambda m: load_model(""), "model"),
-    (lambda m: kvalign.eval.perplexity(model=""), "--model is empty"),
-    (lambda m: kvalign.training.train_table(out=""), "--out is empty"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_calls(call, message, loaded, place):
-    refuses(lambda: call(loaded), message)
-
-
 EARLY = [
     ("gen-data --out o/p --ray-address 127.0.0.1:1 --workers 2", "no Ray cluster"),
-    ("gen-data --out o/p --device cuda", "device 'cuda' is not available"),
     ("gen-data --out o/p --model nowhere", "no model 'nowhere'"),
     ("train --data data --out o/p --accelerator gpu --target key", "--accelerator gpu"),
     ("train --data data --out o/p --devices 100 --accelerator gpu", "each of 100 devices"),
     ("train --data data --out o/p --key-hidden1 65536 --key-hidden2 65536", "of memory"),
-    ("train --data data --out o/p --model llama-mini", "--model is llama-mini"),
-    ("train --aligner-kind table --out o/p --accelerator gpu", "device 'cuda' is not available"),
     (f"train --aligner-kind table --out o/p --init nowhere {SMALL}", "no aligner 'nowhere'"),
-    ("train --aligner-kind table --out o/p --corpus text:empty.txt", "too short"),
-    ("tune --target key --data data --out o/p --ray-address 127.0.0.1:1", "no Ray cluster"),
     ("pretrain --out o/p --tokenizer nowhere", "nowhere"),
-    ("pretrain --out o/p --tokenizer halves.txt", "halves.txt"),
     ("pretrain --out o/p --hidden-size 65536 --num-layers 1000", "of memory, "),
-    ("pretrain --out o/p --corpus python-docs@0", "weights must be above 0"),
-    ("pretrain --out o/p --corpus wikitext", "wikitext"),
     ("eval run s.yaml --out o/p", "unknown method 'sink'"),
-    ("eval run full --out o/p --override '--num-turns 0'", "cell chat: --num-turns"),
-    ("eval run quick --out o/p --ray --ray-address 127.0.0.1:1", "no Ray cluster"),
     ("eval perplexity --plot o/p/x.svg --corpus text:empty.txt", "too short"),
     ("import-published --keys empty.txt --values empty.txt --model m --out o/p", "empty.txt"),
     ("chat --state o/p/t.safetensors --say Hi --model nowhere", "no model 'nowhere'"),

@@ -9,13 +9,8 @@ import pytest
 import torch
 from helpers.changed_stream import change_stream
 from helpers.refusals import refused
-from helpers.served import serving
 
 from kvalign.app.cli.main import main
-from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
-from kvalign.foundation.errors import UserError
-from kvalign.models.loading import load_model
 
 MODEL = ["--model", "llama-mini"]
 SINGLE = {
@@ -23,61 +18,6 @@ SINGLE = {
     "chat": ["chat", *MODEL, "--say", "Hi", "--method", "streaming-llm"],
     "serve": ["serve", *MODEL, "--port", "0", "--method", "streaming-llm"],
 }
-EVALUATIONS = {
-    name: ["eval", name, *MODEL, "--methods", "streaming-llm", "--cache-sizes", "128"]
-    for name in (
-        *("perplexity", "latency", "readability", "streameval", "needle", "told", "chat"),
-        "attention",
-    )
-}
-EVALUATIONS["recall"] = ["eval", "recall", "--model", "recall-llama", "--methods", "streaming-llm"]
-ALL = {**SINGLE, **EVALUATIONS}
-# Values that no command takes, by what is said of them.
-FLAGS = [
-    ("--memory=-1", "--memory must be at least 0, got -1"),
-    (f"--memory={10**18}", f"--memory must be at most {10**12}, got {10**18}"),
-    (f"--memory={10**30}", "--memory must be below 2^63"),
-    ("--memory=", "--memory"),
-    ("--memory=1e5", "--memory: invalid"),
-    ("--memory=500 --num-recalled=0", "--num-recalled must be at least 1"),
-    (f"--memory=500 --num-recalled={10**18}", "--num-recalled must be at most"),
-    ("--memory=500 --recall-places=near", "--recall-places must be one of age, rank"),
-    ("--memory=500 --recall-places=", "--recall-places is empty"),
-]
-# What is said once there is a model.
-SIZES = [
-    ("--memory=500 --num-recalled=900", "--num-recalled must be between 1 and"),
-    ("--memory=500 --num-sinks=127", "memory needs a window of at least 2 entries"),
-    ("--memory=3", "memory must be at least --num-recalled ("),
-    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers need a memory"),
-    ("--memory=500 --recall-layers=9", "--recall-layers must be among the 6 layers"),
-    ("--memory=500 --recall-layers=all", "--recall-layers must be numbers and ranges as 7,15-29"),
-    ("--memory=500 --recall-layers=3-1", "--recall-layers must have ranges that go up"),
-    ("--memory=500 --policy=h2o", "memory needs policy oldest"),
-    ("--memory=0 --num-recalled=4", "need a memory: give "),
-]
-ONE_OF_EACH = ("generate", "perplexity")
-ROWS = [(ALL["generate"], *row) for row in FLAGS]
-ROWS += [(ALL[name], *row) for name in ONE_OF_EACH for row in SIZES]
-ROWS += [(ALL[name], *SIZES[0]) for name in ALL if name not in ONE_OF_EACH]
-ROWS += [
-    (["generate", "--prompt", "The", *words.split()], "--memory=500", message)
-    for words, message in (
-        ("--model gpt2-mini --method streaming-llm", "needs an aligner on gpt2-mini"),
-        ("--aligner kvalign-gpt2-mini-network", "need one that places each entry by itself"),
-        ("--realign-every 4", "memory needs --realign-every 1"),
-    )
-]
-
-
-@pytest.mark.parametrize(
-    ("argv", "flags", "message"), ROWS, ids=[f"{' '.join(a[:2])} {f}"[:60] for a, f, _ in ROWS]
-)
-def test_flags(argv, flags, message, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    # One line is one line, however busy the machine is.
-    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
-    refused([*argv, *flags.split()], message, capfd)
 
 
 def of_memory(change):
@@ -95,12 +35,6 @@ DAMAGED = {
     "no numbers": (of_memory(lambda x: x * float("nan")), "its entries"),
     "more seen": (more_seen, "must be"),
     "a smaller memory": (lambda t, a: a.update(memory=3), "memory must be at least"),
-    "no memory": (lambda t, a: a.update(memory=0), "need a memory: give"),
-    "endless": (lambda t, a: a.update(memory=10**30), "memory must be"),
-    "all recalled": (lambda t, a: a.update(num_recalled=10**6), "must be between 1 and"),
-    "other places": (lambda t, a: a.update(recall_places="near"), "must be age or rank"),
-    "another policy": (lambda t, a: a.update(policy="h2o"), "policy oldest"),
-    "another method": (lambda t, a: a.update(method="recompute"), "cannot continue"),
 }
 
 
@@ -183,60 +117,6 @@ def test_a_memory_whose_file_is_not_the_one_that_was_written(change, message, co
     refused(GOING_ON, message, capfd)
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
-def test_conversations_cut_short(share, copied, capfd):
-    whole = Path(TALK).read_bytes()
-    Path(TALK).write_bytes(whole[: int(share * len(whole))])
-    refused(GOING_ON, NOT_SAVED, capfd)
-
-
 def test_a_conversation_keeps_its_own_memory(copied, capfd):
     refused([*GOING_ON, "--memory", "50"], "has its own --memory", capfd)
     refused([*GOING_ON, "--num-recalled", "8"], "has its own --num-recalled", capfd)
-
-
-SERVED = dict(cache_size=20, memory=100, num_recalled=4, method="streaming-llm")
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory):
-    """The folder of a session with a memory."""
-    folder = tmp_path_factory.mktemp("sessions")
-    loaded = load_model("llama-mini")
-    with serving(loaded, sessions=folder, **SERVED) as server, server.client() as client:
-        client.chat.completions.create(
-            model="llama-mini",
-            messages=[{"role": "user", "content": "Who lived on the island?"}],
-            max_tokens=40,
-            extra_body={"session": "one"},
-        )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def served_model():
-    return load_model("llama-mini")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["no keys", "cut short", "no memory file", "served otherwise"])
-def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
-    """One that is damaged is left alone, in one line; one of other sizes ends the start."""
-    shutil.copytree(session, tmp_path / "talks")
-    (path,) = (tmp_path / "talks").glob("*.safetensors")
-    if what in DAMAGED:
-        change_stream(path, DAMAGED[what][0], in_one=True)
-    elif what == "cut short":
-        path.write_bytes(path.read_bytes()[:1000])
-    elif what == "no memory file":
-        path.with_name(path.name + ".memory.0").unlink()
-    how = SERVED | ({"memory": 50} if what == "served otherwise" else {})
-    settings = ServeSettings(model="llama-mini", sessions=path.parent, **how)
-    try:
-        service = Service(settings, served_model)
-        said, has_begun = service.folder_notes(), True
-    except UserError as error:
-        said, has_begun = str(error), False
-    assert what != ("served otherwise" if has_begun else "cut short")
-    assert said.startswith("not changed: ") or "use the former settings" in said
-    assert path.name in said and "\n" not in said

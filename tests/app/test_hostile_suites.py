@@ -26,25 +26,17 @@ def named(name):
 
 
 SUITES = {
-    "empty": ("", "it: Input should be"),
     "no cells": ("title: x", "cells: Field required"),
-    "cells none": ("cells: []", "has no cells"),
     "key a list": ("? [a]\n: b\n", "is not YAML"),
     "key a number": (f"1: 2\n{CELLS}", "Keys should be strings"),
     "name a path": (named("../x"), "letters, digits and -"),
-    "name long": (named("a" * 1000), "at most 100 letters"),
     "name twice": (CELLS + ONE, "two cells with the same name"),
-    "command a list": ("cells:\n- {name: a, command: [eval]}", "command: Input should be"),
-    "command empty": (command(""), "its command is empty"),
     "command unknown": (command("eval speed"), "unknown command 'eval speed'"),
     "command no end": (command('eval perplexity --corpus "'), "No closing quotation"),
-    "command a word more": (command("eval perplexity x"), "flags begin with --"),
     "command serves": (command("demo-ui"), "demo-ui is not an evaluation"),
-    "command a suite": (command("eval run quick --out x"), "eval run is not an evaluation"),
     "command helps": (command("eval perplexity --help"), "leave out --help"),
     "number below": (command("eval perplexity --num-tokens 0"), "--num-tokens must be at least"),
     "variable unknown": (command("eval perplexity --corpus {x}"), "no variable 'x'"),
-    "variable a number": (f"variables: {{a: 3}}\n{CELLS}", "variables.a: Input should be"),
     "prepare prints nothing": (
         f"prepare:\n- {{name: b, command: serve}}\n{CELLS}",
         "prints no document",
@@ -60,7 +52,7 @@ def test_suites(text, message):
     refuses(lambda: parse_suite(text, "s.yaml"), message)
 
 
-@pytest.mark.parametrize("name", ["alias bomb", "key a list", "command serves", "cells none"])
+@pytest.mark.parametrize("name", ["alias bomb", "key a list", "command serves"])
 def test_a_refused_suite_leaves_nothing(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     text, message = SUITES[name]
@@ -90,24 +82,14 @@ RESULTS = [
     ("perplexity", placed("eval speed", "kind"), "unknown evaluation"),
     ("perplexity", placed(REMOVED, "settings"), "settings: Field required"),
     ("perplexity", placed(REMOVED, "rows", 0, "segments", 0, "ratio"), "rows.segments: each needs"),
-    ("readability", placed([], "prompts"), "rows.prompt: must be the index"),
     ("chat", placed(REMOVED, "word_list"), "word_list: Field req"),
     ("perplexity", placed([], "rows"), "rows: List should have"),
-    ("perplexity", placed(None, "rows", 1), "rows.1: Input should be"),
     ("perplexity", placed("ten", "rows", 0, "perplexity"), "perplexity"),
-    ("perplexity", placed(REMOVED, "rows", 0, "ratio"), "ratio"),
-    ("perplexity", placed([{}], "rows", 0, "segments"), "segments"),
     ("perplexity", placed(REMOVED, "rows", 0, "tokens", 1, "ratio"), "tokens"),
-    ("perplexity", placed(-1, "rows", 0, "num_sinks"), "num_sinks"),
     ("perplexity", placed("\ud800", "command"), "is not JSON"),
-    ("total-time", placed(0, "rows", 0, "seconds"), "seconds"),
-    ("latency", placed(-1.5, "rows", 1, "batch_size"), "batch_size"),
-    ("latency", placed(None, "rows", 1, "bare_mean_ratio"), "bare_mean_ratio"),
     ("readability", placed(1e-308, "rows", 0, "num_chunks"), "num_chunks"),
     ("readability", placed(REMOVED, "rows", 0, "no_repeat_ngram_size"), "no_repeat_ngram_size"),
-    ("readability", placed("mine", "rule"), "rule"),
     ("chat", placed(REMOVED, "rows", 1), "answers"),
-    ("streameval", placed("half", "rows", 0, "accuracy"), "accuracy"),
     ("attention", placed(REMOVED, "rows", 0, "after", "by_entry"), "by_entry"),
 ]
 

@@ -25,18 +25,6 @@ HOSTILE = "</script><script>alert(1)</script>"
             dict(memory=9, method="streaming-llm"),
             "memory does not work with streaming-llm on learned positions: use kvalign, or",
         ),
-        (
-            dict(memory=9, method="kvalign", family="alibi"),
-            "not work with kvalign on alibi positions",
-        ),
-        (
-            dict(memory=9, method="dense", num_sinks=0, family="rotary"),
-            "memory does not work with dense",
-        ),
-        (
-            dict(memory=9, method="recompute", family="rotary"),
-            "memory does not work with recompute",
-        ),
         (dict(memory=9, method="kvalign", num_evicted=2), "leave out policy, positions and num_e"),
         (dict(num_recalled=1), "need a memory: give memory, too"),
     ],

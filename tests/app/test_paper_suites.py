@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers.results_example import write_folder
-from helpers.smaller import output_of
+from helpers.smaller import one_trial, output_of
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -125,11 +125,12 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
     monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", 80)
+    monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
     sizes = {"vocab_size": len(tokenizer)}
     for model, kind, length in (
@@ -156,11 +157,9 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 @pytest.mark.parametrize("name", ["paper-distilgpt2", "paper-smollm2"])
 def test_paper_suite_runs_whole(hub, capfd, name):
     """Every cell, small; at C = 64 each of the paper's figures has one of ours beside it."""
-    pytest.importorskip("ray")
     argv = ["eval", "run", name, "--out", "results", "--override", SMALL_ON_HUB]
     assert main(argv) == 0, capfd.readouterr().err
     results = read(hub / "results")

@@ -106,24 +106,6 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_methods_that_can_place(gpt2, words):
-    settings = SETTINGS | dict(memory=500, num_recalled=4, num_evicted=1)
-    *_, last = side_by_side(begin(gpt2, PROMPT, NAMES, seed=3, **settings), words)
-    window, sinks, aligned, *others = last
-    for refusal in (window, sinks):
-        assert isinstance(refusal, Refusal)
-        assert refusal.line.startswith("memory needs an aligner on gpt2-mini")
-    alone = kvalign.stream(gpt2.model, gpt2.tokenizer, PROMPT, method="kvalign", seed=3, **settings)
-    assert aligned.text == "".join(alone)
-    assert aligned.policy == "memory of 500 tokens, 4 taken back"
-    assert [view.policy for view in others] == ["", ""] and all(view.is_done for view in others)
-    several = begin(gpt2, PROMPT, ["kvalign"], **(settings | dict(num_evicted=3)))
-    assert several[0].line.startswith(
-        "memory needs policy oldest, which evicts one entry at a time"
-    )
-
-
-@pytest.mark.slow
 def test_kept_positions_end_with_the_context(gpt2, words):
     """A stream ends there, and says so; a prompt that goes beyond becomes a refusal."""
     settings = SETTINGS | dict(policy="key-norm", positions="keep", max_new_tokens=600)

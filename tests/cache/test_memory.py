@@ -211,6 +211,7 @@ def test_places():
             dict(num_recalled=14),
             "num_recalled must be between 1 and 13 with cache_size 16",
         ),
+        ("llama", dict(num_sinks=15), "memory needs a window of at least 2 entries"),
         ("llama", dict(memory=5), "memory must be at least num_recalled"),
         ("llama", dict(memory=-1), "memory must be at least 0"),
         ("llama", dict(memory=0), "need a memory: give memory, too"),

@@ -39,17 +39,6 @@ def test_pairs_are_plain_encodings(models, kind):
             assert torch.allclose(a[row], b, atol=1e-4)
 
 
-def test_rotary_keys_are_rerotated_so_that_layer_0_is_aligned(models):
-    """Values of layer 0 know no position; keys of layer 0 nothing but their position."""
-    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
-    for key_stale, key_aligned, value_stale, value_aligned in record_pairs(
-        loaded(models["llama"]), ids, 4, (1, 8)
-    ).values():
-        assert torch.allclose(key_stale[:, 0], key_aligned[:, 0], atol=1e-4)
-        assert torch.allclose(value_stale[:, 0], value_aligned[:, 0], atol=1e-5)
-        assert not torch.allclose(key_stale[:, 1], key_aligned[:, 1], atol=1e-2)
-
-
 def test_sliding_window_layers_keep_every_entry():
     model = tiny_model("mistral", sliding_window=8)
     ids = torch.arange(20)[None]

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import data_gen
-from kvalign.app.commands import gen_data
 from kvalign.data_gen import workers
 from kvalign.data_gen.config import SPLITS
 from kvalign.data_gen.pairs import record_pairs
@@ -238,25 +237,6 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
     with pytest.raises(UserError, match="has 3 tokens, 48 are needed"):
         record(settings(corpus=(f"text:{short}",)), loaded=gpt2)
     assert not (tmp_path / "pairs").exists()
-
-
-def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
-    monkeypatch.setattr("kvalign.data_gen.recording.load_model", lambda *args: gpt2)
-    gen_data.run(settings(), as_json=False)
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == f"recording: {settings().out}"
-    store = open_store(settings().out)
-    for line, split in zip(lines, SPLITS, strict=False):
-        assert line.startswith(f"{split}: {store.manifest.num_rows[split]} rows each of key")
-    assert [line.split()[0] + line.split()[-1] for line in lines[2:]] == [
-        f"{kv}:(k={shift})" for kv in ("key", "value") for shift in (1, 3)
-    ]
-    document = gen_data.run(settings(), as_json=True)
-    assert "is already finished: nothing to do" in capsys.readouterr().err
-    assert document["finished_already"] is True
-    manifest = store.manifest.model_dump(mode="json")
-    for name in ("num_chunks", "num_rows", "input_label_mse"):
-        assert document[name] == manifest[name]
 
 
 def test_numbers_that_do_not_fit_are_refused(wrap, settings):

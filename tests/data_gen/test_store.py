@@ -151,9 +151,7 @@ def _change_first_entry(folder, change):
     ("change", "field"),
     [
         ({"settings": SETTINGS | {"dtype": "int8"}}, "settings.dtype"),
-        ({"settings": SETTINGS | {"num_evicted": ["1"]}}, "settings.num_evicted.0"),
         ({"settings": SETTINGS | {"num_evicted": [2, 1]}}, ".*num_evicted must be ascending"),
-        ({"shapes": {"1": [2, 3, 5, 0]}}, "shapes.1"),
         ({"shapes": {"1": [2, 3, 6, 4]}}, ".*shapes must be those that follow from settings"),
         ({"model": CONFIG["model"] | {"family": "spiral"}}, "model.family"),
         ({"format": 2}, "format"),
@@ -170,9 +168,7 @@ def test_damaged_configs_are_refused(folder, change, field):
     ("change", "message"),
     [
         ({"file": "../train-k1-00000.safetensors"}, "0.file: String should match"),
-        ({"file": "train-k1-00000.safetensors\n"}, "0.file: String should match"),
         ({"num_chunks": "2"}, "0.num_chunks: Input should be a valid integer, got '2'"),
-        ({"num_chunks": 2**31}, "0.num_chunks: Input should be less than"),
         ({"split": "val"}, "0: .*file must be named after split and num_evicted"),
         ({"more": 1}, "0.more: Extra inputs"),
     ],

@@ -50,6 +50,9 @@ SMALLER_PYTHON = {
     "range(1000)": "range(300)",
     "num_tokens=100_000": "num_tokens=2_600",
     "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
+    'load_model("llama-mini").model\noutcomes': 'load_model("recall-llama").model\noutcomes',
+    'settled by fishermen. " * 50': 'settled by fishermen. " * 34',  # keys have turned once
+    'from the mainland. " * 20': 'from the mainland. " * 6',
 }
 # Names on the hub, and the architecture of the random model of that name.
 HUB = {
@@ -116,7 +119,7 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture
-def enter(hub, tmp_path, monkeypatch):
+def enter(hub, tmp_path, monkeypatch, undrawn):
     """Begin in an empty folder, where all of `hub` is at hand."""
 
     def begin(name: str) -> None:

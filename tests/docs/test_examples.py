@@ -20,7 +20,7 @@ SMALLER = {
     "num_tokens=2000": "num_tokens=200",
     "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
     '"sliding_window": 64': '"sliding_window": 16',
-    "num_steps=1000": "num_steps=20",
+    "num_steps=1000": 'num_steps=20, invariants=["dense", "chunks", "save"]',
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.results_example import documents
 
 from kvalign.eval.protocol import conclusions
-from kvalign.eval.protocol.conclusions import answers, cost, in_words, listed, spread
+from kvalign.eval.protocol.conclusions import cost
 from kvalign.eval.protocol.verdicts import Verdict, drifts, runs_interval, share_interval, verdict
 from kvalign.eval.report.first_screen import first_screens
 from kvalign.eval.report.results_folder import Results
@@ -170,16 +170,6 @@ def test_words_are_compared_where_intervals_are_apart():
     assert conclusions.beside([written("window", 0.5)]) == ""
 
 
-def test_answers_of_which_none_is_right_are_no_merit():
-    rows = [row("window", accuracy=0.0), row("recompute", accuracy=0.0)]
-    rows = [one | {"distance_lines": 5} for one in rows]
-    assert answers(rows).startswith("No answer is right with any method")
-    rows[1]["accuracy"] = 0.3
-    assert answers(rows).endswith("half of the queries of any distance: 0.30 at most.")
-    rows[1]["accuracy"] = 0.5
-    assert answers(rows).endswith("lines back: recompute with 0 sinks to 5.")
-
-
 def test_a_model_has_its_first_screen_and_texts_have_none():
     (screen,) = first_screens(Results(documents()))
     assert len(screen.sentences) == 3
@@ -229,11 +219,7 @@ def test_plots_have_conclusions():
     assert conclusions.readable(few).endswith(", from too few runs to distinguish them.")
 
 
-def test_figures_in_words():
-    assert spread([1.234, 1.0], 2) == "1.00 to 1.23" and spread([1.001, 1.0], 2) == "1.00"
-    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c" and listed([]) == ""
-    several = row("kvalign") | {"aligner": "table", "num_evicted": 8}
-    assert in_words(several) == "kvalign (table) with 0 sinks, 8 at once"
+def test_an_interval_of_a_share():
     low, high = share_interval(0.5, 10)  # Wilson's, by hand: 0.2366, 0.7634
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
     assert share_interval(0.0, 0) is None

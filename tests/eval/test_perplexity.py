@@ -272,16 +272,6 @@ def test_segments_begin_with_the_first_label():
     }
 
 
-def test_segments_double_in_units_of_the_cache():
-    nll = torch.arange(14.0)
-    found = by_segment(nll, 2)
-    assert [(s["start"], s["end"]) for s in found] == [(0, 1), (1, 2), (2, 4), (4, 7)]
-    means = [part.mean().item() for part in nll.split([2, 2, 4, 6])]
-    assert [s["perplexity"] for s in found] == pytest.approx([math.exp(m) for m in means])
-    ends = {n: [s["end"] for s in by_segment(nll[:n], 2)] for n in (1, 3, 4, 5, 6, 11)}
-    assert ends == {1: [0.5], 3: [1, 1.5], 4: [1, 2], 5: [1, 2.5], 6: [1, 2, 3], 11: [1, 2, 5.5]}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "aligner", "expected"),

@@ -58,8 +58,7 @@ def test_too_few_labels_say_nothing(loaded, noise, caplog):
     assert hints(caplog, loaded=loaded, corpus=noise, num_tokens=50) == []
 
 
-@pytest.mark.parametrize("facts", ["{", json.dumps({"train_loss_nats": "low"})])
-def test_a_damaged_card_says_nothing(loaded, noise, caplog, tmp_path, facts):
-    (tmp_path / "pretrain.json").write_text(facts)
+def test_a_damaged_card_says_nothing(loaded, noise, caplog, tmp_path):
+    (tmp_path / "pretrain.json").write_text(json.dumps({"train_loss_nats": "low"}))
     other = LoadedModel(loaded.model, loaded.tokenizer, spec_of(loaded.model.config, str(tmp_path)))
     assert hints(caplog, loaded=other, corpus=noise) == []

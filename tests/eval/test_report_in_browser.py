@@ -8,6 +8,7 @@ import json
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.results_example import HOSTILE, write_folder
+from helpers.smaller import UNDRAWN
 
 from kvalign.eval import write_report
 from kvalign.foundation.escape import escape_controls
@@ -16,9 +17,29 @@ pytestmark = pytest.mark.browser
 OPENED = "for (const d of document.querySelectorAll('details.part')) d.open = true"
 
 
+def written(folder):
+    """The address of the report on a folder, without the files of its plots."""
+    save = "kvalign.eval.report.page.save"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, UNDRAWN[save])
+        return write_report(folder).as_uri()
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    return write_report(write_folder(tmp_path_factory.mktemp("browser") / "results")).as_uri()
+    return written(write_folder(tmp_path_factory.mktemp("browser") / "results"))
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """The address of a report with a second text, and more labels."""
+    folder = write_folder(tmp_path_factory.mktemp("browser") / "more")
+    document = json.loads((folder / "perplexity.json").read_text())
+    document["rows"] = [row | {"num_labels": 300} for row in document["rows"]]
+    (folder / "perplexity.json").write_text(json.dumps(document))
+    document["settings"]["corpus"] = "text:another.txt"
+    (folder / "another.json").write_text(json.dumps(document))
+    return written(folder)
 
 
 @pytest.fixture
@@ -127,14 +148,10 @@ def test_legends_are_legible_on_a_phone(browser, address):
     page.close()
 
 
-def test_a_desktop_is_used(browser, tmp_path):
+def test_a_desktop_is_used(browser, more):
     """Plots stand beside each other, tables take the width; legends are in the plots."""
-    folder = write_folder(tmp_path / "results")
-    document = json.loads((folder / "perplexity.json").read_text())
-    document["settings"]["corpus"] = "text:another.txt"
-    (folder / "another.json").write_text(json.dumps(document))
     page = browser.new_page(**DESKTOP)
-    page.goto(write_report(folder).as_uri())
+    page.goto(more)
     page.evaluate(OPENED)
     boxes = [one.bounding_box() for one in page.locator(".figures figure").all()]
     assert any(a["y"] == b["y"] and a["x"] < b["x"] for a, b in itertools.pairwise(boxes))
@@ -166,16 +183,12 @@ def test_on_a_desktop_the_summary_is_a_table(page):
     assert page.locator(".conclusion").count() == page.locator("figure").count() > 0
 
 
-def test_the_first_screen_has_the_pictures_side_by_side(browser, tmp_path):
+def test_the_first_screen_has_the_pictures_side_by_side(browser, more):
     """Before anything is opened: a sentence, three pictures in a row, and below them the table of
     verdicts and the passages; what else there is is folded.
     """
-    folder = write_folder(tmp_path / "results")
-    document = json.loads((folder / "perplexity.json").read_text())
-    document["rows"] = [row | {"num_labels": 300} for row in document["rows"]]
-    (folder / "perplexity.json").write_text(json.dumps(document))
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(write_report(folder).as_uri())
+    page.goto(more)
     assert page.locator(".first .lead").count() == 1
     assert page.locator(".first .found").count() <= 2
     boxes = [one.bounding_box() for one in page.locator(".three figure").all()]

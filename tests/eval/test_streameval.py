@@ -253,17 +253,6 @@ def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkey
         streameval(methods=["streaming-llm", "dense"], num_lines=20, distances=0, query_every=10)
 
 
-TINY = """\
-line 1: REGISTER_CONTENT is <60494>
-line 2: REGISTER_CONTENT is <65125>
-What is the REGISTER_CONTENT of line 1? <60494>
-line 3: REGISTER_CONTENT is <15306>
-line 4: REGISTER_CONTENT is <43936>
-What is the REGISTER_CONTENT of line 3? <15306>
-line 5: REGISTER_CONTENT is <77013>
-"""
-
-
 WRONG = [
     (dict(distances=(0, 200)), "after line 200, which must exceed the largest of --distances"),
     (dict(num_lines=48), "--num-lines 48 and --query-every 10 put the last query after line 40"),
@@ -273,13 +262,6 @@ WRONG = [
     (dict(query_every=0), "--query-every must be at least 1, got 0"),
     (dict(num_lines=0), "--num-lines must be at least 1, got 0"),
 ]
-
-
-def test_text_is_this():
-    assert as_text(5, 2, 1, 0) == TINY
-    assert as_text(5, 2, 1, 1) != TINY
-    asked = [piece.line for piece in pieces(5, 2, 0, 0) if piece.distance is not None]
-    assert asked == [2, 4]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)

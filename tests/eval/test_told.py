@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from helpers.reader import Reader
 from helpers.refusals import altered_model, refused
 
@@ -13,9 +12,8 @@ from kvalign.eval import told
 from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
 from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
 from kvalign.eval.protocol.evaluation import SIZES
-from kvalign.eval.protocol.questions import on_copies, rows_of
+from kvalign.eval.protocol.questions import rows_of
 from kvalign.foundation import progress
-from kvalign.methods import make_method
 
 SMALL = dict(cache_sizes=(40,), talk=(0, 3, 8), num_conversations=3, passage_len=30)
 ENDS = ("accuracy", "accuracy_low", "accuracy_high", "exact", "exact_low", "exact_high")
@@ -84,23 +82,6 @@ def test_a_reader_is_right_where_it_has_the_facts(memory_len, expected, loaded, 
     asked = sum(len(question.ids) for talk in talks for question in talk.questions)
     assert method.num_fed == length + 3 * asked
     assert rows[-1]["num_tokens"] == pytest.approx(length / 3)
-
-
-@pytest.mark.slow
-def test_nothing_lost_is_dense(loaded, talks):
-    """A cache and a memory that hold all give the answers of dense attention."""
-    dense = make_method("dense", loaded.model, cache_size=40)
-    for method in (
-        make_method("streaming-llm", loaded.model, cache_size=500),
-        make_method("discard-half", loaded.model, cache_size=500),
-    ):
-        for talk in talks:
-            found = []
-            for one in (dense, method):
-                one.reset()
-                one.feed(torch.tensor([talk.facts]))
-                found.append(on_copies(one, talk.questions, is_right))
-            assert found[0] == found[1]
 
 
 @pytest.mark.slow

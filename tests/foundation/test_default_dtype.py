@@ -5,17 +5,9 @@ import ast
 import pytest
 import torch
 from helpers.doc_pages import ROOT
-from helpers.methods import anchored, network, step, tables
-from helpers.tiny_models import CONTEXT_LEN
+from helpers.methods import step, tables
 
 import kvalign
-from kvalign.aligners import TableAligner, new_config
-from kvalign.models.architectures import spec_of
-from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import tune
-from kvalign.training.table_run import standardise
-from kvalign.training.text import Text
-from kvalign.training.text_run import measure
 
 MAKERS = {"zeros", "ones", "empty", "rand", "randn", "linspace", "eye"}
 WAYS = {
@@ -48,57 +40,6 @@ def test_streams_and_losses(kind, way, models, ids, other_default):
     expected = found()
     other_default()
     assert all(map(torch.equal, found(), expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [network, anchored])
-def test_networks(make, models, ids, other_default):
-    model = models["gpt2"]
-
-    def found():
-        torch.manual_seed(0)
-        method = kvalign.make_method("kvalign", model, cache_size=20, aligner=make(model))
-        return step(method, ids[:, :60], 30), method.places_by.aligner.state_dict()
-
-    expected, weights = found()
-    other_default()
-    logits, others = found()
-    assert torch.equal(logits, expected)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-@pytest.mark.slow
-def test_training(models, ids, other_default):
-    """A table: its moments, two steps through the model, and what is measured of it."""
-    model = models["gpt2"]
-    text = Text([ids[0].repeat(20)], [ids[0].repeat(5)])
-
-    def found():
-        fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,))
-        config = new_config("table", model, spec_of(model.config, "tiny"), **fields)
-        aligner = TableAligner(config).requires_grad_(False)
-        standardise(aligner, model, text.chunks("train", CONTEXT_LEN), ("key", "value"))
-        losses = tune(
-            aligner, model, text, TableSettings(out="unused", objective="kl", max_steps=2)
-        )
-        return losses, measure(aligner, model, text.chunks("val", CONTEXT_LEN)), aligner.key
-
-    expected = found()
-    other_default()
-    again = found()
-    assert again[:2] == expected[:2] and torch.equal(again[2], expected[2])
-
-
-def test_a_model_that_ships(other_default):
-    def text():
-        loaded = kvalign.load_model("gpt2-mini")
-        assert loaded.model.dtype == torch.float32
-        sizes = dict(cache_size=16, max_new_tokens=40, seed=0)
-        return "".join(kvalign.stream(loaded.model, loaded.tokenizer, "The island", **sizes))
-
-    expected = text()
-    other_default()
-    assert text() == expected
 
 
 def test_float_tensors_of_the_code_have_a_dtype():

@@ -163,10 +163,14 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
 
 def test_a_text_is_of_a_file_and_whole_characters(tmp_path):
     (tmp_path / "half.json").write_text('{"a": "\\ud800"}')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "far.json").write_text("1e999999")
     for read, path, message in (
         (read_text, tmp_path, "is not a file but a folder"),
         (read_text, tmp_path / "none", "there is no file"),
         (read_json, tmp_path / "half.json", "is not JSON"),
+        (read_json, tmp_path / "deep.json", "is not JSON"),
+        (read_json, tmp_path / "far.json", "must hold a JSON object"),
     ):
         with pytest.raises(UserError, match=message):
             read(path)

@@ -1,7 +1,6 @@
 """The one bar: in a terminal, in a file, and not at all."""
 
 import fcntl
-import itertools
 import logging
 import os
 import re
@@ -149,16 +148,6 @@ def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
     assert "rows/s" in lines[0] and lines[0].endswith(" left")
     assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
     assert lines[-2].endswith(" so far")
-
-
-def test_no_clock_that_is_set_is_read(hurried, monkeypatch, capfd):
-    """The machine's time goes back by a day at each look."""
-    days = itertools.count(20_000, -1)
-    monkeypatch.setattr("tqdm.std.time", lambda: 86_400.0 * next(days))
-    monkeypatch.setattr("time.time", lambda: 86_400.0 * next(days))
-    job(10)
-    for line in capfd.readouterr().err.splitlines():
-        assert re.search(r"\b00:\d\d\b", line) and not re.search(r"-\d|\d:\d\d:\d", line), line
 
 
 def test_what_is_short_says_nothing(monkeypatch, capfd):

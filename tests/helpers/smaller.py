@@ -22,6 +22,7 @@ SMALLER = {
     ("pretrain", "num_layers"): 1,
     ("pretrain", "hidden_size"): 64,
     ("tune", "num_trials"): 1,
+    ("tune", "max_epochs"): 1,
     ("generate", "max_new_tokens"): 80,
     ("chat", "max_new_tokens"): 20,
     ("gen-data", "num_tokens"): 2560,
@@ -29,7 +30,7 @@ SMALLER = {
     ("train", "max_steps"): 2,
     ("verify", "cache_size"): 16,
     ("verify", "num_steps"): 20,
-    ("verify", "invariants"): ("dense", "masks", "positions"),
+    ("verify", "invariants"): ("dense", "chunks", "save"),
     ("eval perplexity", "num_tokens"): 12,
     ("eval perplexity", "cache_sizes"): (32, 64),
     ("eval latency", "cache_sizes"): (32,),
@@ -62,14 +63,23 @@ TEXT = "".join(
     for i in range(600)
 )
 
-# Likewise inside: the text that a tokenizer or an objective sees, and Python's documentation.
+# Likewise inside: the text that a tokenizer or an objective sees, Python's documentation, and the
+# labels that an aligner is judged by, which are too few for a verdict.
 INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.training.judge.ROW_LABELS": 220,
+    "kvalign.training.judge.ROW_LABELS": 30,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
+}
+ENOUGH_LABELS = 220
+"""`ROW_LABELS` where there is to be a verdict."""
+# A report without pictures, which take longer than all else.
+UNDRAWN = {
+    "kvalign.eval.report.page.inline_svg": lambda figure, name: "<svg></svg>",
+    "kvalign.eval.report.page.inline_legend": lambda figure, name: "<svg></svg>",
+    "kvalign.eval.report.page.save": lambda figure, path: path.touch(),
 }
 
 
@@ -126,6 +136,17 @@ def run_cell(command, out, kept={}):  # noqa: B006
     if key not in kept or "--out" in words:
         kept[key] = output_of(words)
     return kept[key]
+
+
+def one_trial(out, settings, base):
+    """In place of a sweep's trials on Ray, of which there are in test_sweep.py."""
+    from kvalign.training.sweep_report import Trial
+    from kvalign.training.sweep_trial import Reports, settings_at, train_trial
+
+    point = {"hidden1": 8, "hidden2": 4, "batch_size": settings.min_batch_size, "lr": 0.01}
+    run, sent = settings_at(base, point), []
+    train_trial(run, out / "trials" / "000", Reports(sent.append, run.vals_per_epoch))
+    return [Trial("000", point, sent)]
 
 
 def output_of(words):

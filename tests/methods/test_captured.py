@@ -26,11 +26,9 @@ NUM_STEPS = 600
 KINDS = {
     "rotary": ("llama", "streaming-llm", None, {}),
     "rotary window": ("llama", "window", None, {}),
-    "learned, stale": ("gpt2", "streaming-llm", None, {}),
     "learned with tables": ("gpt2", "kvalign", tables, {}),
     "rotary with tables": ("llama", "kvalign", tables, {}),
     "int8": ("llama", "streaming-llm", None, {"cache_dtype": "int8"}),
-    "int8 with tables": ("gpt2", "kvalign", tables, {"cache_dtype": "int8"}),
     "several evicted": ("llama", "streaming-llm", None, {"num_evicted": 3}),
     "rotary, several rows": ("llama", "streaming-llm", None, {}),
 }

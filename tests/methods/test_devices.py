@@ -72,7 +72,8 @@ def test_verify_knows_a_memory_on_the_host():
         partial(made, "streaming-llm", memory=40),
         ("stored", "recalled", "all-recalled"),
     )
-    found = verify(moved(tiny_model("llama")), make_it, num_steps=40, invariants=names)
+    model = moved(tiny_model("llama", num_hidden_layers=1))
+    found = verify(model, make_it, num_steps=40, invariants=names)
     assert [(x.name, x.state) for x in found] == [(name, "passed") for name in names]
 
 
@@ -90,9 +91,7 @@ def test_tensors_of_two_devices_do_not_mix():
     ("name", "method", "how"),
     [
         ("gpt2-mini", "kvalign", dict(lookup=8)),
-        ("gpt2-mini", "kvalign", dict(do_sample=True)),
-        ("llama-mini", "streaming-llm", dict(cache_dtype="int8")),
-        ("llama-mini", "streaming-llm", dict(memory=200)),
+        ("llama-mini", "streaming-llm", dict(do_sample=True)),
     ],
 )
 def test_a_text_is_written_as_here(name, method, how, tmp_path, monkeypatch):

@@ -33,9 +33,6 @@ def never(*args, **kwargs):
 
 
 pytestmark = pytest.mark.slow  # a step is compiled in seconds, more for each layer
-# Rotary positions; learned ones and attention of its own; a window.
-FEW = {"llama": dict(num_hidden_layers=2), "gpt_neo": {}}
-FEW["mistral"] = dict(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def tiny(kind="llama", **sizes):
 
 @pytest.fixture(scope="module")
 def llama():
-    return tiny(**FEW["llama"])
+    return tiny(num_hidden_layers=2)
 
 
 def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **sizes):
@@ -79,10 +76,13 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
     return most
 
 
-@pytest.mark.parametrize("kind", FEW)
-def test_a_stored_step_is_the_eager_one(kind):
+def test_a_stored_step_is_the_eager_one(llama):
     """Across laps of the ring and turns of all keys."""
-    assert differ(tiny(kind, **FEW[kind])) < 1e-5
+    assert differ(llama) < 1e-5
+
+
+def test_of_learned_positions_and_attention_of_its_own():
+    assert differ(tiny("gpt_neo")) < 1e-5
 
 
 def test_a_stored_step_reads_and_writes_entries_of_8_bits():
@@ -150,17 +150,14 @@ def test_steps_that_were_used_last_are_kept(tmp_path, monkeypatch):
     assert left == {x for i in kept for x in (f"{i}.pt2", f"{i}.json", f".{i}.lock")}
 
 
-def test_with_packed_weights():
+def test_with_a_window_and_packed_weights(monkeypatch):
     """Whose products round their inputs: a number beside a border may go the other way."""
-    model = tiny(num_hidden_layers=1)
+    model = tiny("mistral", num_hidden_layers=1)
+    with monkeypatch.context() as uncompiled:
+        not_compiled(uncompiled)
+        assert differ(model) < 1e-5
     packed.pack(model, "int4")
     assert differ(model) < 0.05
-
-
-def test_a_later_start_traces_and_compiles_nothing(llama, monkeypatch):
-    differ(llama)
-    monkeypatch.setattr("torch.export.export", never)
-    assert differ(llama) < 1e-5
 
 
 def test_a_start_takes_what_is_stored_and_makes_nothing(llama, monkeypatch, tmp_path):
@@ -288,14 +285,26 @@ def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monk
     assert len(made) == 1 and made[0].exists()
 
 
-@pytest.mark.parametrize("name", ["an attribute", "a number of a norm", "another activation"])
-def test_a_changed_model_has_a_file_of_its_own(name, llama, monkeypatch):
-    """So that later starts with the model as it was load nothing of it."""
+OTHERS = {
+    name: CHANGES[name] for name in ("an attribute", "a number of a norm", "another activation")
+}
+OTHERS |= {
+    "torch": lambda model, patch: patch.setattr(step_file.torch, "__version__", "1.0"),
+    "transformers": lambda model, patch: patch.setattr(
+        step_file.transformers, "__version__", "1.0"
+    ),
+    "CPU": lambda model, patch: patch.setattr("torch.cpu.get_capabilities", lambda: 3),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_version_or_cpu_has_a_file_of_its_own(name, llama, monkeypatch):
+    """So that later starts with what was there before load nothing of it."""
     differ(llama)
     made = []
     monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
     model = copy.deepcopy(llama)
-    CHANGES[name](model, monkeypatch)
+    OTHERS[name](model, monkeypatch)
     compiled = make_method("streaming-llm", model, **SIZES).compile()
     compiled.stepper.prepare(compiled, 1)
     assert len(made) == 1 and not made[0].exists()
@@ -321,16 +330,6 @@ def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch)
     assert len(made) == 1
     for path, whole in kept.items():
         path.write_bytes(whole)
-
-
-@pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_another_version_has_a_file_of_its_own(name, llama, monkeypatch):
-    differ(llama)
-    made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
-    monkeypatch.setattr(getattr(step_file, name), "__version__", "1.0")
-    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
-    assert len(made) == 1 and not made[0].exists()
 
 
 def test_the_second_of_two_at_once_waits_and_loads_what_the_first_made(llama, folder, monkeypatch):
@@ -366,7 +365,7 @@ def test_without_a_compiler_a_line_says_so_and_steps_are_eager(
     of_torch.has_compiler.cache_clear()
 
 
-OTHERS = [
+ELSEWHERE = [
     ("rows", {}),
     ("streaming-llm", dict(num_evicted=2)),
     ("streaming-llm", dict(memory=8, num_recalled=2)),
@@ -374,7 +373,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes"), OTHERS, ids=str)
+@pytest.mark.parametrize(("name", "sizes"), ELSEWHERE, ids=str)
 def test_other_steps_go_elsewhere(name, sizes, models):
     rows = 2 if name == "rows" else 1
     model = models["llama"]
@@ -403,15 +402,6 @@ def test_models_of_one_shape_share_a_file_and_keep_their_weights(llama, monkeypa
     for x in other.parameters():
         x.data = x.data + 0.1 * torch.randn_like(x)
     assert differ(other) < 1e-5
-
-
-def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
-    differ(llama)
-    made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
-    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
-    assert len(made) == 1 and not made[0].exists()
 
 
 def test_a_file_is_for_any_number_of_threads(llama, monkeypatch):

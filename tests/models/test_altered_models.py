@@ -69,11 +69,11 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
     torch.compiler.reset()
 
 
-SEEN = ("a forward", "another parameter", "weights in place", "a number of a norm")
+SEEN = ("a forward", "weights in place")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*OF_CODE, *SEEN])
+@pytest.mark.parametrize("name", [*OF_CODE[::3], *SEEN])
 @pytest.mark.filterwarnings("ignore:.*global hooks.*")
 def test_a_compiled_stream_feels_a_change_at_its_next_step(name, ids, monkeypatch, caplog):
     """PyTorch sees most changes, and compiles again; a model with other hooks is not compiled."""

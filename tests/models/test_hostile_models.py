@@ -22,37 +22,23 @@ WTE = "transformer.wte.weight"
 FP8 = {"quant_method": "fp8"}
 CONFIGS = {
     "layers a text": {"n_layer": "six"},
-    "layers more": {"n_layer": 3},
     "layers huge": {"n_layer": HUGE},
-    "heads do not divide": {"n_head": 3},
-    "hidden other": {"n_embd": 64},
-    "positions 0": {"n_positions": 0},
     "positions huge": {"n_positions": HUGE},
-    "vocabulary 0": {"vocab_size": 0},
     "activation unknown": {"activation_function": "geluu"},
     "type unknown": {"model_type": "gpt5"},
-    "type left out": {"model_type": None},
     "type another's": {"model_type": "llama"},
     "type no language model": {"model_type": "vit"},
     "type code of theirs": AUTO_MAP | {"model_type": "theirs"},
-    "end token a text": {"eos_token_id": "</s>"},
-    "dtype unknown": {"dtype": "float99"},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "quantized, and its weights are not": {"quantization_config": FP8},
     "quantized and huge": {"n_layer": 1000, "n_embd": 2**16, "quantization_config": FP8},
-    "dropout nan": {"resid_pdrop": float("nan")},
-    "tuples": {"return_dict": False},
 }
 LLAMAS = {
     "kv heads none": {"num_key_value_heads": 0},
-    "kv heads do not divide": {"num_key_value_heads": 3},
     "head dim odd": {"head_dim": 63},
-    "context 0": {"max_position_embeddings": 0},
     "rope a text": {"rope_parameters": "none"},
     "rope unknown": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
     "theta 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-    "factor left out": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-    "inner 0": {"intermediate_size": 0},
 }
 FILES = {
     "config empty": {"config.json": ""},

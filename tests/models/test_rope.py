@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from helpers.tiny_models import ROTARY_KINDS, VOCAB
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvalign.models.architectures import rotation_of
 from kvalign.models.rope import rerotate
 
 FREQ = 1e4 ** (-torch.arange(4) / 4)
@@ -13,21 +11,6 @@ FREQ = 1e4 ** (-torch.arange(4) / 4)
 
 def _keys(dtype=torch.float32) -> torch.Tensor:
     return torch.randn(2, 3, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-@pytest.mark.parametrize("shift", [1, 3])
-@pytest.mark.parametrize("kind", ROTARY_KINDS)
-def test_evicting_then_rerotating_is_encoding_without_the_evicted(models, kind, shift):
-    """In layer 0, where a key knows its token and position alone; partial rotation included."""
-    model, num_sinks = models[kind], 4
-    ids = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(1))
-    left = torch.cat([ids[:, :num_sinks], ids[:, num_sinks + shift :]], dim=1)
-    stale, aligned = (
-        model(input_ids=x, use_cache=True).past_key_values.layers[0].keys for x in (ids, left)
-    )
-    moved = rerotate(stale[:, :, num_sinks + shift :], shift, rotation_of(model).inv_freq)
-    assert torch.allclose(moved, aligned[:, :, num_sinks:], atol=2e-5)
-    assert not torch.allclose(stale[:, :, num_sinks + shift :], aligned[:, :, num_sinks:], atol=0.1)
 
 
 def test_rotation_is_that_of_transformers():

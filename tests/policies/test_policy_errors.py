@@ -3,8 +3,7 @@ be known.
 """
 
 import pytest
-import torch
-from helpers.methods import anchored, network, tables
+from helpers.methods import network, tables
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 import kvalign
@@ -119,52 +118,3 @@ def test_rotary_positions_that_are_kept_go_on(models, ids):
     bounded = tiny_model("llama", rope_parameters=dict(rope_type="dynamic", factor=2.0))
     method = kvalign.make_method("streaming-llm", bounded, **sizes)
     assert method.tokens_left == CONTEXT_LEN
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "policy"), [("gpt_neo", "random"), ("bloom", "key-norm"), ("mpt", "keydiff")]
-)
-def test_scores_of_keys_are_for_every_architecture(kind, policy, models, ids):
-    sizes = dict(cache_size=20, num_evicted=3, policy=policy, warn=False)
-    method = kvalign.make_method("streaming-llm", models[kind], **sizes)
-    whole = method.feed(ids[:, :60])
-    method.reset()
-    for i in range(60):
-        logits = method.feed(ids[:, i : i + 1])
-    assert torch.allclose(logits, whole, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["random", "h2o"])
-def test_an_anchored_aligner_places_from_birth(policy, models, ids):
-    aligner = anchored(models["gpt2"], scale=0.5)
-    one, other = (
-        kvalign.make_method(
-            "kvalign", models["gpt2"], cache_size=20, num_sinks=4, policy=policy, aligner=it
-        )
-        for it in (aligner, aligner.table)
-    )
-    assert torch.allclose(one.feed(ids[:, :60]), other.feed(ids[:, :60]), atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        ("gpt2", "oldest"),
-        ("gpt2", "random"),
-        ("gpt2", "h2o"),
-        ("llama", "h2o"),
-        ("bloom", "random"),
-    ],
-)
-def test_an_anchored_aligner_leaves_what_has_not_moved(kind, policy, models, ids):
-    """Until something is evicted, all is as the model computed it."""
-    aligner = anchored(models[kind], scale=0.5)
-    for net in (aligner.key, aligner.value):
-        torch.nn.init.normal_(net.fc3.weight, std=0.3)
-    sizes = dict(cache_size=20, num_sinks=4, policy=policy, aligner=aligner)
-    method = kvalign.make_method("kvalign", models[kind], **sizes)
-    logits = torch.stack([method.feed(ids[:, i : i + 1]) for i in range(21)], 1)
-    assert torch.allclose(logits, models[kind](ids[:, :21]).logits, atol=1e-4)

@@ -91,32 +91,6 @@ def test_generate_of_transformers_and_a_loop_of_ones_own(policy, models, ids):
     assert not torch.equal(out, oldest)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("place", ["llama", "gpt2 table"])
-@torch.no_grad()
-def test_half_precision_does_not_drift(place, dtype, models):
-    """Whatever its moves, a key is rounded at its birth and where it is placed, and never again."""
-    halves, exact = (new(models, place, "random") for _ in range(2))
-    spec, rng = halves.spec, torch.Generator().manual_seed(0)
-    means = halves.aligner.key if place == "gpt2 table" else torch.zeros(spec.num_layers, 1, 20, 1)
-    for i in range(200):
-        shape = (1, spec.num_kv_heads, 1, spec.head_dim)
-        keys = torch.randn(shape, generator=rng).to(dtype)
-        for layer in range(spec.num_layers):
-            halves.cache.update(keys, keys, layer)
-            exact.cache.update(keys.float(), keys.float(), layer)
-        if i % 50 < 49:
-            continue
-        assert halves.cache.index().equal(exact.cache.index())
-        for layer in range(spec.num_layers):
-            held, expected = (method.cache.layers[layer].keys for method in (halves, exact))
-            assert held.dtype == dtype
-            error = (held.float() - expected).norm(dim=-1)
-            part = expected - means[layer, :, : expected.shape[2]]  # what was rounded at birth
-            once = torch.finfo(dtype).eps / 2
-            assert (error <= 1.5 * once * (part.norm(dim=-1) + expected.norm(dim=-1))).all()
-
-
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in (OLDEST, "second-chance")])
 def test_heads_and_layers_differ(policy, models, ids):
     """Of `tova` the layers alone: a layer's heads keep the same. Attention of random weights is so

@@ -9,6 +9,7 @@ its position depends on the token alone, so it can be computed again.
 
 import gc
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from kvalign.app.cli.arguments import parse
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.foundation.settings import Settings, option
 from kvalign.methods import make_method
-from scripts.endurance import rss_bytes
 
 VOCAB_SIZE = 50_000  # few tokens come twice while they are remembered
 SHAPE = dict(
@@ -129,6 +129,11 @@ class Gone:
         layer = self.model.model.layers[0]
         hidden = layer.input_layernorm(self.model.model.embed_tokens(ids))
         return layer.self_attn.v_proj(hidden)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def faults(found: dict, settings: MemoryEnduranceSettings) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
 from helpers.result_tables import PAGES, draw_pictures, filled, lacking, markdown, marked
-from helpers.smaller import output_of
+from helpers.smaller import TEXT, output_of
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
@@ -199,8 +199,10 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
         "long-prompts": "--num-tokens 600 --cache-size 32",
         "copying": "--num-passages 2 --passage-len 9",
-        "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1",
+        "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
+        "--corpus text:words.txt --eval-corpus text:words.txt",
     }
+    (tmp_path / "words.txt").write_text(TEXT)
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]
         smaller = results.Cell(cell.name, f"python {script} {small[cell.name]}")

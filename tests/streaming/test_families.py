@@ -73,6 +73,22 @@ def test_five_turns_are_the_whole_conversation(name):
         ids += tokenizer(space + answer, add_special_tokens=False)["input_ids"]
 
 
+def test_without_a_template_turns_are_plain():
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    assert turn_text(tokenizer, "Hi", is_first=True) == "USER: Hi\n\nASSISTANT:"
+    assert turn_text(tokenizer, "And?", is_first=False) == "\n\nUSER: And?\n\nASSISTANT:"
+
+
+def test_a_template_that_changes_its_beginning_goes_on():
+    """What a stream holds stays as it was fed."""
+    tokenizer = of_family("smollm2")
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    )
+    assert turn_text(tokenizer, "Hi", is_first=True) == "1 Hi"
+    assert turn_text(tokenizer, "Why?", is_first=False) == " Why?"
+
+
 def test_what_was_thought_stays_as_the_model_wrote_it():
     """The one rule for templates that rewrite earlier turns: nothing that is held is written again,
     whether a client sends an answer back or not.

@@ -71,17 +71,6 @@ def test_a_stream_survives_a_model_that_is_switched_back(kind, implementation, i
     assert torch.allclose(torch.stack(found), expected[ends], atol=1e-4)
 
 
-def test_another_implementation_streams_alike(ids):
-    for kind in ("gpt2", "llama"):
-        logits = []
-        for implementation in ("eager", "sdpa"):
-            model = tiny_model(kind)
-            model.set_attn_implementation(implementation)
-            method = make("kvalign", model, aligner=tables(model, scale=0.5))
-            logits.append(step(method, ids[:, :60], CACHE_SIZE + 1))
-        assert torch.allclose(*logits, atol=1e-4)
-
-
 def test_a_model_without_our_name_is_left_alone(models, ids):
     """Methods that encode plainly install nothing."""
     for name in ("recompute", "discard-half", "dense"):

@@ -31,12 +31,8 @@ LLAMA = (
 ENDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
 SAID = (
     "Hi",
-    " Hi there.\n",
-    "é 😀 x",
     "a < b |im_end> </ s>",
-    "hello t hello",
     "\U000f0000 ?",
-    "1",
 )
 
 
@@ -68,7 +64,7 @@ TOKENIZERS = {
 }
 
 
-@pytest.fixture(params=TOKENIZERS)
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request):
     return TOKENIZERS[request.param]()
 

@@ -40,12 +40,19 @@ ONE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return record_tiny(tmp_path_factory.mktemp("recorded") / "data").folder
+
+
 @pytest.mark.parametrize("launcher", SEVERAL)
-def test_a_launcher_of_several_is_told_to_run_it_once(launcher, tmp_path, monkeypatch, capsys):
+def test_a_launcher_of_several_is_told_to_run_it_once(
+    launcher, data, tmp_path, monkeypatch, capsys
+):
     environment, advice = SEVERAL[launcher]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    flags = f"--data {record_tiny(tmp_path / 'data').folder} --out {tmp_path / 'out'}"
+    flags = f"--data {data} --out {tmp_path / 'out'}"
     assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert advice in said and "open an issue" not in said
@@ -55,11 +62,11 @@ def test_a_launcher_of_several_is_told_to_run_it_once(launcher, tmp_path, monkey
 
 
 @pytest.mark.parametrize("environment", ONE)
-def test_one_process_leads_whatever_is_in_the_environment(environment, tmp_path, monkeypatch):
+def test_one_process_leads_whatever_is_in_the_environment(environment, data, tmp_path, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    flags = f"--data {record_tiny(tmp_path / 'data').folder} --out {tmp_path / 'out'}"
+    flags = f"--data {data} --out {tmp_path / 'out'}"
     assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 0
     assert dict(os.environ) == before
 

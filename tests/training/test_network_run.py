@@ -2,15 +2,13 @@
 
 import copy
 import json
-import os
 import shutil
 
 import pytest
 import torch
 from helpers.tiny_store import Recorded, record_tiny
 
-from kvalign.aligners import Aligner, NetworkAligner, RealignNet
-from kvalign.app.cli.main import main
+from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models import identity
@@ -49,14 +47,6 @@ def make_settings(recorded, tmp_path):
         return NetworkSettings(**{**small, **changes})
 
     return make
-
-
-@pytest.fixture
-def net() -> RealignNet:
-    torch.manual_seed(0)
-    return RealignNet(
-        8, 11, 3, 2, hidden1=7, hidden2=5, position_dim=4, layer_dim=3, head_embed_dim=2
-    )
 
 
 def weights(aligner: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -161,40 +151,6 @@ def test_finished_is_not_overwritten_unless_asked(make_settings, monkeypatch):
     assert not torch.equal(after["key.fc3.weight"], before["key.fc3.weight"])
 
 
-def test_the_aligner_refuses_another_model(recorded, make_settings, tmp_path):
-    train_network(make_settings(max_steps=2))
-    aligner = Aligner.from_pretrained(make_settings().out)
-    with pytest.raises(ValueError, match="num_layers must be 2, this model has 3"):
-        aligner.check(record_tiny(tmp_path / "deep", n_layer=3).model, CacheSizes(15, 4, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage", ["nothing", "unfinished", "truncated", "missing shard", "other folder"]
-)
-def test_bad_data_is_one_line(recorded, make_settings, tmp_path, capsys, damage):
-    data = tmp_path / "caches"
-    if damage != "nothing":
-        shutil.copytree(recorded.folder, data)
-    shard = data / recorded.store.shards("train")[0].path.name
-    if damage == "unfinished":
-        (data / "manifest.json").unlink()
-    elif damage == "truncated":
-        os.truncate(shard, shard.stat().st_size - 100)
-    elif damage == "missing shard":
-        shard.unlink()
-    elif damage == "other folder":
-        (data / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(FileNotFoundError if damage == "nothing" else ValueError):
-        train_network(make_settings(data=data))
-    assert main(["train", "--data", str(data), "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert str(data) in printed.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settings, monkeypatch):
     """What is saved leaves entries as they are, and says so; the measured loss stays as it was."""
 
@@ -280,29 +236,6 @@ def test_another_target_needs_the_same_data(make_settings, tmp_path):
         train_network(make_settings(target="value", data=other))
     with pytest.raises(ValueError, match="position_dim is 4, here 5"):
         train_network(make_settings(target="value", position_dim=5))
-
-
-@pytest.mark.slow
-def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
-    words = ["train", "--data", str(recorded.folder), "--accelerator", "cpu", "--max-steps", "2"]
-    assert main([*words, "--out", str(tmp_path / "a"), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert list(results) == ["key", "value"]
-    assert results["key"]["num_steps"] == 2
-    assert main([*words, "--out", str(tmp_path / "b"), "--target", "value"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("value: val loss ")
-    assert printed.out.endswith(f"\naligner: {tmp_path / 'b'}\n")
-    assert (
-        "judged only by the error of one move: measure streams with kvalign eval perplexity"
-        in printed.out
-    )
-    assert printed.out.count("\n") == 3
-    assert [line[:13] for line in printed.err.splitlines()] == [
-        "not judged by",
-        "next (takes m",
-        "next: kvalign",
-    ]
 
 
 @pytest.mark.slow

@@ -235,13 +235,3 @@ def test_other_pickles_are_refused(content, message, workplace, capsys):
     torch.save(content, "keys.pth")
     check_refused(command(), "keys.pth", message, capsys)
     assert not (workplace / "executed").exists()
-
-
-@pytest.mark.slow
-def test_networks_of_unequal_embeddings_are_refused(workplace, capsys):
-    saved = random_network(10, 20)
-    state = saved["model_state_dict"]
-    state["emb_pos.weight"] = state["emb_pos.weight"][:, :30]
-    state["fc1.weight"] = state["fc1.weight"][:, :58]
-    torch.save(saved, "values.pth")
-    check_refused(command(), "values.pth", "needed {'position_dim': 32", capsys)

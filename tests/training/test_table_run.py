@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
-from helpers.smaller import INSIDE
+from helpers.smaller import ENOUGH_LABELS, INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
@@ -43,6 +43,12 @@ def little_work(monkeypatch):
     """Little text in place of Python's documentation, and small steps."""
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
+
+
+@pytest.fixture
+def verdicts(little_work, monkeypatch):
+    """As much text as a verdict needs."""
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", ENOUGH_LABELS)
 
 
 def test_moments_are_plain_moments(models):
@@ -142,7 +148,7 @@ def test_short_corpora_are_refused(little_work):
 SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
-def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, little_work):
+def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", "table", *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
@@ -195,7 +201,7 @@ def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
 
 
 @pytest.mark.slow
-def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
+def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, verdicts):
     """Rotary keys need none: what is saved then changes nothing, and is said to."""
     out = str(tmp_path / "aligner")
     argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
