@@ -126,11 +126,12 @@ COLUMNS = {
     "kind": Column("edit", None, weight=9, about="cut, replace or insert", is_key=True),
     "length": Column("tokens", weight=8, about="that are cut, replaced or inserted", is_key=True),
     "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
-    "perplexity": Column("perplexity", 2, "lower", "of the future", is_optional=True, weight=4),
+    # No way is the best: some know more of the text.
+    "perplexity": Column("perplexity", 2, about="of the future", is_optional=True, weight=4),
     "ratio": Column(
         "ratio",
         3,
-        "lower",
+        "",
         "to the text encoded anew; 95 % over edits, paired",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
@@ -138,10 +139,15 @@ COLUMNS = {
         weight=7,
     ),
     "agreement": Column(
-        "agreement", 3, "higher", "most likely tokens that are those of anew", True, weight=3
+        "agreement", 3, "", "most likely tokens that are those of anew", True, weight=3
     ),
     "kept": share_column(
-        "kept", "behind, answered", "facts behind the edit that are answered", 6, is_optional=True
+        "kept",
+        "behind, answered",
+        "facts behind the edit that are answered",
+        6,
+        better="",
+        is_optional=True,
     ),
     "told": share_column(
         "told",
@@ -152,7 +158,7 @@ COLUMNS = {
         is_optional=True,
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms", 1, "lower", "time of an edit of one stream, median", weight=5),
+    "edit_ms": Column("ms", 1, "", "time of an edit of one stream, median", weight=5),
 }
 
 
