@@ -278,7 +278,7 @@ def _result(
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
-        "used": val_loss < unchanged,
+        "used": val_loss < unchanged or not settings.judge,
         "objective": "rollout" if len(data["num_evicted"]) > 1 else "mse",
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
