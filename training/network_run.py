@@ -33,7 +33,7 @@ from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_devices import is_helper
-from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
+from kvalign.training.network_fit import BEST, LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
@@ -49,7 +49,7 @@ _FREE = (
     "overwrite",
     "judge",
 )
-_JUDGED = ("judged", "val_nll")  # what streams say of all networks of an aligner
+_JUDGED = ("judged", "judged_by", "val_nll")  # what streams say of all networks of an aligner
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
@@ -73,6 +73,8 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     done = {}
     if settings.resume and not settings.overwrite:
         done = {kv: trained[kv] for kv, run in runs.items() if _is_of(run, trained.get(kv))}
+        if not settings.judge:  # what was judged is not what was trained
+            done = {kv: one for kv, one in done.items() if "judged" not in one}
         runs = {kv: run for kv, run in runs.items() if kv not in done}
     if not runs:
         progress.say(f"{out} already has this, finished: nothing to do")
@@ -81,6 +83,8 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     aligner = new_aligner(NetworkAligner, config_for(store, settings))
     if has_aligner:
         _join_other(aligner, settings, [*runs], out)
+        others = {kv: one for kv, one in trained.items() if kv not in runs}
+        trained |= _unjudged(aligner, others, out)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     lock = nullcontext() if is_helper() else locked(out, lambda: _summary(runs))
     with lock, keeping(lambda: _summary(runs) if settings.resume else ""):
@@ -231,6 +235,23 @@ def _join_other(new: NetworkAligner, settings: NetworkSettings, kvs: list[str], 
     setattr(new, other, getattr(saved, other))
 
 
+def _unjudged(
+    new: NetworkAligner, trained: dict[str, dict[str, Any]], out: Path
+) -> dict[str, dict[str, Any]]:
+    """Records of networks that streams left out, as they were before: with a new partner, they are
+    judged again. Their weights are put into `new` from their runs; without those they stay out.
+    """
+    before = {}
+    for kv, one in trained.items():
+        run = ResumableRun(out / "training" / kv, {})
+        is_left_out = "judged" in one and not one["used"]
+        if is_left_out and _are_one(run.result(), one) and (run.folder / BEST).exists():
+            before[kv] = run.result()
+            if before[kv]["used"]:
+                best_weights(getattr(new, kv), run.folder)
+    return before
+
+
 def _shared(config: AlignerConfig) -> dict[str, Any]:
     """Return what the networks of an aligner have in common."""
     sizes = {name: config.sizes.get(name) for name in SHARED_SIZES}
@@ -257,7 +278,7 @@ def _result(
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
-        "used": val_loss < unchanged,
+        "used": val_loss < unchanged or not settings.judge,
         "objective": "rollout" if len(data["num_evicted"]) > 1 else "mse",
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,

@@ -309,6 +309,27 @@ class PretrainSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeSettings(Settings):
+    """Judge networks by streams of held-out text, and save a copy with those that help.
+
+    kvalign train does the same to what it trains, unless it is told --no-judge.
+
+    Example:
+        kvalign judge --aligner my-network --out my-network-judged
+    """
+
+    aligner: str = option(help="shipped name, folder or hub id of an aligner of kind network")
+    out: Path = option(help="folder of the judged aligner", writes="folder")
+    corpus: tuple[str, ...] | None = option(
+        None,
+        help="text to stream, comma-separated, beyond as many tokens as were recorded (default: "
+        "the recorded text)",
+    )
+    accelerator: str = option("auto", help="what to stream on", choices=("cpu", "auto", "gpu"))
+    overwrite: bool = option(False, help="replace the aligner in --out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImportPublishedSettings(Settings):
     """Make an aligner from the two files that the authors of KV-Align publish for a model.
 

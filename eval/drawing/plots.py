@@ -125,6 +125,7 @@ def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
     counts, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
     for label, (row, *_) in grouped(rows, label_of).items():
         name = row.get("aligner_label") or row["aligner"] or row["method"]
+        name = name.partition(": ")[0]
         names = (name, name.partition("-every-")[0], name.partition("-")[0])
         color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
         dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]

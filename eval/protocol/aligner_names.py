@@ -2,7 +2,8 @@
 
 A shipped aligner, or one in `kvalign-data/MODEL`, is called by its last part (`table`), unless
 another in the same table has that name. Other aligners are called by the differing end of their
-path (`a-table`, `x/table`), else by the whole path with its revision.
+path (`a-table`, `x/table`), else by the whole path with its revision. What an aligner corrects
+stands behind any of these names unless that is all: `a-table: keys`.
 """
 
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import PurePath
 
 from kvalign import checkpoints
+from kvalign.aligners.label import often
 from kvalign.eval.protocol.evaluation import SIZES, Row
 from kvalign.foundation.folders import ROOT
 
@@ -34,7 +36,10 @@ def names_of(rows: Sequence[Row]) -> list[str | None]:
             break
         for names in clashing:
             del names[0]
-    return [row["aligner"] and _often(forms[_aligner_of(row)][0], row) for row in rows]
+    return [
+        row["aligner"] and often(forms[_aligner_of(row)][0], row.get("realign_every") or 1)
+        for row in rows
+    ]
 
 
 def renamed(rows: Iterable[Row]) -> list[Row]:
@@ -44,9 +49,13 @@ def renamed(rows: Iterable[Row]) -> list[Row]:
 
 
 def _aligner_of(row: Row) -> Hashable:
-    """Return what tells an aligner from others; in older documents its name alone."""
-    facts = tuple(map(row.get, _FACTS))
-    return facts if any(facts) else row["aligner"]
+    """Return what tells an aligner from others; in older documents its name alone. These do not say
+    what it corrects, which its weights decide.
+    """
+    label, path, revision = map(row.get, _FACTS)
+    if not label:
+        return row["aligner"]
+    return label.partition(": ")[0] if revision else label, path, revision
 
 
 def _forms(row: Row) -> list[str]:
@@ -58,10 +67,7 @@ def _forms(row: Row) -> list[str]:
         return [f"untrained {label}"]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
+    _, colon, used = label.partition(": ")
+    ends = [f"{end}{colon}{used}" for end in (*ends, f"{path}@{revision}")]
     is_ours = checkpoints.aligner_path(path) or parts[-3:-2] == (ROOT.name,)
-    return [*([label] if is_ours or not parts else []), *ends, f"{path}@{revision}"]
-
-
-def _often(name: str, row: Row) -> str:
-    every = row.get("realign_every") or 1
-    return name if every == 1 else f"{name}-every-{every}"
+    return [*([label] if is_ours or not parts else []), *ends]

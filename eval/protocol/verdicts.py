@@ -98,12 +98,14 @@ def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, floa
 
     Chunks of one run are correlated. All together count as the number of independent chunks with
     the same scatter between runs (Korn & Graubard 1998): at least the runs, at most the chunks.
+    Runs that are all alike, as when each chunk is readable, show no scatter, so all chunks count
+    (Parker et al. 2017, Data Presentation Standards for Proportions).
     """
     num = len(shares)
     if num < MIN_RUNS:
         return None
     share, of_mean = fmean(shares), variance(shares) / num
-    independent = share * (1 - share) / of_mean if of_mean else 0.0
+    independent = share * (1 - share) / of_mean if of_mean else num_chunks
     z = 1.96
     t = z + (z**3 + z) / (4 * (num - 1))  # Student's, of so few runs, in its first two terms
     return share_interval(share, min(max(independent, num), num_chunks) * (z / t) ** 2)

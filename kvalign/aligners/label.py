@@ -3,17 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvalign.aligners.network_sizes import TARGETS
+
 
 def label_of(kind: str, training: Mapping[str, Any]) -> str:
-    """Name of an aligner in tables of results: its kind, and its objective unless `mse`.
+    """Name of an aligner in tables of results: its kind, its objective unless `mse`, and what it
+    corrects unless that is all: `table-kl`, `network: keys`, `network: nothing`.
 
     Args:
         kind, training: as in `AlignerConfig`.
     """
-    parts = (part for part in training.values() if isinstance(part, dict))
-    return "-".join(
-        [kind, *sorted({str(part.get("objective", "mse")) for part in parts} - {"mse"})]
-    )
+    parts = {kv: part for kv in TARGETS if isinstance(part := training.get(kv), dict)}
+    objectives = {str(part.get("objective", "mse")) for part in parts.values()}
+    name = "-".join([kind, *sorted(objectives - {"mse"})])
+    used = [f"{kv}s" for kv, part in parts.items() if part.get("used", True)]
+    is_all = not parts or len(used) == len(TARGETS)
+    return name if is_all else f"{name}: {' '.join(used) or 'nothing'}"
+
+
+def often(name: str, every: int) -> str:
+    """Name of an aligner that moves the entries once in `every` evictions: `table-every-8: keys`.
+
+    Args:
+        name: as of `label_of`, or a path.
+    """
+    first, colon, used = name.partition(": ")
+    return name if every == 1 else f"{first}-every-{every}{colon}{used}"
 
 
 def note_of_use(folder: object, model: str) -> str:

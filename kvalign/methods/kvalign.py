@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
+from kvalign.aligners.label import often
 from kvalign.cache.realign import check_realign_every, realigner_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
@@ -28,8 +29,7 @@ class KVAlign(Cached):
         super().__init__(model, sizes)
         aligner.check(self.model, sizes)
         check_realign_every(sizes, self.cache.realigner)
-        every = sizes.realign_every
-        self.aligner_name = aligner.label if every == 1 else f"{aligner.label}-every-{every}"
+        self.aligner_name = often(aligner.label, sizes.realign_every)
 
     @property
     def num_positions(self) -> int:

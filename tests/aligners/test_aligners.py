@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+from kvalign.aligners.label import label_of, often
 
 
 @pytest.fixture
@@ -28,6 +29,24 @@ def test_round_trip_is_exact(models, folder):
     again = folder.parent / "again"
     loaded.save_pretrained(again)
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("training", "label"),
+    [
+        ({"key": {"used": True}, "value": {"used": True}}, "network"),
+        ({"key": {"used": True}, "value": {"used": False}}, "network: keys"),
+        ({"key": {"used": False}, "value": {"objective": "rollout"}}, "network-rollout: values"),
+        ({"key": {"used": False}, "value": {"used": False}}, "network: nothing"),
+        ({"key": {"used": True}}, "network: keys"),
+        ({}, "network"),
+    ],
+)
+def test_a_label_says_what_is_corrected(training, label):
+    assert label_of("network", training) == label
+    assert often(label, 1) == label
+    assert often(label, 8).replace("-every-8", "") == label
+    assert often("network: keys", 8) == "network-every-8: keys"
 
 
 def test_config_is_there_when_the_weights_are(models, tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ from helpers.published_files import random_network
 from helpers.smaller import INSIDE, UNDRAWN, examples, one_trial, output_of, run_cell, smaller
 
 from kvalign import checkpoints
+from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.eval.evaluations.perplexity.imported import MODES
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
+OF_NETWORK = [*KINDS].index("network")  # the example of train that judge reads
 SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
 pytestmark = pytest.mark.slow
 EXAMPLES = [
@@ -34,6 +36,8 @@ def run_example(tmp_path_factory):
     def run(command, number=0):
         for needed in NEEDS.get(command, []):
             run(needed)
+        if command == "judge":
+            run("train", OF_NETWORK)
         if (command, number) not in outputs:
             outputs[command, number] = output_of(smaller(examples(command)[number])[0])
         return outputs[command, number]

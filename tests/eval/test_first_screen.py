@@ -230,5 +230,9 @@ def test_chunks_of_one_run_count_as_the_runs_scatter():
     low, high = runs_interval([0.4, 0.6] * 10, 1000)
     assert (round(low, 3), round(high, 3)) == (0.452, 0.548)
     assert runs_interval([0.4, 0.6] * 9, 1000) is None
-    assert runs_interval([1.0] * 20, 1000)[0] < 0.9, "runs that are all alike may be chance"
+    all_readable = runs_interval([1.0] * 20, 1000)
+    one_is_not = runs_interval([0.98] + [1.0] * 19, 1000)
+    assert (round(all_readable[0], 4), all_readable[1]) == (0.9957, 1.0)  # 0 of 1000, by hand
+    assert one_is_not[0] < all_readable[0] and one_is_not[1] < 1
+    assert runs_interval([1.0] * 20, 100)[0] < 0.97, "few chunks say less"
     assert runs_interval([0.4, 0.6] * 10, 25)[0] < 0.4, "no more chunks than there are"

@@ -11,7 +11,7 @@ import kvalign.eval
 from kvalign import load_model
 from kvalign.eval.drawing.plots import styles_of
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.aligner_names import names_of
+from kvalign.eval.protocol.aligner_names import identity_of, names_of
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.grid import make_grid, sizes_of
 from kvalign.eval.protocol.settings import ComparisonSettings
@@ -147,6 +147,12 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert names(row("/a/kvalign-data/mine/table", "table-kl"), shipped) == ["table-kl", "table"]
     assert names(here, shipped) == ["table", "kvalign-gpt2-mini-table"]
     assert names(row("y/network"), row("z"), row("x", "network")) == ["network", "z", "x"]
+    keys, nothing = row("x", "network: keys"), row("kvalign-gpt2-mini-table", "table: nothing", "2")
+    assert names(keys, nothing) == ["x: keys", "table: nothing"]
+    assert names(nothing, shipped) == ["table: nothing", "table"]
+    assert names(row("x", "network: keys", every=8)) == ["x-every-8: keys"]
+    of_before = row("x", "network")  # of a document that does not say it
+    assert identity_of(of_before) == identity_of(keys)
     old = {"method": "kvalign", "aligner": "table"}
     assert names(old, row("x")) == ["table", "x"]
     assert names({"method": "window", "aligner": None}) == [None]
@@ -180,9 +186,9 @@ def test_summary_joins_rows_of_the_same_aligner_alone(loaded, folders, tmp_path)
 def test_a_line_has_one_style_in_all_panels_and_documents_of_before_have_theirs():
     rows = [
         {"method": "kvalign", "aligner": name, "num_sinks": 4, "num_evicted": 1}
-        for name in ("table", "table-every-8", "table-kl", "mine")
+        for name in ("table", "table-every-8", "table-kl", "mine", "table: keys")
     ]
     colors = [style[0] for style in styles_of(rows).values()]
-    assert colors[0] == colors[1] and colors[2] != colors[0]
+    assert colors[0] == colors[1] == colors[4] and colors[2] != colors[0]
     assert len(set(styles_of(rows).values())) == len(rows)
     assert styles_of(rows)[label_of(rows[0])] == ("#009E73", "^", "-")

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
+from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.app.commands.listings import LISTINGS
 from kvalign.eval.evaluations.perplexity.imported import MODES
 from kvalign.foundation.files import sha256
@@ -96,6 +97,8 @@ def prepare(work: Path) -> None:
     (work / "suite.yaml").write_text(SUITE)
     write_networks(work)
     save_model(work / "model", "gpt2")
+    shipped = Aligner.from_pretrained("kvalign-gpt2-mini-network").config
+    NetworkAligner(shipped.model_copy(update={"chunk_len": 64})).save_pretrained(work / "network")
     (work / "losses").mkdir()
     for mode in MODES:
         name = f"nglls_mode_{mode}_tokens_400_cache_size_32.pt"
@@ -212,6 +215,14 @@ COMMANDS = (
         ("config.json", "model.safetensors", "README.md"),
         _imported,
         refused="already holds an aligner",
+    ),
+    Command(
+        "judge",
+        "judge --aligner ../network --corpus python-docs --accelerator cpu --out out",
+        ("config.json", "model.safetensors", "README.md"),
+        _trained,
+        refused="already holds an aligner",
+        share=0.3,
     ),
     Command(
         "pretrain",

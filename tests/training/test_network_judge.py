@@ -5,17 +5,17 @@ from itertools import chain, islice
 
 import pytest
 import torch
+from helpers.tiny_store import record_tiny
 
 from kvalign import load_model
 from kvalign.aligners import Aligner
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation.errors import UserError
-from kvalign.training import network_judge
+from kvalign.training import network_judge, train_network
 from kvalign.training.judge import ROW_LABELS, use_parts
-from kvalign.training.network_judge import judge_networks, text_after
+from kvalign.training.network_judge import judge_aligner, judge_networks, text_after
 
 CORPUS = "recall"
-DATA = {"corpus": [CORPUS], "num_tokens": 300, "chunk_len": 64}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def told(monkeypatch, parts):
         return {"parts": [*parts], **figures, **sizes}
 
     monkeypatch.setattr(network_judge, "judge", judge)
-    monkeypatch.setattr(network_judge, "text_after", lambda data, tokenizer: None)
+    monkeypatch.setattr(network_judge, "text_after", lambda *args: None)
     monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
 
 
@@ -80,10 +80,67 @@ def test_networks_are_judged_by_the_weights_that_were_recorded(folder, capsys):
 def test_the_text_is_what_follows_the_recording(monkeypatch):
     monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer
-    text = text_after(DATA, tokenizer)
+    text = text_after([CORPUS], 300, 64, tokenizer)
     (ids,) = text.val
     all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
     assert ids.tolist() == all_ids[300:] and len(ids) == 4 * (64 + ROW_LABELS)
     assert text.is_recall and not text.train
     with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 20000 recorded"):
-        text_after({**DATA, "num_tokens": 20_000}, tokenizer)
+        text_after([CORPUS], 20_000, 64, tokenizer)
+
+
+def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
+    told(monkeypatch, ("key",))
+    found = judge_aligner(aligner="kvalign-gpt2-mini-network", out=tmp_path / "copy")
+    copy = Aligner.from_pretrained(tmp_path / "copy")
+    assert found["parts"] == ["key"] and copy.label == "network: keys"
+    assert Aligner.from_pretrained("kvalign-gpt2-mini-network").label == "network"
+    card = (tmp_path / "copy" / "README.md").read_text()
+    assert "- `kvalign judge --aligner kvalign-gpt2-mini-network --out" in card
+    with pytest.raises(FileExistsError, match="already holds an aligner"):
+        judge_aligner(aligner="kvalign-gpt2-mini-network", out=tmp_path / "copy")
+
+
+def test_what_has_no_networks_to_judge_is_refused(tmp_path, monkeypatch):
+    told(monkeypatch, ())
+    nothing = tmp_path / "nothing"
+    judge_aligner(aligner="kvalign-gpt2-mini-network", out=nothing)
+    assert Aligner.from_pretrained(nothing).label == "network: nothing"
+    for aligner, why in (
+        ("kvalign-gpt2-mini-table", "must be of kind network, got table"),
+        (nothing, "no network of .*nothing is used"),
+    ):
+        with pytest.raises(UserError, match=why):
+            judge_aligner(aligner=str(aligner), out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
+    """What was left out alone takes part again, with the weights of its training."""
+    data, out = record_tiny(tmp_path / "caches").folder, tmp_path / "out"
+    monkeypatch.setattr(network_judge, "_model_of", lambda *args: load_model("gpt2-mini"))
+    monkeypatch.setattr(network_judge, "text_after", lambda *args: None)
+    monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
+    tried = []
+
+    def judge(aligner, untrained, model, text, kvs):
+        tried.append(kvs)
+        trained = {name: x.clone() for name, x in aligner.state_dict().items()}
+        parts = kvs if len(kvs) == 2 else ()
+        use_parts(aligner, trained, untrained, parts)
+        sizes = {"num_labels": 9, "cache_sizes": [8], "streams": []}
+        figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0}
+        return {"parts": [*parts], **figures, **sizes}
+
+    monkeypatch.setattr(network_judge, "judge", judge)
+    small = dict(data=data, accelerator="cpu", max_steps=3, batch_size=32)
+    train_network(**small, target="key", out=tmp_path / "alone", judge=False)
+    weights = Aligner.from_pretrained(tmp_path / "alone").key.state_dict()
+    assert not train_network(**small, target="key", out=out)["key"]["used"]
+    assert not Aligner.from_pretrained(out).key.fc3.weight.any()
+    assert train_network(**small, target="value", out=out)["value"]["used"]
+    both = Aligner.from_pretrained(out)
+    assert tried == [("key",), ("key", "value")] and both.label == "network-rollout"
+    assert all(torch.equal(both.key.state_dict()[name], x) for name, x in weights.items())
+    with pytest.raises(FileExistsError, match="already holds a trained key network"):
+        train_network(**small, target="key", out=out, judge=False)

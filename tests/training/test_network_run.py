@@ -167,6 +167,9 @@ def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settin
     x = torch.randn(1, 2, 5, aligner.config.head_dim)
     assert not aligner.key.correction(x, 0).any()
     assert "| 1.5 | no |" in (settings.out / "README.md").read_text()
+    kept = make_settings(target="key", judge=False, out=settings.out.parent / "kept")
+    assert train_network(kept)["key"]["used"] is True
+    assert Aligner.from_pretrained(kept.out).key.correction(x, 0).any()
 
 
 def test_a_recording_of_other_weights_is_refused(recorded, make_settings, tmp_path, monkeypatch):
