@@ -20,6 +20,9 @@ COMMANDS = {
     "/tokens": "length of the conversation, and the part of it that is in the cache",
     "/memory": "which turns are out of the cache, and how to keep more",
     "/system": "the system prompt, which begins the conversation and stays",
+    "/forget N": "cut turn N and its answer; what follows is not encoded again",
+    "/edit N TEXT": "replace your words in turn N; what follows is not encoded again",
+    "/undo": "take the last /forget or /edit back, before the next turn",
     "/save [FILE]": "save the conversation to FILE, now and after each answer",
     "/reset": "start again, with the same --system",
     "/exit": "leave, like Ctrl-D",
@@ -41,6 +44,8 @@ def obey(line: str, conversation: Conversation) -> str:
         raise UserError(unknown("command", name, names))
     if name == "/save":
         return _save(conversation, rest.strip())
+    if name in ("/forget", "/edit"):
+        return _edit(name, rest, conversation)
     if rest.strip():
         if name == "/system":
             raise UserError("it can only be set at the start: kvalign chat --system TEXT")
@@ -49,6 +54,8 @@ def obey(line: str, conversation: Conversation) -> str:
         return _tokens(conversation)
     if name == "/memory":
         return all_in_words(conversation.stream)
+    if name == "/undo":
+        return conversation.undo_edit()
     if name == "/system":
         none = "none: kvalign chat --system TEXT begins with one"
         return conversation.stream.notes.get(SYSTEM, none)
@@ -59,6 +66,14 @@ def obey(line: str, conversation: Conversation) -> str:
         )
         return f"the conversation starts again{until}"
     return "\n".join(f"{usage:14}{about}" for usage, about in COMMANDS.items())
+
+
+def _edit(name: str, rest: str, conversation: Conversation) -> str:
+    number, _, text = rest.strip().partition(" ")
+    if not (number.isascii() and number.isdigit()) or bool(text.strip()) != (name == "/edit"):
+        usage = next(usage for usage in COMMANDS if usage.startswith(name))
+        raise UserError(f"it is {usage}, with the number of a turn, the first being 1")
+    return conversation.edit(int(number), text.strip() or None)
 
 
 def _save(conversation: Conversation, name: str) -> str:

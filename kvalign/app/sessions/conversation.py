@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, num_of_keep, pieces_of
-from kvalign.app.sessions.turns_in_cache import EVICT, NUM_GONE, TURNS, make_room, note_turn
+from kvalign.app.sessions.turns_in_cache import (
+    EVICT,
+    NUM_GONE,
+    TURNS,
+    edit_turn,
+    forget_turn,
+    make_room,
+    note_turn,
+)
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
@@ -158,6 +166,7 @@ class Conversation:
 
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
         self._checksum, self._how = "", {"special_tokens": settings.special_tokens}
+        self._turns_before = ""  # of an edit
         is_resumed = settings.state is not None and settings.state.exists()
         if settings.state is not None:
             check_not_locked(settings.state.parent)
@@ -204,6 +213,22 @@ class Conversation:
         note_turn(stream, len(stream.ids) - len(new))
         if EVICT in stream.notes:
             make_room(stream, system, **self._how)
+
+    def edit(self, number: int, text: str | None) -> str:
+        """Replace the user's words in a turn, or cut the turn (None), and say so in a line."""
+        system, before = self.stream.notes.get(SYSTEM), self.stream.notes.get(TURNS, "")
+        if text is None:
+            line = forget_turn(self.stream, number, system, **self._how)
+        else:
+            line = edit_turn(self.stream, number, text, system, **self._how)
+        self._turns_before = before
+        return line
+
+    def undo_edit(self) -> str:
+        """Take the last edit of a turn back, and say so; UserError if there is none."""
+        self.stream.undo_edit()
+        self.stream.notes[TURNS] = self._turns_before
+        return "the conversation is as before the edit"
 
     @property
     def is_cut(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
@@ -40,6 +42,62 @@ def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -
     if more:
         stream.notes[NUM_GONE] = str(num_gone + more)
         stream.encode_anew(rest)
+
+
+def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any) -> str:
+    """Cut a turn, counted from 1, with its answer; what stands behind is not encoded again. Says
+    what was cut; UserError if there is no such turn.
+    """
+    from kvalign.streaming.turns import word_starts
+
+    begins = _begins_to_edit(stream, number)
+    words = [*word_starts(stream.tokenizer, begins, system, **how), len(stream.ids)]
+    start, stop = words[number - 1 : number + 1]
+    if number == len(begins):  # up to the answer before
+        start = begins[-1]
+    if not start:
+        raise UserError("it is the only turn: /reset starts the conversation again")
+    num_gone = stream.edit(start, stop)
+    # The next turn now begins where this one did.
+    del begins[min(number, len(begins) - 1)]
+    _move_turns(stream, begins, start, stop, 0)
+    return f"turn {number} is forgotten: {_edited(stop - start, num_gone)}"
+
+
+def edit_turn(stream: TextStream, number: int, text: str, system: str | None, **how: Any) -> str:
+    """Replace the user's words in a turn, counted from 1; its answer, and what stands behind, stay
+    as they are. Says what was replaced; UserError if there is no such turn.
+    """
+    from kvalign.streaming.turns import turn_ids
+
+    begins = _begins_to_edit(stream, number)
+    start, num_before = begins[number - 1], len(stream.ids)
+    answers = [first for first, _ in stream.answers] + [num_before - len(stream.token_ids)]
+    stop = next(first for first in answers if first > start)
+    new = turn_ids(stream.tokenizer, text, number == 1, system, **how)
+    num_gone = stream.edit(start, stop, new)
+    _move_turns(stream, begins, start, stop, len(stream.ids) - num_before + stop - start)
+    return f"turn {number} is edited: {_edited(stop - start, num_gone)}"
+
+
+def _begins_to_edit(stream: TextStream, number: int) -> list[int]:
+    begins = begins_of(stream)
+    if EVICT in stream.notes:
+        raise UserError("with --evict turns the conversation is encoded again: it is not edited")
+    if not 1 <= number <= len(begins):
+        raise UserError(f"this conversation has {len(begins)} turns, got {number}")
+    return begins
+
+
+def _move_turns(stream: TextStream, begins: list[int], start: int, stop: int, num: int) -> None:
+    """Record where turns begin, once `num` tokens stand in place of those from start to stop."""
+    moved = [x if x <= start else x - (stop - start) + num for x in begins]
+    stream.notes[TURNS] = " ".join(map(str, moved))
+
+
+def _edited(num: int, num_gone: int) -> str:
+    gone = f", {num_gone} of which had been evicted" if num_gone else ""
+    return f"{num} tokens{gone}; what follows was not encoded again"
 
 
 def _num_gone(stream: TextStream) -> int:

@@ -1,0 +1,100 @@
+"""Turns of a conversation that are cut or replaced: `/forget`, `/edit`, `/undo`."""
+
+import pytest
+
+import kvalign
+from kvalign.app.sessions.chat_commands import obey
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
+from kvalign.app.sessions.turns_in_cache import begins_of
+from kvalign.foundation.errors import UserError
+
+TURNS = ("the king", "a ship of the navy", "what is it ?")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return kvalign.load_model("gpt2-mini")
+
+
+def held(loaded, turns=TURNS, **flags):
+    sizes = dict(cache_size=120, max_new_tokens=12, seed=0, repetition_penalty=1.0)
+    conversation = Conversation(ConversationSettings(**sizes | flags), loaded)
+    for turn in turns:
+        "".join(conversation.answer(turn))
+    return conversation
+
+
+def text_of(conversation):
+    return conversation.tokenizer.decode(conversation.stream.ids)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(system="you are a sailor")])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_turn_is_forgotten_with_its_answer(number, flags, loaded):
+    conversation = held(loaded, **flags)
+    whole, begins = text_of(conversation), begins_of(conversation.stream)
+    said = obey(f"/forget {number}", conversation)
+    assert said.startswith(f"turn {number} is forgotten: ") and "not encoded again" in said
+    text = text_of(conversation)
+    assert [turn in text for turn in TURNS] == [i != number for i in (1, 2, 3)]
+    assert text.startswith(whole[: whole.index(TURNS[0]) - 1])
+    left = begins_of(conversation.stream)
+    assert len(left) == 2 and left[0] == 0
+    # The next turn is where the record says that it is.
+    other = TURNS[1] if number == 1 else TURNS[2] if number == 2 else TURNS[1]
+    second = conversation.tokenizer.decode(conversation.stream.ids[left[1] :])
+    assert (TURNS[1] if number == 3 else TURNS[2]) in second and (number == 1 or other in second)
+    obey("/undo", conversation)
+    assert text_of(conversation) == whole and begins_of(conversation.stream) == begins
+    obey(f"/forget {number}", conversation)
+    assert "".join(conversation.answer("and now ?"))
+    with pytest.raises(UserError, match="no edit to undo"):
+        obey("/undo", conversation)
+
+
+def test_a_turn_is_edited_and_its_answer_stays(loaded):
+    conversation = held(loaded)
+    whole = text_of(conversation)
+    assert obey("/edit 2 a train", conversation).startswith("turn 2 is edited: ")
+    assert text_of(conversation) == whole.replace("a ship of the navy", "a train")
+    obey("/edit 1 the queen of the sea", conversation)
+    changed = whole.replace("a ship of the navy", "a train")
+    assert text_of(conversation) == changed.replace("the king", "the queen of the sea")
+    begins = begins_of(conversation.stream)
+    assert [
+        conversation.tokenizer.decode(conversation.stream.ids[x : x + 12]).count("USER")
+        for x in begins
+    ] == [1, 1, 1]
+    assert "".join(conversation.answer("and now ?"))
+
+
+def test_evicted_tokens_of_a_turn_are_counted(loaded):
+    conversation = held(loaded, TURNS * 2, cache_size=40)
+    assert "of which had been evicted" in obey("/forget 2", conversation)
+    assert "".join(conversation.answer("and now ?"))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("/forget", "it is /forget N"),
+        ("/forget x", "it is /forget N"),
+        ("/forget 1 2", "it is /forget N"),
+        ("/edit 1", "it is /edit N TEXT"),
+        ("/forget 4", "has 3 turns, got 4"),
+        ("/edit 0 x", "has 3 turns, got 0"),
+        ("/undo", "no edit to undo"),
+    ],
+)
+def test_what_cannot_be_edited_is_said(line, why, loaded):
+    with pytest.raises(UserError, match=why):
+        obey(line, held(loaded))
+
+
+def test_what_is_no_edit_is_refused(loaded):
+    with pytest.raises(UserError, match="/reset starts"):
+        obey("/forget 1", held(loaded, TURNS[:1]))
+    with pytest.raises(UserError, match="--evict turns"):
+        obey("/forget 1", held(loaded, evict="turns"))
+    with pytest.raises(UserError, match="recompute cannot be edited"):
+        obey("/forget 1", held(loaded, method="recompute"))
