@@ -21,6 +21,7 @@ from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.streaming.health import check_losses
@@ -175,15 +176,19 @@ def score_method(
 
 
 def _of_text(method: Method, text: Text, kind: str) -> tuple[Tensor, Tensor]:
-    """Losses and most likely tokens of the future, [B, F] each."""
-    told, last = text.future, text.after[:, -1:]
-    losses, best = [], []
-    for given, label in zip(torch.cat([last, told], 1).T, told.T, strict=False):
-        logits = method.feed(given[:, None]).float()
-        losses.append(cross_entropy(logits, label, reduction="none"))
-        best.append(logits.argmax(-1))
-    check_losses(torch.cat(losses), method)
-    return torch.stack(losses, 1), torch.stack(best, 1)
+    """Losses and most likely tokens of the future, [B, F] each. Nothing is evicted, so it is read
+    in one pass.
+    """
+    ids = torch.cat([text.after[:, -1:], text.future[:, :-1]], 1)
+    assert isinstance(method, Cached)
+    if method.is_exact:
+        logits = method.feed_segment(ids).float()
+    else:
+        with method.in_eval_mode(), method.cache.forward_pass(*ids.shape):
+            logits = method.model(ids, past_key_values=method.cache, use_cache=True).logits.float()
+    losses = cross_entropy(logits.mT, text.future, reduction="none")
+    check_losses(losses.flatten(), method)
+    return losses, logits.argmax(-1)
 
 
 def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
