@@ -247,9 +247,10 @@ class WindowLayer(StreamingLayer):
         """Entries after the sinks that were written `first` and next, of each ring: views, if they
         lie side by side.
         """
-        slot, slots = self.sizes.slot(first), slots_of(self.sizes, first, num, self.device)
+        slot = self.sizes.slot(first)
         if slot + num <= self.sizes.first_input_len:
             return [ring.data.slots(slot, num) for ring in self.rings]
+        slots = slots_of(self.sizes, first, num, self.device)
         return [ring.data.at(slots) for ring in self.rings]
 
     def replace(self, of_rings: Sequence[KV]) -> None:
