@@ -112,7 +112,7 @@ class ChatForm(TextForm):
         return "tool_calls" if has_calls and finish == "stop" else finish
 
     def _delta(self, index: int, content: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """What a chunk adds to a message: content, and whole calls."""
+        """Return what a chunk adds to a message: content, and whole calls."""
         delta: dict[str, Any] = {"content": content} if content else {}
         first = self._num_calls[index]
         self._num_calls[index] += len(calls)
