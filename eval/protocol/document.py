@@ -3,8 +3,8 @@
     {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
      "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
 
-`--json` prints it. `kvalign eval run` keeps one for each cell, with the flags and variables of the
-suite that it `changed`. `kvalign report` reads them.
+`--json` prints it, `--out` writes it, `--csv` its rows. `kvalign eval run` keeps one for each cell,
+with the flags and variables of the suite that it `changed`. `kvalign report` reads them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import kvalign
 from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.eval.protocol.settings import ResultSettings
+from kvalign.eval.protocol.tables import csv_of
 from kvalign.foundation.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ def document(
         rows: of values that JSON knows.
         started: `time.perf_counter()` when the work began.
         plot: draws the file of the setting of that name.
+
+    Files that the settings name are written.
     """
     values = settings.as_dict()
     if "device" in values:
@@ -66,7 +70,19 @@ def document(
         from kvalign.eval.drawing.plots import save
 
         save(plot(result), Path(values["plot"]))
+    if isinstance(settings, ResultSettings):
+        write(result, settings)
     return result
+
+
+def write(document: Document, settings: ResultSettings) -> None:
+    """Write a document to `out`, and its rows to `csv`."""
+    from kvalign.foundation.files import write_json, write_text
+
+    if settings.out:
+        write_json(settings.out, document)
+    if settings.csv:
+        write_text(settings.csv, csv_of(document["rows"]))
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:

@@ -19,6 +19,8 @@ from kvalign.foundation.settings import (
     RECALL_LAYERS,
     RECALL_PLACES,
     ModelSettings,
+    Settings,
+    flag,
     option,
 )
 from kvalign.methods.registry import METHODS
@@ -31,7 +33,29 @@ def seed_option(of: str, default: int = 0) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonSettings(ModelSettings):
+class ResultSettings(Settings):
+    """Base of the settings of everything that makes a document of results."""
+
+    out: Path | None = option(
+        None, help="also write the document, as --json prints it, to a .json file", writes="file"
+    )
+    csv: Path | None = option(
+        None, help="also write the table, a line for each row, to a .csv file", writes="file"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        endings = {"out": (".json",), "csv": (".csv",), "plot": (".png", ".svg")}
+        for name, of_file in endings.items():
+            path: Path | None = getattr(self, name, None)
+            if path and path.suffix not in of_file:
+                raise UserError(
+                    f"{flag(name)} takes a path ending in {' or '.join(of_file)}, got {str(path)!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings(ResultSettings, ModelSettings):
     """Base of the settings of evaluations: methods and sizes."""
 
     num_sinks: tuple[int, ...] | None = option(
@@ -102,6 +126,3 @@ class ComparisonSettings(ModelSettings):
         reference = getattr(self, "reference", None)
         if reference and reference not in self.methods and "reference" in self.changed():
             raise UserError(f"--reference {reference} is not among --methods")
-        plot: Path | None = getattr(self, "plot", None)
-        if plot and plot.suffix not in (".png", ".svg"):
-            raise UserError(f"--plot takes a path ending in .png or .svg, got {str(plot)!r}")

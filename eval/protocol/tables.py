@@ -125,3 +125,13 @@ def means(
         | {name: sum(row[name] for row in group) for name in sums}
         for group in grouped(rows, lambda row: tuple(map(row.get, same))).values()
     ]
+
+
+def csv_of(rows: Sequence[Row]) -> str:
+    """Rows as CSV, without the columns that hold lists or passages."""
+    import pandas as pd
+
+    table = pd.DataFrame(rows, dtype=object).drop(columns="text", errors="ignore")
+    nested = table.map(lambda value: isinstance(value, list | tuple | dict)).any()
+    text: str = table.loc[:, ~nested].to_csv(index=False, lineterminator="\n")
+    return text

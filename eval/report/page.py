@@ -9,13 +9,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from kvalign.eval.drawing.plots import inline_legend, inline_svg, save
 from kvalign.eval.protocol.evaluation import Plot, Row, Section
+from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
 from kvalign.eval.report.first_screen import MEANS, first_screens
@@ -107,8 +107,5 @@ def _of(results: Results) -> str:
 
 
 def _link(rows: list[Row]) -> str:
-    """A link that holds the rows as CSV, without the columns that hold lists or passages."""
-    table = pd.DataFrame(rows, dtype=object).drop(columns="text", errors="ignore")
-    nested = table.map(lambda value: isinstance(value, list | tuple | dict)).any()
-    text = table.loc[:, ~nested].to_csv(index=False, lineterminator="\n")
-    return "data:text/csv;base64," + base64.b64encode(text.encode()).decode()
+    """A link that holds the rows as CSV."""
+    return "data:text/csv;base64," + base64.b64encode(csv_of(rows).encode()).decode()

@@ -53,8 +53,8 @@ def read(folder: Path) -> Results:
         document["command"] = fill_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
-            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put the "
-            "output of `kvalign eval ... --json` there as .json files"
+            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or "
+            f"`kvalign eval ... --out {folder}/NAME.json`"
         )
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
     paths = [folder / PREPARED / f"{name}.json" for name in tuned]

@@ -57,18 +57,30 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
 F = TypeVar("F", bound=Callable)
 
 
+class _Shown(str):
+    """Text of a signature that `help` shows as it is, without quotation marks."""
+
+    __repr__ = str.__str__
+
+
 def spelled_out(config: type) -> Callable[[F], F]:
     """Let the signature of a function name the keys of a typed dictionary beside its `**config`.
-    Completion, `check_keywords` and transformers' `generate` read them there.
+    `help`, completion, `check_keywords` and transformers' `generate` read them there.
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         *own, rest = signature.parameters.values()
         named = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_Shown("..."),
+                annotation=_Shown(getattr(hint, "__forward_arg__", hint)),
+            )
             for name, hint in config.__annotations__.items()
         ]
+        rest = rest.replace(annotation=_Shown(config.__name__))
         function.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
         return function
 

@@ -27,12 +27,23 @@ except (ImportError, OSError, ValueError):
     pass
 
 template, values = json.load(sys.stdin)
-system, user, answer = (dict(role=r, content="?") for r in ("system", "user", "assistant"))
-for messages in ([user], [system, user], [user, answer, user]):
+system, user, answer, result = (
+    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
+)
+tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
+call = dict(type="function", function=dict(name="f", arguments={{}}))
+calls = dict(role="assistant", content="", tool_calls=[call])
+talks = ([user], [system, user], [user, answer, user])
+of_tools = ([user], [system, user], [user, calls, result])
+for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
     for to_answer in (True, False):
         try:
             (text,), _ = render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=to_answer, **values
+                [messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=to_answer,
+                **values,
             )
         except MemoryError:
             sys.exit({_REFUSED})

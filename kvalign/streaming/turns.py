@@ -8,7 +8,8 @@ A model with a chat template uses it; any other model uses the plain form of Str
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -19,6 +20,9 @@ from kvalign.foundation.escape import check_text
 from kvalign.models.control_tokens import masked, special_of, unused_in
 from kvalign.models.template_trial import fault_of
 from kvalign.models.text_ids import ids_of
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
 
 
 def turn_ids(
@@ -36,12 +40,13 @@ def turn_ids(
 
 def message_ids(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     *,
     goes_on: bool,
     system: str | None = None,
     special_tokens: bool = False,
     template: Mapping[str, Any] | None = None,
+    tools: Tools = None,
 ) -> list[int]:
     """Tokens of `messages_text`. A template writes the beginning of a text itself.
 
@@ -52,12 +57,13 @@ def message_ids(
     """
     masks: dict[str, str] = {}
     if not special_tokens:
-        texts = [message["content"] for message in messages]
-        contents, masks = masked([*texts, *([system] if system is not None else [])], tokenizer)
-        both = zip(messages, contents, strict=False)
-        messages = [{**message, "content": content} for message, content in both]
-        system = contents[len(texts)] if system is not None else None
-    text = messages_text(tokenizer, messages, goes_on=goes_on, system=system, template=template)
+        said = [{x: y for x, y in message.items() if x != "role"} for message in messages]
+        free, masks = masked([*_texts_in([said, system, tools])], tokenizer)
+        said, system, tools = _with_texts([said, system, tools], iter(free))
+        messages = [{**a, **b} for a, b in zip(messages, said, strict=True)]
+    text = messages_text(
+        tokenizer, messages, goes_on=goes_on, system=system, template=template, tools=tools
+    )
     prefix = not goes_on and not tokenizer.chat_template
     return ids_of(text, tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
 
@@ -68,9 +74,10 @@ def opening_len(
     *,
     special_tokens: bool = False,
     template: Mapping[str, Any] | None = None,
+    tools: Tools = None,
 ) -> int:
     """Number of tokens before the user's first word: the opening, which sinks should keep."""
-    return _num_alike(tokenizer, True, system, special_tokens, template)
+    return _num_alike(tokenizer, True, system, special_tokens, template, tools)
 
 
 def word_starts(
@@ -128,12 +135,14 @@ def _num_alike(
     system: str | None,
     special_tokens: bool,
     template: Mapping[str, Any] | None = None,
+    tools: Tools = None,
 ) -> int:
     """Tokens of a turn before the user's first word."""
     how: dict[str, Any] = {
         "goes_on": not is_first,
         "special_tokens": special_tokens,
         "template": template,
+        "tools": tools,
     }
     one, other = (
         message_ids(tokenizer, [_message("user", turn)], system=system, **how)
@@ -163,14 +172,15 @@ def turn_text(
 
 def messages_text(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     *,
     goes_on: bool,
     system: str | None = None,
     template: Mapping[str, Any] | None = None,
+    tools: Tools = None,
 ) -> str:
-    """Return the text to feed for several messages, the last of them a user's, before the model
-    answers.
+    """Return the text to feed for several messages, the last of them a user's or a tool's, before
+    the model answers.
 
     What a stream holds stays as it is: its tokens are those that the model wrote. A template may
     write earlier answers in another way than the last one (without what the model thought, or its
@@ -179,10 +189,12 @@ def messages_text(
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
-        messages: of `role` (system: only the first; user, assistant) and `content`.
+        messages: of `role` (system: only the first; user, assistant, tool), `content` and, for
+            an assistant's, perhaps `tool_calls`.
         goes_on: an answer was fed before them.
         system: instructions with which the conversation begins, or began.
         template: values for the template, by name.
+        tools: that the model may call, which the template tells it of.
 
     Raises:
         UserError: a template that does not accept such a conversation, or leaves a part of it out.
@@ -190,11 +202,14 @@ def messages_text(
     opening = [] if system is None else [_message("system", system)]
     if not tokenizer.chat_template:
         return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
-    answer = next(unused_in([message["content"] for message in (*opening, *messages)]))
+    answer = next(unused_in([*_texts_in([opening, messages, tools])]))
     before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
-    text = _render(tokenizer, [*opening, *before, *messages], to_answer=True, values=template)
+    talk = [*opening, *before, *messages]
+    text = _render(tokenizer, talk, to_answer=True, values=template, tools=tools)
     for message in (*opening, *messages):
-        if message["role"] != "assistant" and message["content"].strip() not in text:
+        content = message["content"].strip()
+        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
+        if message["role"] != "assistant" and content not in text and as_json not in text:
             what = f"leaves out the {message['role']}'s message"
             raise UserError(f"the chat template of this model {what}")
     if goes_on and answer not in text:
@@ -222,6 +237,49 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None
 
 
+def call_text(tokenizer: PreTrainedTokenizerBase, call: Mapping[str, Any]) -> str:
+    """Return what a chat template writes for an answer that is one call of a tool; "" if it takes
+    no tools.
+
+    Args:
+        call: an entry of `tool_calls`: its function has a `name` and `arguments`.
+    """
+    tool = {"name": call["function"]["name"], "description": "?", "parameters": {}}
+    tools = [{"type": "function", "function": tool}]
+    asked: list[dict[str, Any]] = [_message("user", "?")]
+    answered = [*asked, {**_message("assistant", ""), "tool_calls": [call]}]
+    try:
+        plain, told, whole = (
+            _render(tokenizer, talk, to_answer=False, tools=of)
+            for talk, of in ((asked, None), (asked, tools), (answered, tools))
+        )
+    except UserError:
+        return ""
+    return "" if plain == told else whole.removeprefix(told)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts in lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in([*value.items()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts_in(one)
+
+
+def _with_texts(value: Any, texts: Iterator[str]) -> Any:
+    """The same value with other texts, in the order of `_texts_in`."""
+    if isinstance(value, str):
+        return next(texts)
+    if isinstance(value, dict):
+        return dict(_with_texts([*value.items()], texts))
+    if isinstance(value, list | tuple):
+        return [_with_texts(one, texts) for one in value]
+    return value
+
+
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
@@ -240,6 +298,7 @@ def _render(
     messages: list[dict],
     to_answer: bool,
     values: Mapping[str, Any] | None = None,
+    tools: Tools = None,
 ) -> str:
     values = values or {}
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
@@ -250,7 +309,7 @@ def _render(
         raise UserError(f"the chat template of this model cannot be used: {fault}")
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=to_answer, **values
+            messages, tools=tools, tokenize=False, add_generation_prompt=to_answer, **values
         )
         assert isinstance(text, str)
         check_text(text)

@@ -21,6 +21,7 @@ from helpers.served import serving
 from helpers.tiny_models import tiny_model
 
 from kvalign.app.cli.main import main
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -122,6 +123,19 @@ def test_a_memory_is_offered_where_one_works(kind, works):
     assert bool(memory_offer(stream)) == works
     with nullcontext() if works else pytest.raises(UserError, match="memory"):
         make_method("streaming-llm", model, memory=100, warn=False, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num"),
+    [
+        (dict(cache_size=64), 8),
+        (dict(cache_size=16), 4),
+        (dict(cache_size=64, num_recalled=20), 20),
+    ],
+)
+def test_a_step_takes_back_less_than_of_a_text(flags, num):
+    settings = ConversationSettings(model="llama-mini", memory=100, **flags)
+    assert Conversation(settings, settings.load()).stream.method.sizes.num_recalled == num
 
 
 def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):

@@ -7,7 +7,6 @@ hub has, and without what cannot run in a test. The tables below say all of that
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -144,13 +143,7 @@ def run_shell(words):
         if pattern.startswith("hf upload"):
             shutil.copytree(words[3], words[2])
         return
-    target = None
-    if ">" in words:
-        words, target = words[: words.index(">")], words[words.index(">") + 1]
-    printed = output_of(smaller(words[1:])[0])
-    if target:
-        Path(target).write_text(printed)
-        json.loads(printed)
+    output_of(smaller(words[1:])[0])
 
 
 def run_python(block, page, names):
@@ -209,7 +202,6 @@ def test_tables_hold_nothing_that_is_not_needed(monkeypatch):
             used |= smaller(words)[1]
     for _, words in shells():
         if words[0] == "kvalign":
-            words = words[: words.index(">")] if ">" in words else words
             used |= smaller(words[1:])[1]
         else:
             lines.append(shlex.join(words))

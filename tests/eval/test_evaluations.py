@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 from helpers.results_example import documents
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.app.cli.catalogue import COMMANDS
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.eval.protocol import document
 from kvalign.eval.report.contents import paper_tables, sections, summary
@@ -53,6 +55,37 @@ def test_functions_take_keywords_and_a_loaded_model():
     assert set(EVALUATIONS) < set(dir(kvalign.eval))
     for name in EVALUATIONS:
         assert "cache_sizes:" in getattr(kvalign.eval, name).__doc__
+
+
+def test_results_go_where_two_flags_say(tmp_path, capsys):
+    """The document that --json prints, and its rows; one is read by the report, both by pandas."""
+    argv = ["eval", "perplexity", "--methods", "window", "--cache-sizes", "8,16"]
+    argv += ["--num-tokens", "9", "--out", str(tmp_path / "x.json")]
+    assert main([*argv, "--csv", str(tmp_path / "x.csv"), "--json"]) == 0
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document == json.loads(capsys.readouterr().out)
+    assert read(tmp_path).documents["x"]["rows"] == document["rows"]
+    rows, table = pd.DataFrame(document["rows"]), pd.read_csv(tmp_path / "x.csv")
+    assert table["perplexity"].tolist() == rows["perplexity"].tolist()
+    assert {*table.columns} == {name for name in rows if not isinstance(rows[name][0], list | dict)}
+    of_texts = kvalign.eval.readability(text=str(tmp_path / "x.csv"), out=tmp_path / "y.json")
+    assert json.loads((tmp_path / "y.json").read_text())["rows"] == json.loads(
+        json.dumps(of_texts["rows"])
+    )
+
+
+@pytest.mark.parametrize("name", [*EVALUATIONS, "import-losses"])
+@pytest.mark.parametrize("flag", ["--out", "--csv"])
+def test_every_evaluation_has_both(name, flag, capsys):
+    assert {"--out", "--csv"} <= Command(f"eval {name}").settings_for().flags()
+    if (name, flag) == ("readability", "--out"):  # a folder there, in version 0.2
+        return
+    needed = ["--losses", "x"] if name == "import-losses" else []
+    assert main(["eval", name, *needed, flag, "x.txt"]) == 2
+    assert (
+        f"{flag} takes a path ending in .{'json' if flag == '--out' else 'csv'}, got 'x.txt'"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_a_metric_of_the_paper_that_is_none_is_named():

@@ -122,11 +122,11 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
         assert names == {"readability.json", "report.html", *drawn}
     page = Path("readability/report.html").read_text(encoding="utf-8")
     assert "no repeated 2-gram" in page and "repetition allowed" in page and SHA256 in page
-    assert main([*argv, "--out", "readability"]) == 2
+    assert main([*argv, "--page", "readability"]) == 2
     assert "readability has results of readability already" in capsys.readouterr().err
     Path("readability/report.html").unlink()  # as if it had been killed
-    assert main([*argv, "--out", "readability", "--seed", "1"]) == 2
-    assert main([*argv, "--out", "readability"]) == 0
+    assert main([*argv, "--page", "readability", "--seed", "1"]) == 2
+    assert main([*argv, "--out", "readability"]) == 0  # as in version 0.2
     assert Path("readability/report.html").exists()
     document = json.loads(Path("readability/readability.json").read_text(encoding="utf-8"))
     assert document["command"] == f"kvalign {shlex.join(argv)}"
@@ -137,7 +137,7 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
 
 def test_texts_of_any_program(folder, capsys):
     argv = ["eval", "readability", "--rule", "authors", "--text", "good.txt,bad.txt"]
-    found = run_json(capsys, *argv, "--json", "--out", "mine")
+    found = run_json(capsys, *argv, "--json", "--page", "mine")
     assert found["settings"] == {
         "model": None,
         "text": ["good.txt", "bad.txt"],

@@ -1,9 +1,11 @@
 """Which name is meant by one that is nearly right."""
 
+import pydoc
 from typing import TypedDict, Unpack
 
 import pytest
 
+import kvalign
 from kvalign.foundation.errors import KeywordError
 from kvalign.foundation.names import check_keywords, nearest, spelled_out
 
@@ -36,6 +38,12 @@ def test_an_alias_of_what_is_not_there_is_no_answer():
     assert nearest("ignore_eos", ["stop_at_end", "no_stop_at_end"]) == "no_stop_at_end"
     assert nearest("num_beams", ["num_sinks", "num_tokens"]) is None
     assert nearest("greedy", ["no_do_sample", "do_sample"]) == "no_do_sample"
+
+
+def test_a_signature_is_readable_and_names_every_setting():
+    own = pydoc.plain(pydoc.render_doc(kvalign.stream)).splitlines()[2]
+    assert "temperature: float = ..., top_k: int = ..., top_p" in own
+    assert own.count("**config: StreamConfig)") == 1 and "ForwardRef" not in own
 
 
 def test_a_wrong_keyword_is_both_a_type_error_and_a_users():

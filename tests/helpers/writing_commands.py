@@ -247,7 +247,7 @@ COMMANDS = (
     Command(
         "eval readability",
         "eval readability --methods window,recompute --cache-sizes 32 --max-new-tokens 40 "
-        "--out out",
+        "--page out",
         ("readability.json", "report.html", "plots/*.png"),
         _evaluated,
         rewritten=("readability.json", "report.html", "plots/*.png"),

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.eval.protocol.settings import ResultSettings
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.settings import Settings, option
+from kvalign.foundation.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +46,12 @@ _ROUNDED = 1e-4  # share by which a log's perplexity may differ from that of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportLossesSettings(Settings):
+class ImportLossesSettings(ResultSettings):
     """Read losses that the paper's authors measured, one file for each method and cache size. Show
     them as `kvalign eval perplexity` shows ours: intervals, ratios on the same labels, drift.
 
     The files are in perplexity_eval/ of github.com/eecs585projectorg/kv-align; nothing in them is
-    executed. --json prints a document for `kvalign report`.
+    executed. --out writes a document for `kvalign report`.
 
     Example:
         kvalign eval import-losses --losses nglls_gpt2 --model distilgpt2
@@ -92,7 +93,7 @@ def import_losses(settings: ImportLossesSettings) -> Document:
             without the reference or with another number of labels.
     """
     from kvalign.eval.evaluations.perplexity.scores import compare
-    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.document import document, write
 
     started = time.perf_counter()
     files = _files(settings.losses)
@@ -117,10 +118,11 @@ def import_losses(settings: ImportLossesSettings) -> Document:
     times = [_time_of(row, one, seconds) for row, one in zip(rows, files, strict=True)]
     if all(times):
         rows = [row | {"seconds": s} for row, s in zip(rows, times, strict=True)]
-    of_file = replace(settings, model=model, corpus=corpus)
+    of_file = replace(settings, model=model, corpus=corpus, out=None, csv=None)
     result = document("eval import-losses", of_file, rows, started=started)
     result |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
     result["settings"]["stepwise"] = all(times)  # theirs have no faster way
+    write(result, settings)
     return result
 
 

@@ -64,17 +64,20 @@ class ReadabilitySettings(WritingSettings):
         help="never repeat an n-gram of this many of the model's tokens, a run each; 0: off",
         at_least=0,
     )
-    out: Path | None = option(
+    page: Path | None = option(
         None,
-        help="folder for the page, its figures and the results (default: readability, or "
+        help="folder for the page, its figures and the document (default: readability, or "
         "readability-2, ... if that exists; with --json none)",
         writes="folder",
     )
     open: bool = option(False, help="open the page in a browser")
 
     def __post_init__(self) -> None:
+        if self.page is None and self.out and not str(self.out).endswith(".json"):
+            object.__setattr__(self, "page", self.out)  # where --out meant it, in version 0.2
+            object.__setattr__(self, "out", None)
         super().__post_init__()
-        idle = self.changed().keys() - {"text", "rule", "out", "open"}
+        idle = self.changed().keys() - {"text", "rule", "out", "csv", "page", "open"}
         if self.text and idle:
             flags = ", ".join(sorted(map(flag, idle)))
             raise UserError(f"--text judges existing text: {flags} would have no effect")
@@ -88,7 +91,7 @@ class ReadabilitySettings(WritingSettings):
 @keywords_of(ReadabilitySettings)
 @progress.shown_as("eval readability")
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method continue every prompt, and measure the passages; or measure texts. If `out`
+    """Let every method continue every prompt, and measure the passages; or measure texts. If `page`
     names a folder, write a page.
 
     Returns:
@@ -98,18 +101,18 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         and measures that need the model are None or missing.
 
     Raises:
-        UserError: `out` already has results; a text that cannot be read.
+        UserError: `page` already has results; a text that cannot be read.
     """
     from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
     from kvalign.eval.evaluations.readability.written_texts import of_texts
 
-    out = settings.out or (free_folder() if settings.open else None)
-    in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
-    if out and not is_free(out, settings.command_line("eval readability")):
-        raise UserError(f"{out} has results of readability already: name another --out")
+    page = settings.page or (free_folder() if settings.open else None)
+    in_browser, settings = settings.open, dataclasses.replace(settings, page=None, open=False)
+    if page and not is_free(page, settings.command_line("eval readability")):
+        raise UserError(f"{page} has results of readability already: name another --page")
     document = of_texts(settings) if settings.text else _of_methods(settings, loaded)
-    if out:
-        write_page(document, out, in_browser)
+    if page:
+        write_page(document, page, in_browser)
     return document
 
 
@@ -252,7 +255,7 @@ class Readability(JudgedText):
         """Settings with a folder for the page."""
         from kvalign.eval.evaluations.readability.page import free_folder
 
-        return dataclasses.replace(settings, out=settings.out or free_folder())
+        return dataclasses.replace(settings, page=settings.page or free_folder())
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
         """Passages in colour, if a terminal shows them; the tables; the place of the page."""
@@ -261,7 +264,7 @@ class Readability(JudgedText):
 
         print_passages(self.panels(document))
         super().show(document, settings)
-        print(f"report: {settings.out and settings.out / PAGE}")
+        print(f"report: {settings.page and settings.page / PAGE}")
 
 
 def setting_of(ngram: int | None) -> str:

@@ -8,7 +8,7 @@ from kvalign.app.cli.next_steps import say_written
 from kvalign.eval.protocol.evaluation import Document, Evaluation
 from kvalign.eval.protocol.settings import ComparisonSettings
 
-_WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
+_WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
 
 
 @dataclass

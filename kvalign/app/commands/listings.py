@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
-from kvalign.foundation.settings import Settings
+from kvalign.foundation.settings import Settings, option
 
 _ABOUT = {
     "methods": (
@@ -16,6 +16,8 @@ _ABOUT = {
     "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
 }
 LISTINGS = tuple(_ABOUT)
+_OF_MODEL = option(None, help="only those for this model: shipped name, hub id or folder")
+_FIELDS: dict[str, list] = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 
 @dataclass
@@ -28,10 +30,16 @@ class ListingCommand:
         about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
         name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
         return make_dataclass(
-            name, (), bases=(Settings,), namespace=namespace, frozen=True, kw_only=True
+            name,
+            _FIELDS.get(self.name, ()),
+            bases=(Settings,),
+            namespace=namespace,
+            frozen=True,
+            kw_only=True,
         )
 
     def run(self, settings: Settings, as_json: bool) -> dict[str, Any]:
         from kvalign.app.inventory import listing
 
-        return listing.show(as_json, **{self.name: getattr(listing, self.name)()})
+        rows = getattr(listing, self.name)(**vars(settings))
+        return listing.show(as_json, **{self.name: rows})

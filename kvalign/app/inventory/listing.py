@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvalign import checkpoints
+from kvalign.foundation.errors import NotFoundError
 from kvalign.foundation.files import read_json
-from kvalign.foundation.folders import ROOT
+from kvalign.foundation.folders import ROOT, folder_of
 from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
@@ -93,14 +94,23 @@ def policies() -> list[Row]:
     return [{"policy": name, "about": POLICIES.about(name)} for name in POLICIES]
 
 
-def aligners() -> list[Row]:
-    """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
+def aligners(model: str | None = None) -> list[Row]:
+    """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's.
+
+    Args:
+        model: only those for a model of this name.
+
+    Raises:
+        NotFoundError: none is for that model.
+    """
     from kvalign.aligners.kinds import KINDS
     from kvalign.aligners.label import label_of
 
     def row(name: str, folder: Path) -> Row | None:
         config = _config(folder)
         if (kind := config.get("kind", "")) not in KINDS:
+            return None
+        if model and folder_of(config["base_model"]) != folder_of(model):
             return None
         training = config.get("training", {})
         parts = {key: part for key, part in training.items() if isinstance(part, dict)}
@@ -115,7 +125,13 @@ def aligners() -> list[Row]:
         }
 
     here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
-    return list(_rows(row, checkpoints.ALIGNERS, "here", here))
+    rows = list(_rows(row, checkpoints.ALIGNERS, "here", here))
+    if not rows:
+        raise NotFoundError(
+            f"no aligner for {model!r} is here: `kvalign train --model {model}` makes one "
+            "(kvalign aligners lists all)"
+        )
+    return rows
 
 
 def corpora() -> list[Row]:

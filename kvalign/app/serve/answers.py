@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
+from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, Chosen, State, Turn
 from kvalign.app.serve.wire import Message
 from kvalign.methods.base import Method
@@ -57,6 +58,7 @@ class Answers:
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory
     on_cancel: Callable[[], None] = field(default=lambda: None)
+    tools: Tools | None = None  # that they may call
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
         """Count a prompt: the tokens that a method has been fed of it when the answers begin, and
@@ -83,6 +85,7 @@ class SessionUpdate:
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
     put: Put  # told of the end
+    tools: Tools | None = None  # that the answer may call
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: AnswerRow, state: State | None) -> None:
@@ -98,6 +101,8 @@ class SessionUpdate:
 
     def _keep(self, row: AnswerRow, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
+        if self.tools is not None:
+            answer = self.tools.message(row.text)
         how = self.session.comparison
         turn_digest, messages_digest = digest(
             self.session.messages_digest, [*self.messages, answer], how

@@ -1,4 +1,4 @@
-"""Answers in a form that a request gives: JSON, or JSON of a schema.
+"""Answers in a form that a request gives: JSON, JSON of a schema, or a call of a tool.
 
 llguidance says after each token which ones may follow; all others get no probability. A token that
 ends the answer may follow when the form is complete.
@@ -57,19 +57,39 @@ class Constraints:
         Raises:
             RequestError: a schema that cannot be obeyed, or a server without llguidance.
         """
+        text = json.dumps(schema)
+        return self._of(
+            "response_format",
+            lambda matcher: matcher.grammar_from_json_schema(text, overrides=_COMPACT),
+        )
+
+    def of_grammar(self, grammar: str, field: str) -> Callable[[int], Constraint]:
+        """The same for a grammar in llguidance's form of Lark, which a field of a request asks for.
+
+        Raises:
+            RequestError: as of `of_schema`.
+        """
+        return self._of(field, lambda matcher: matcher.grammar_from_lark(grammar))
+
+    def _of(
+        self, field: str, grammar_by: "Callable[[type[LLMatcher]], str]"
+    ) -> Callable[[int], Constraint]:
+        def refusal(what: str) -> RequestError:
+            return RequestError(f"{field} {what}", param=field, code="unsupported")
+
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise _refusal("is not supported by this server, which lacks llguidance") from None
+            raise refusal("is not supported by this server, which lacks llguidance") from None
         if not self._ends:
-            raise _refusal("is not supported: no token of this model ends an answer")
+            raise refusal("is not supported: no token of this model ends an answer")
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
+            grammar = grammar_by(LLMatcher)
             fault = LLMatcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
             fault = str(error)
         if fault:
-            raise _refusal(f"has a schema that cannot be obeyed: {' '.join(fault.split()):.300}")
+            raise refusal(f"has a schema that cannot be obeyed: {' '.join(fault.split()):.300}")
         return lambda num_before: Constraint(LLMatcher(self._tokenizer, grammar), num_before)
 
     @cached_property
@@ -77,7 +97,3 @@ class Constraints:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self._own, n_vocab=len(self._own), eos_token=self._ends)
-
-
-def _refusal(what: str) -> RequestError:
-    return RequestError(f"response_format {what}", param="response_format", code="unsupported")

@@ -29,6 +29,7 @@ _NOTES = {
     "fields": "fields",
     "key": "key",
     "answer": "answer",
+    "tools": "tools",
     "finish": "finish",
 }
 """Fields of a session by the names of a file's notes."""

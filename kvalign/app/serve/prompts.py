@@ -16,6 +16,7 @@ from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
 
 Template = Mapping[str, Any] | None  # chat_template_kwargs of a request
+Definitions = Sequence[Mapping[str, Any]] | None  # its tools
 
 
 @dataclass
@@ -30,38 +31,60 @@ class Prompts:
     special_tokens: bool  # whether those in messages steer the model
 
     def new_session(
-        self, session: Session, messages: Sequence[Message], template: Template = None
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        template: Template = None,
+        tools: Definitions = None,
+        opening: str = "",
     ) -> Session:
-        """A new session from messages, with as many sinks as its system prompt has tokens."""
+        """A new session from messages, with as many sinks as its system prompt and the tools, whose
+        digest is `opening`, have tokens.
+        """
         sizes, system = self.method.sizes, None
         if messages[0].role == "system":
             system = messages[0].content
         num_sinks = sizes.num_sinks
-        if system is not None and self.keeps_opening:
+        if (system is not None or tools) and self.keeps_opening:
             how: dict[str, Any] = {"special_tokens": self.special_tokens, "template": template}
-            num_sinks = opening_len(self.tokenizer, system, **how)
+            num_sinks = opening_len(self.tokenizer, system, tools=tools, **how)
             if num_sinks >= sizes.cache_size:
+                what = (
+                    "the tools and the system message take" if tools else "the system message takes"
+                )
                 raise RequestError(
-                    f"the system message takes {num_sinks} entries of a cache of "
+                    f"{what} {num_sinks} entries of a cache of "
                     f"{sizes.cache_size}: shorten it, or serve with a larger --cache-size",
                     param="messages",
                     code="system_too_long",
                 )
-        return replace(session, comparison=AS_READ, system=system, num_sinks=num_sinks)
+        return replace(
+            session,
+            comparison=AS_READ,
+            messages_digest=opening,
+            tools=opening,
+            system=system,
+            num_sinks=num_sinks,
+        )
 
     def of_messages(
-        self, session: Session, messages: Sequence[Message], template: Template = None
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        template: Template = None,
+        tools: Definitions = None,
     ) -> Tensor:
         """The tokens [T] of messages that continue a session."""
-        if template and self.keeps_turns:
-            raise RequestError(
-                "chat_template_kwargs is not supported with --evict turns: leave it out",
-                param="chat_template_kwargs",
-                code="unsupported",
-            )
-        as_dicts = [message.model_dump() for message in messages]
+        for field, value in (("chat_template_kwargs", template), ("tools", tools)):
+            if value and self.keeps_turns:
+                raise RequestError(
+                    f"{field} is not supported with --evict turns: leave it out",
+                    param=field,
+                    code="unsupported",
+                )
+        as_dicts = [message.for_template() for message in messages]
         how: dict[str, Any] = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
-        how["template"] = template
+        how |= {"template": template, "tools": tools}
         system = None if session.is_new else session.system
         return self.of(message_ids(self.tokenizer, as_dicts, system=system, **how))
 
@@ -119,16 +142,31 @@ class Prompts:
         return begin - first
 
 
-def new_messages(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that are new to a session; RequestError if the others differ from its own."""
+def new_messages(
+    session: Session, messages: Sequence[Message], tools: str = ""
+) -> Sequence[Message]:
+    """The messages that are new to a session; RequestError if the others, or the tools, differ from
+    its own.
+
+    Args:
+        tools: a digest of the tools.
+    """
     if session.is_new:
         return messages
-    digests = digest("", messages, session.comparison)
+    if tools != session.tools:
+        raise RequestError(
+            "the tools of a session stay as they were in its first turn: send the same ones, or "
+            "name another session",
+            param="tools",
+            code="session_mismatch",
+        )
+    digests = digest(tools, messages, session.comparison)
     if session.messages_digest in digests[:-1]:
         return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
     turns = messages[1:] if system is not None else messages
-    if len(turns) == 1 and (system is None or as_read(system) == as_read(session.system or "")):
+    is_turn = len(turns) == 1 or all(message.role == "tool" for message in turns)
+    if is_turn and (system is None or as_read(system) == as_read(session.system or "")):
         return turns
     raise RequestError(
         "these messages do not continue the session: send only the new turn, or all messages "
@@ -144,6 +182,7 @@ def session_for(
     fields: str,
     headers: Headers,
     *,
+    tools: str = "",
     has_all: bool = True,
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
@@ -157,6 +196,7 @@ def session_for(
 
     Args:
         fields: `fields` of the request.
+        tools: a digest of its tools.
         has_all: a stored answer has all that the request asks for. Logprobs are not stored, so with
             them the same turn is answered anew.
 
@@ -166,7 +206,7 @@ def session_for(
     """
     if session.is_new:
         return session
-    turn, is_same = digest("", messages, session.comparison)[-1], session.fields in ("", fields)
+    turn, is_same = digest(tools, messages, session.comparison)[-1], session.fields in ("", fields)
     is_same_request = is_same and turn == session.request
     if headers.key and headers.key == session.key:
         if not is_same_request:

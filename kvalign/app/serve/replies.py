@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.tools import Call, CallReader, Tools, as_json
 from kvalign.app.serve.turn import Chosen
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
@@ -29,6 +30,7 @@ class TextForm:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
     opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
+    of_end: ClassVar[dict[str, Any]] = {"text": ""}  # and in its last one
 
     def __init__(self, model: str):
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
@@ -38,10 +40,20 @@ class TextForm:
         """Take what the form says of a request whose answers begin."""
 
     def of_text(self, text: str) -> dict[str, Any]:
-        """Return a choice's fields for a whole text; `of_piece`: for a piece, in a chunk."""
+        """Return a choice's fields for a whole text."""
         return {"text": text}
 
-    of_piece = of_text
+    def of_piece(self, index: int, text: str) -> dict[str, Any]:
+        """Return a choice's fields for a piece, in a chunk."""
+        return {"text": text}
+
+    def of_rest(self, index: int) -> dict[str, Any] | None:
+        """Return those of what was held back of a choice, as it ends; None for nothing."""
+        return None
+
+    def finish_of(self, index: int, finish: str) -> str:
+        """Return the reason for a choice's end, which has been said in pieces."""
+        return finish
 
     def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
         """Return the logprobs of tokens; None without one."""
@@ -65,12 +77,49 @@ class ChatForm(TextForm):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
+    of_end: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    _readers: Sequence[CallReader | None] = ()  # of choices in pieces
+    _tools: Tools | None = None
+
+    def for_request(self, request: Any, answers: Answers) -> None:
+        if (tools := answers.tools) and tools.form:
+            self._tools = tools
+            self._readers = [tools.reader() for _ in range(answers.num)]
+            self._num_calls = [0] * answers.num
 
     def of_text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._tools is not None:
+            content, calls = self._tools.read(text)
+            if calls:
+                message |= {"content": content or None, "tool_calls": [*map(as_json, calls)]}
+        return {"message": message}
 
-    def of_piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def of_piece(self, index: int, text: str) -> dict[str, Any]:
+        if not self._readers or (reader := self._readers[index]) is None:
+            return {"delta": {"content": text} if text else {}}
+        return self._delta(index, *reader.read(text))
+
+    def of_rest(self, index: int) -> dict[str, Any] | None:
+        if not self._readers or (reader := self._readers[index]) is None:
+            return None
+        content, calls = reader.rest()
+        return self._delta(index, content, calls) if content or calls else None
+
+    def finish_of(self, index: int, finish: str) -> str:
+        has_calls = bool(self._readers) and self._num_calls[index] > 0
+        return "tool_calls" if has_calls and finish == "stop" else finish
+
+    def _delta(self, index: int, content: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """Return what a chunk adds to a message: content, and whole calls."""
+        delta: dict[str, Any] = {"content": content} if content else {}
+        first = self._num_calls[index]
+        self._num_calls[index] += len(calls)
+        if calls:
+            told = enumerate(map(as_json, calls), first)
+            delta["tool_calls"] = [{"index": number, **call} for number, call in told]
+        return {"delta": delta}
 
     def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
         if not tokens:
@@ -177,10 +226,12 @@ async def whole(
                 tokens[event.index] += event.tokens
             else:
                 ends[event.index] = event
-    choices = [
-        choice_of(i, form.of_text(text), ends[i].finish, form.of_tokens(tokens[i]))
-        for i, text in enumerate(texts)
-    ]
+    choices = []
+    for i, text in enumerate(texts):
+        content, finish = form.of_text(text), ends[i].finish
+        if finish == "stop" and "tool_calls" in content.get("message", ()):
+            finish = "tool_calls"
+        choices.append(choice_of(i, content, finish, form.of_tokens(tokens[i])))
     usage = usage_of(answers, ends.values())
     headers = {**headers, **warning_of(answers)}
     return JSONResponse(form.document(form.kind, choices, usage=usage), headers=headers)
@@ -246,10 +297,13 @@ class EventStream(Response):
         return _line(error.form())
 
     def _of_event(self, event: Piece | End) -> str:
+        form, index = self.form, event.index
         if isinstance(event, Piece):
-            logprobs = self.form.of_tokens(event.tokens)
-            return self._chunk(event.index, self.form.of_piece(event.text), logprobs=logprobs)
-        return self._chunk(event.index, self.form.of_piece(""), event.finish)
+            logprobs = form.of_tokens(event.tokens)
+            return self._chunk(index, form.of_piece(index, event.text), logprobs=logprobs)
+        rest = form.of_rest(index)
+        last = self._chunk(index, rest) if rest else ""
+        return last + self._chunk(index, form.of_end, form.finish_of(index, event.finish))
 
     def _chunk(
         self,

@@ -14,7 +14,15 @@ from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
 from kvalign.app.serve.turn import Chosen
-from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Form, Message, Request
+from kvalign.app.serve.wire import (
+    MOST_MESSAGES,
+    OF_REQUESTS,
+    OF_TOOLS,
+    Chat,
+    Form,
+    Message,
+    Request,
+)
 
 _LOGPROBS = "message.output_text.logprobs"
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
@@ -64,8 +72,8 @@ class ResponseRequest(Request):
     }
     refused: ClassVar = {
         **Request.refused,
-        **{name: Chat.refused[name] for name in ("tools", "functions", "verbosity")},
-        "tool_choice": ("none", "auto"),
+        **{name: Chat.refused[name] for name in ("functions", "verbosity")},
+        **OF_TOOLS,
         "access_programs": (),
         "background": (False,),
         "context_management": ([],),

@@ -21,6 +21,7 @@ from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Message, Request
 from kvalign.app.sessions.conversation import sinks_of, talk_defaults
@@ -127,13 +128,17 @@ class Service:
         one that it continues.
         """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
-        template = request.chat_template_kwargs
+        template, tools = request.chat_template_kwargs, Tools.of(request, self.tokenizer)
+        told, opening = tools.definitions if tools else None, request.opening
+        if tools and tools.form and request.parallel_tool_calls is False:
+            stops = (*(sampling.stop_strings or ()), *filter(None, [tools.form.end]))
+            sampling = replace(sampling, stop_strings=stops)  # the first call ends the answer
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.new_session(Session(""), request.messages, template)
-            ids = prompts.of_messages(new, request.messages, template)
-            return self._submit([(new, ids)], sampling, request, put)
-        with self._session(name, request.messages) as former:
+            new = prompts.new_session(Session(""), request.messages, template, told, opening)
+            ids = prompts.of_messages(new, request.messages, template, told)
+            return self._submit([(new, ids)], sampling, request, put, tools=tools)
+        with self._session(name, request.messages, opening) as former:
             session: Session | None = former
             is_last = previous == len(former.ids) - former.num_new and not former.is_new
             if not is_last:
@@ -146,13 +151,15 @@ class Service:
                         code="previous_response_not_found",
                     )
             if session is None:
-                return self._again(former, put)
-            messages = new_messages(session, request.messages)
+                answers = self._again(former, put)
+                answers.tools = tools
+                return answers
+            messages = new_messages(session, request.messages, opening)
             if session.is_new:
-                session = prompts.new_session(session, messages, template)
+                session = prompts.new_session(session, messages, template, told, opening)
             session = session.with_request(request.messages, request.fields, headers.key)
-            ids = prompts.of_messages(session, messages, template)
-            return self._submit([(session, ids)], sampling, request, put, messages)
+            ids = prompts.of_messages(session, messages, template, told)
+            return self._submit([(session, ids)], sampling, request, put, messages, tools)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -176,9 +183,11 @@ class Service:
             return self._submit([(session, ids)], sampling, request, put, messages)
 
     @contextmanager
-    def _session(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
+    def _session(
+        self, name: str | None, messages: Sequence[Message] = (), tools: str = ""
+    ) -> Iterator[Session]:
         """Session for a turn, released if that cannot begin."""
-        session = self.sessions.take(name, messages)
+        session = self.sessions.take(name, messages, tools)
         try:
             yield session
         except BaseException:
@@ -188,8 +197,9 @@ class Service:
     def _session_for(
         self, former: Session, messages: Sequence[Message], request: Request, headers: Headers
     ) -> Session | None:
-        has_all = request.num_top is None
-        session = session_for(former, messages, request.fields, headers, has_all=has_all)
+        has_all, tools = request.num_top is None, request.opening
+        how: dict[str, Any] = {"tools": tools, "has_all": has_all}
+        session = session_for(former, messages, request.fields, headers, **how)
         if session is None and not has_all:
             raise RequestError(
                 "logprobs of an answer that was given before are not stored: leave them out",
@@ -254,6 +264,7 @@ class Service:
         request: Request,
         put: Put,
         messages: Sequence[Message] | None = None,
+        tools: Tools | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and the answers.
 
@@ -261,10 +272,14 @@ class Service:
         """
         num_choices, schema = request.num_choices, request.schema_of_answer
         constraint, ends = None, self.ends
-        if schema is not None:
-            constraint, ends = self.constraints.of_schema(schema), self.json_ends
+        if tools and tools.must:
+            constraint = self.constraints.of_grammar(tools.grammar, "tool_choice")
+        elif schema is not None:
+            constraint = self.constraints.of_schema(schema)
+        if constraint is not None:
+            ends = self.json_ends
             sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself
-        answers = Answers(len(pairs) * num_choices)
+        answers = Answers(len(pairs) * num_choices, tools=tools)
         for number, (session, new) in enumerate(pairs):
             before = session.ids
             if len(before) and int(before[-1]) in self.ends:
@@ -273,7 +288,7 @@ class Service:
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, text = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             update = (
-                SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
+                SessionUpdate(self.sessions, messages, session, ids, self._writer, put, tools)
                 if messages
                 else None
             )

@@ -38,6 +38,7 @@ class Session:
     answer: str = ""  # the last one
     finish: str = ""  # why that ended
     system: str | None = None  # what its first message told the model
+    tools: str = ""  # a digest of the tools with which it begins; "" for none
     num_sinks: int = 0
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T], all
     num_fed: int = 0  # tokens that its method has been fed
@@ -60,7 +61,7 @@ class Session:
         """Return the session with the request for its next answer: its messages, the digest of its
         other fields, and its key.
         """
-        request = digest("", messages, self.comparison)[-1]
+        request = digest(self.tools, messages, self.comparison)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
     def reset(self) -> "Session":
@@ -104,13 +105,14 @@ def as_read(text: str) -> str:
 
 
 def digest(before: str, messages: Sequence[Message], comparison: str) -> list[str]:
-    """Return digests of a conversation after each message, from the digest `before` them. Those of
-    messages that are alike are equal; `comparison`: as `Session` has it.
+    """Return digests of a conversation after each message, from the digest `before` them: of the
+    tools, before the first. Those of messages that are alike are equal; `comparison`: as `Session`
+    has it.
     """
     digests = []
     for message in messages:
         content = as_read(message.content) if comparison == AS_READ else message.content
-        text = json.dumps([before, message.role, content])
+        text = json.dumps([before, message.role, content, *message.calls], sort_keys=True)
         before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
     return digests
@@ -143,9 +145,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def take(self, name: str | None, messages: Sequence[Message] = ()) -> Session:
+    def take(self, name: str | None, messages: Sequence[Message] = (), tools: str = "") -> Session:
         """The session for one turn: by name, else the unnamed one that shares the longest beginning
-        with these messages, else a new one. `put` or `release` it.
+        with these messages and the digest of their tools, else a new one. `put` or `release` it.
 
         Raises:
             RequestError: it is answering another turn; it was dropped and these messages do not
@@ -154,7 +156,7 @@ class Sessions:
         digests = []
         if name is None:
             hows = AS_READ, ""
-            digests = [(how, one) for how in hows for one in digest("", messages, how)[-2::-1]]
+            digests = [(how, one) for how in hows for one in digest(tools, messages, how)[-2::-1]]
         has_answers = any(message.role == "assistant" for message in messages)
         with self._lock:
             unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))

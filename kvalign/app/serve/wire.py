@@ -39,6 +39,7 @@ M = TypeVar("M", bound="Request")
 T = TypeVar("T")
 Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 MOST_MESSAGES = 4096
+MOST_TOOLS = 128
 _MOST_PARTS = 256  # of a message
 
 
@@ -145,6 +146,11 @@ class Request(Form):
         return None
 
     @property
+    def opening(self) -> str:
+        """Return a digest of the tools, which begin a conversation; "" without one."""
+        return ""
+
+    @property
     def fields(self) -> str:
         """Return a digest of the fields that change an answer, but for the messages or the prompt.
         With these equal, two requests ask for the same answer.
@@ -205,21 +211,42 @@ class TextPart(Form):
     text: str
 
 
+class CalledFunction(Form):
+    within = "messages"
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("arguments of a call must be the text of a JSON object")
+        return json.dumps(value)
+
+
+class ToolCall(Form):
+    harmless = {"id": "its name", "index": "its place"}
+    within = "messages"
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Form):
     """One message; `content` is its text."""
 
-    harmless = {"annotations": "links in an answer, which clients send back with it"}
-    refused = {
-        "name": (),
-        "refusal": ("",),
-        "audio": (),
-        "tool_calls": ([],),
-        "function_call": (),
-        "tool_call_id": (),
+    harmless = {
+        "annotations": "links in an answer, which clients send back with it",
+        "tool_call_id": "says which call it answers: results are read in the order of the calls",
     }
+    refused = {"name": (), "refusal": ("",), "audio": (), "function_call": ()}
     within = "messages"
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
 
     @classmethod
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
@@ -229,6 +256,8 @@ class Message(Form):
         fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
+        if fields.get("tool_calls") and fields.get("content") is None:
+            fields["content"] = ""
         content = fields.get("content")
         if isinstance(content, list):
             if len(content) > _MOST_PARTS:
@@ -241,7 +270,60 @@ class Message(Form):
             )
         return fields
 
+    @property
+    def calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """Names and arguments of its calls."""
+        functions = [call.function for call in self.tool_calls or ()]
+        return [(one.name, json.loads(one.arguments)) for one in functions]
 
+    def for_template(self) -> dict[str, Any]:
+        """The message as a chat template takes it."""
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in self.calls
+        ]
+        own: dict[str, Any] = {"role": self.role, "content": self.content}
+        return {**own, "tool_calls": calls} if calls else own
+
+
+class Function(Form):
+    harmless = {"strict": "says that the schema must be obeyed"}
+    within = "tools"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Form):
+    within = "tools"
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as a chat template takes it."""
+        own = self.function
+        parameters = own.parameters or {"type": "object", "properties": {}}
+        about = {"description": own.description or "", "parameters": parameters}
+        return {"type": "function", "function": {"name": own.name, **about}}
+
+
+class NamedFunction(Form):
+    within = "tool_choice"
+    name: str
+
+
+class NamedTool(Form):
+    within = "tool_choice"
+    type: Literal["function"]
+    function: NamedFunction
+
+
+# Fields of tools, where they are not taken.
+OF_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
 # Fields of another address of the API.
 _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt", "input", "instructions", "previous_response_id", "text"), ()),
@@ -260,12 +342,9 @@ class Chat(Request):
         "prompt_cache_key": "says which requests begin alike",
         "prompt_cache_options": "says how long and how far a prompt is cached",
         "prompt_cache_retention": "says how long a prompt is cached",
-        "parallel_tool_calls": "says how tools are called, and there are none",
     }
     refused = Request.refused | {
         **_OF_OTHERS,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -281,6 +360,9 @@ class Chat(Request):
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: (
@@ -292,14 +374,33 @@ class Chat(Request):
     def _in_order(cls, messages: list[Message]) -> list[Message]:
         if any(message.role == "system" for message in messages[1:]):
             raise ValueError("only the first message may be a system message")
-        if messages[-1].role != "user":
-            raise ValueError("the last message must be the user's")
+        if messages[-1].role not in ("user", "tool"):
+            raise ValueError("the last message must be the user's or a tool's")
         return messages
 
     @field_validator("response_format")
     @classmethod
     def _of_any_text(cls, form: ResponseFormat | None) -> ResponseFormat | None:
         return None if form is None or form.type == "text" else form
+
+    @model_validator(mode="after")
+    def _with_tools(self) -> "Chat":
+        names, choice = [tool.function.name for tool in self.tools or ()], self.tool_choice
+        if len({*names}) < len(names):
+            raise RequestError("tools has two of the same name", param="tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            what = f"tool_choice names {choice.function.name!r:.80}, which is not among tools"
+            raise RequestError(what, param="tool_choice")
+        if choice == "required" and not names:
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        if names and self.may_call and self.schema_of_answer is not None:
+            raise RequestError(
+                "response_format is not supported with tools: leave one of them out, or ask for "
+                "tool_choice: none",
+                param="response_format",
+                code="unsupported",
+            )
+        return self
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> "Chat":
@@ -315,6 +416,26 @@ class Chat(Request):
                 param="max_completion_tokens",
             )
         return self
+
+    @property
+    def may_call(self) -> bool:
+        """Return whether a tool may be called."""
+        return self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[str]:
+        """Names of the tools, one of which must be called; empty: the model may choose."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        is_required = self.tool_choice == "required"
+        return [tool.function.name for tool in self.tools or ()] if is_required else []
+
+    @property
+    def opening(self) -> str:
+        if not self.tools:
+            return ""
+        text = json.dumps([tool.for_template() for tool in self.tools], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def num_top(self) -> int | None:
@@ -349,6 +470,7 @@ class Completion(Request):
     harmless = Chat.harmless
     refused = Request.refused | {
         **{name: Chat.refused.get(name, ()) for name in _ONLY_CHAT},
+        **OF_TOOLS,
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),

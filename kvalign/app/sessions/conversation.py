@@ -21,6 +21,8 @@ from kvalign.app.sessions.turns_in_cache import (
     make_room,
     note_turn,
 )
+from kvalign.cache.default_size import MOST
+from kvalign.cache.recall_layers import usual_recalled
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
@@ -38,6 +40,9 @@ CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 # In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
 UNREPEATED = {"repetition_penalty": 1.1}
 WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
+# Entries that a step takes back from a memory. With more of them a fact of an early turn is less
+# likely to be answered: tests/scripts/talk.py.
+RECALLED = 8
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
@@ -114,6 +119,12 @@ class ConversationSettings(TalkSettings):
         None,
         help="number of tokens that were generated last, to which --repetition-penalty is limited; "
         f"0: all tokens (default: {WINDOW})",
+    )
+    num_recalled: int | None = option(
+        None,
+        help="entries that a step takes back from the --memory (default: a quarter of the cache, "
+        f"at most {RECALLED})",
+        at_least=1,
     )
     keep: str | None = option(
         None,
@@ -376,6 +387,9 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
             how: dict[str, Any] = {"special_tokens": settings.special_tokens}
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
+    if settings.memory and settings.num_recalled is None:
+        usual = usual_recalled(settings.cache_size or MOST, num_sinks or 0)
+        settings = replace(settings, num_recalled=min(RECALLED, usual))
     defaults = {"repetition_window": WINDOW, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
