@@ -3,8 +3,79 @@
 import random
 
 import pytest
+from helpers.served import serving
 
+import kvalign
 from kvalign.app.serve.edits import RUN, edits_between
+from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.foundation.errors import UserError
+
+ASKED = dict(model="gpt2-mini", max_tokens=6, temperature=0)
+TALK = [
+    "The ship was built in the north of the country , and the men of the town were proud of it .",
+    "The king came to see it with the queen , and the people of the island sang a song for them .",
+    "Then the storm came , and the river rose , and the bridge of stone was lost in the night .",
+    "Who was the captain ?",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return kvalign.load_model("gpt2-mini")
+
+
+def said(client, messages):
+    reply = client.chat.completions.create(**ASKED, messages=messages)
+    usage = reply.usage
+    counts = usage.prompt_tokens_details.cached_tokens, usage.kvalign["edited_tokens"]
+    return reply.choices[0].message.content, usage.prompt_tokens, *counts
+
+
+def talk(client, texts=TALK):
+    messages = []
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": said(client, messages)[0]})
+    return messages
+
+
+def test_a_changed_message_is_edited_and_the_rest_is_kept(loaded):
+    with serving(loaded, cache_size=250, edit=True) as server, server.client() as client:
+        messages = talk(client)
+        # The second turn is left out.
+        shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
+        _, num, num_cached, num_edited = said(client, shorter)
+        # Answers are of other tokens when a client sends them as text, up to the next run.
+        assert num_edited < 30 and num / 2 < num_cached < num - num_edited
+        # A word of the first one is another.
+        other = [{"role": "user", "content": TALK[0].replace("town", "village")}, *messages[1:-1]]
+        answer, num, num_cached, num_edited = said(client, other)
+        assert 0 < num_edited < 50 and num / 2 < num_cached < num - num_edited
+        # It goes on as any other conversation.
+        more = [*other, {"role": "assistant", "content": answer}]
+        _, num, num_cached, num_edited = said(client, [*more, {"role": "user", "content": "Why ?"}])
+        assert num_edited == 0 and num - 12 < num_cached < num
+        assert said(client, [{"role": "user", "content": "Another talk ?"}])[2:] == (0, 0)
+    with serving(loaded, cache_size=250) as server, server.client() as client:
+        messages = talk(client)
+        shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
+        assert said(client, shorter)[2:] == (0, 0)
+
+
+def test_what_was_evicted_is_not_edited(loaded):
+    with serving(loaded, cache_size=60, edit=True) as server, server.client() as client:
+        messages = talk(client)
+        shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
+        assert said(client, shorter)[2:] == (0, 0)
+
+
+def test_edit_needs_a_method_that_can_be_edited(loaded):
+    settings = ServeSettings(model="gpt2-mini", method="discard-half", edit=True)
+    with pytest.raises(UserError, match="discard-half cannot be edited"):
+        Service(settings, loaded)
+    with pytest.raises(UserError, match="--evict turns"):
+        ServeSettings(edit=True, evict="turns")
 
 
 def applied(held, edits):

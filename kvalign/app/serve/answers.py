@@ -54,6 +54,7 @@ class Answers:
     turns: list[Turn] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answers, those of the session included
     num_cached: int = 0  # those of them that were not fed anew
+    num_edited: int = 0  # those that were, in places that the client changed before others
     num_reencoded: int = 0  # those that were, of turns that stay when older ones go
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory

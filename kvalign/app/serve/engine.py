@@ -138,9 +138,7 @@ class Engine(threading.Thread):
             turn = self._feeding.popleft()
             part, turn.rest = turn.rest[:PART], turn.rest[PART:]
             try:
-                if turn.state is not None:
-                    turn.method.restore(turn.state)
-                    turn.state = None
+                turn.restore()
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
                 if len(turn.rest):

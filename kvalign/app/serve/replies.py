@@ -164,6 +164,7 @@ def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
             "evicted_tokens": answers.num_evicted + sum(end.num_evicted for end in ends),
             "forgotten_prompt_tokens": answers.num_forgotten,
             "reencoded_tokens": answers.num_reencoded,
+            "edited_tokens": answers.num_edited,
         },
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
 from kvalign.app.serve.constraints import Constraints
+from kvalign.app.serve.edits import RUN, Edits, edits_between
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -22,7 +23,7 @@ from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools
-from kvalign.app.serve.turn import AnswerRow, Turn
+from kvalign.app.serve.turn import AnswerRow, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Message, Request
 from kvalign.app.sessions.conversation import sinks_of, talk_defaults
 from kvalign.foundation.errors import UserError
@@ -58,6 +59,8 @@ class Service:
                 "a server's streams must have no end, but with --positions keep they end after "
                 f"{num} tokens"
             )
+        if settings.edit:
+            self.method.edit(0, 0)  # refuses a method that cannot be edited
         if settings.compile:
             self._take_stored_steps()
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
@@ -159,7 +162,9 @@ class Service:
                 session = prompts.new_session(session, messages, template, told, opening)
             session = session.with_request(request.messages, request.fields, headers.key)
             ids = prompts.of_messages(session, messages, template, told)
-            return self._submit([(session, ids)], sampling, request, put, messages, tools)
+            is_edited = self.settings.edit and session.is_new and name is None
+            held = self._edited(session, ids) if is_edited else None
+            return self._submit([(session, ids)], sampling, request, put, messages, tools, held)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -206,6 +211,16 @@ class Service:
                 param="logprobs",
             )
         return session
+
+    def _edited(self, session: Session, ids: Tensor) -> tuple[State, Edits] | None:
+        """The state of another conversation that a new one with these tokens is an edit of, and the
+        edits; None if there is none from which nothing has been evicted.
+        """
+        other = self.sessions.most_alike(ids, session.num_sinks)
+        if other is None or self.method.sizes.num_dropped(other.num_fed):
+            return None
+        edits = edits_between(other.ids[: other.num_fed].tolist(), ids.tolist())
+        return (self.sessions.state(other), edits) if edits.num_kept > RUN else None
 
     def _again(self, session: Session, put: Put) -> Answers:
         """Last answer of a session again."""
@@ -265,10 +280,12 @@ class Service:
         put: Put,
         messages: Sequence[Message] | None = None,
         tools: Tools | None = None,
+        held: tuple[State, Edits] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and the answers.
 
-        `messages` are the new messages of a session that is stored with its answer.
+        `messages` are the new messages of a session that is stored with its answer; `held` is a
+        state that a new session takes up, with edits that make it its own.
         """
         num_choices, schema = request.num_choices, request.schema_of_answer
         constraint, ends = None, self.ends
@@ -315,14 +332,21 @@ class Service:
                 )
                 for draw in range(num_choices)
             ]
+            state, changes = self.sessions.state(session) if num_cached else None, []
+            if held is not None:
+                state, edits = held
+                num_cached, changes = edits.num_held, edits.changes
+                answers.num_edited += edits.num_new
+                answers.num_cached -= edits.num_new
             turn = Turn(
                 method,
-                self.sessions.state(session) if num_cached else None,
+                state,
                 ids[num_cached:],
                 rows,
                 ended=update.ended if update else lambda row, _: put(End.of(row)),
                 failed=update.release if update else put,
                 keeps=update is not None,
+                changes=changes,
             )
             answers.turns.append(turn)
             answers.num_cached += num_cached

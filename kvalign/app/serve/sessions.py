@@ -104,6 +104,13 @@ def as_read(text: str) -> str:
     return unicodedata.normalize("NFC", lines).strip()
 
 
+def _num_alike(one: Tensor, other: Tensor) -> int:
+    """Number of tokens with which both begin."""
+    num = min(len(one), len(other))
+    differ = (one[:num] != other[:num]).nonzero()
+    return int(differ[0]) if len(differ) else num
+
+
 def digest(before: str, messages: Sequence[Message], comparison: str) -> list[str]:
     """Return digests of a conversation after each message, from the digest `before` them: of the
     tools, before the first. Those of messages that are alike are equal; `comparison`: as `Session`
@@ -178,6 +185,16 @@ class Sessions:
                 self.store.check_new(name)
             self._busy.add(name)
             return self._by_id.get(name, Session(name))
+
+    def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
+        """The idle session without a name, with so many sinks, that shares the longest beginning
+        with these tokens [T]; None if none shares its sinks and one token more.
+        """
+        with self._lock:
+            there = [x for x in self._by_id.values() if self._is_idle(x, is_named=False)]
+        alike = [(_num_alike(x.ids, ids), x) for x in there if x.num_sinks == num_sinks]
+        longest, session = max(alike, key=lambda pair: pair[0], default=(0, None))
+        return session if longest > num_sinks else None
 
     def state(self, session: Session) -> dict[str, Tensor]:
         """Return the state of a session, from its `Store`."""

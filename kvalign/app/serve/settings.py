@@ -70,6 +70,11 @@ class ServeSettings(TalkSettings):
     keep_unnamed: bool = option(
         False, help="keep conversations without a session in --sessions, too"
     )
+    edit: bool = option(
+        False,
+        help="a conversation without a session whose earlier messages were changed or left out "
+        "keeps what follows them: it is moved, not encoded again, and knows what it has read",
+    )
     max_streams: int = option(64, help="most streams at the same time", at_least=1)
     max_queue: int = option(
         256, help="most requests that may wait; further ones get 429", at_least=0
@@ -103,5 +108,7 @@ class ServeSettings(TalkSettings):
         super().__post_init__()
         if self.without_key and self.api_key is not None:
             raise UserError("--without-key and a key contradict each other: leave one out")
+        if self.edit and self.evict == "turns":
+            raise UserError("--edit and --evict turns contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from kvalign.app.serve.edits import Change
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import RunError
@@ -143,7 +144,18 @@ class Turn:
     ended: Callable[[AnswerRow, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
+    changes: Sequence[Change] = ()  # of what its state holds, in order, before anything is fed
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
+
+    def restore(self) -> None:
+        """Have the method take up the state, with its changes."""
+        if self.state is None:
+            return
+        self.method.restore(self.state)
+        self.state = None
+        for start, stop, new in reversed(self.changes):
+            ids = torch.tensor([new], device=self.method.model.device) if new else None
+            self.method.edit(start, stop, ids)
 
     def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
