@@ -30,6 +30,7 @@ EVALUATIONS = {
         "attention",
     )
 }
+EVALUATIONS["edit"] = ["eval", "edit", *MODEL, "--methods", "streaming-llm"]
 EVALUATIONS["recall"] = ["eval", "recall", "--model", "recall-llama", "--methods", "streaming-llm"]
 ALL = {**SINGLE, **EVALUATIONS}
 # Values that no command takes, by what is said of them.

@@ -108,6 +108,10 @@ RESULTS = [
     ("readability", placed("mine", "rule"), "rule"),
     ("chat", placed(REMOVED, "rows", 1), "answers"),
     ("streameval", placed("half", "rows", 0, "accuracy"), "accuracy"),
+    ("edit", placed("moved", "rows", 1, "kind"), "rows.1.kind"),
+    ("edit", placed("edited, $x$", "rows", 1, "way"), "must be a way to go on"),
+    ("edit", placed(REMOVED, "rows", 1, "ratio"), "rows.ratio"),
+    ("edit", placed(None, "rows", 0, "ratio_low"), "rows.ratio: each row needs it"),
     ("attention", placed(REMOVED, "rows", 0, "after", "by_entry"), "by_entry"),
 ]
 

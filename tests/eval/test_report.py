@@ -219,9 +219,9 @@ def test_terminal_shows_strips_and_no_escapes(tmp_path):
 
 def test_results_are_in_the_suites_order(tmp_path):
     folder = write_folder(tmp_path / "results")
-    names = ["attention", "chat", "latency", "needle", "perplexity", "readability", "recall"]
-    names += ["streameval", "told", "total-time"]
+    names = ["attention", "chat", "edit", "latency", "needle", "perplexity", "readability"]
+    names += ["recall", "streameval", "told", "total-time"]
     assert list(read(folder).documents) == names
     cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
     (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
-    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:9]]
+    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:10]]
