@@ -132,10 +132,10 @@ COLUMNS = {
     "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
     "perplexity": Column("perplexity", 2, "lower", "of the future", is_optional=True, weight=4),
     "ratio": Column(
-        "ratio",
+        "ratio to anew",
         3,
         "lower",
-        "to the text encoded anew; 95 % over edits, paired",
+        "perplexity by that of the text encoded anew; 95 % over edits, paired",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
@@ -155,7 +155,7 @@ COLUMNS = {
         better="",
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms", 1, "lower", "time of an edit of one stream, median", weight=5),
+    "edit_ms": Column("ms an edit", 1, "lower", "time of an edit of one stream, median", weight=5),
 }
 
 
