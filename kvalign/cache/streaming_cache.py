@@ -112,7 +112,7 @@ class StreamingCache(FixedSizeCache):
         return self.num_stored
 
     def _num_over(self, num: int) -> int:
-        """Of so many entries, those that are evicted."""
+        """Return how many of so many entries are evicted."""
         return self.sizes.num_dropped(num)
 
     def part(self, first: int, stop: int) -> CachePart:

@@ -167,7 +167,7 @@ class MemoryCache(StreamingCache):
             )
 
     def part(self, first: int, stop: int) -> CachePart:
-        """As of the base, of the memory's entries."""
+        """Entries as of the base, those of the memory included."""
         part = super().part(first, stop)
         with self.changing():
             self._put_aside()

@@ -90,6 +90,10 @@ RESULTS = [
     ("readability", placed(1e-308, "rows", 0, "num_chunks"), "num_chunks"),
     ("readability", placed(REMOVED, "rows", 0, "no_repeat_ngram_size"), "no_repeat_ngram_size"),
     ("chat", placed(REMOVED, "rows", 1), "answers"),
+    ("edit", placed("moved", "rows", 1, "kind"), "rows.1.kind"),
+    ("edit", placed("edited, $x$", "rows", 1, "way"), "must be a way to go on"),
+    ("edit", placed(REMOVED, "rows", 1, "ratio"), "rows.ratio"),
+    ("edit", placed(None, "rows", 0, "ratio_low"), "rows.ratio: each row needs it"),
     ("attention", placed(REMOVED, "rows", 0, "after", "by_entry"), "by_entry"),
 ]
 

@@ -173,6 +173,7 @@ def test_summary_joins_the_evaluations(results):
     assert [table.title for table in tables] == [f"{HOSTILE}, C = 16", f"{HOSTILE}, C = 32"]
     titles = [column.title for column in tables[0].columns]
     shown = [c.title for one in EVALUATIONS.values() for c in one.summary_columns.values()]
+    shown.remove("behind, answered")  # of edits of facts; here they are of a text
     assert titles == ["method", *shown]
     assert [row[0].text for row in tables[0].rows] == [
         "window, 4 sinks",
@@ -219,9 +220,9 @@ def test_terminal_shows_strips_and_no_escapes(tmp_path):
 
 def test_results_are_in_the_suites_order(tmp_path):
     folder = write_folder(tmp_path / "results")
-    names = ["attention", "chat", "latency", "needle", "perplexity", "readability", "recall"]
-    names += ["streameval", "told", "total-time"]
+    names = ["attention", "chat", "edit", "latency", "needle", "perplexity", "readability"]
+    names += ["recall", "streameval", "told", "total-time"]
     assert list(read(folder).documents) == names
     cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
     (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
-    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:9]]
+    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:10]]

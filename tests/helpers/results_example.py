@@ -101,6 +101,15 @@ def documents():
         for row in rows
         for talk in (4, 16)
     ]
+    edits = [
+        row
+        | {"kind": kind, "length": 16, "way": way, "perplexity": 9.5, "agreement": 0.5}
+        | {f"ratio{end}": 1.5 + x for end, x in ENDS}
+        | dict(encoded=16, edit_ms=1.5, num_edits=9, seconds=1.0)
+        for row in rows
+        for kind in ("cut", "insert")
+        for way in ("encoded anew", "edited", "edited, 16 encoded again")
+    ]
     judged_by = {
         "rule": RULES["paper"].described,
         "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
@@ -116,6 +125,7 @@ def documents():
         "recall": _document("recall", recalled, {"relative_to_cache": False}),
         "needle": _document("needle", found, {"corpus": HOSTILE}),
         "told": _document("told", told, {"corpus": HOSTILE}),
+        "edit": _document("edit", edits, {"corpus": HOSTILE}),
         "attention": _document("attention", looked, texts),
         "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }

@@ -50,6 +50,7 @@ SMALLER = {
     ("eval needle", "distances"): (1, 2),
     ("eval needle", "gap"): 10,
     ("eval told", "talk"): (1, 2),
+    ("eval edit", "num_edits"): 2,
     ("eval attention", "cache_sizes"): (32,),
     ("eval attention", "num_texts"): 2,
     ("eval attention", "num_steps"): 1,

@@ -12,7 +12,9 @@ from helpers.tiny_models import KINDS, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
+from kvalign.cache import edits
 from kvalign.cache.realign import Rotating
+from kvalign.cache.realigner import rotated
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
@@ -22,11 +24,14 @@ from kvalign.invariants import INVARIANTS
 from kvalign.invariants.stream import NotApplicableError, matches
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
+from kvalign.methods.cached import Cached
 from kvalign.models.attention import REGISTERED
 
 NUM_STEPS = 60
 MEMORY = {"stored", "recalled", "all-recalled"}
 """Rows of what has one."""
+EDITS = {"undo", "cut", "put-back"}
+"""Rows of what can be edited."""
 
 
 def outcomes_of(model, make_one, invariants=None, **changes):
@@ -149,6 +154,20 @@ def test_a_memory_keeps_to_all(kind, aligner, shallow):
     assert ("moves" in not_tried) == (aligner is None)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "said"),
+    [
+        ("recompute", "llama", {}, "streams of recompute cannot be edited"),
+        ("streaming-llm", "llama", dict(policy="tova"), "policy tova"),
+        ("kvalign", "gpt2", {}, "kind network"),
+    ],
+)
+def test_what_cannot_be_edited_says_so(name, kind, changes, said, models):
+    outcomes = outcomes_of(models[kind], lambda m: make(name, m, **changes), [*EDITS])
+    assert set(states(outcomes).values()) == {"not applicable"}
+    assert all(said in outcome.note for outcome in outcomes.values())
+
+
 @pytest.mark.slow
 def test_a_cache_that_keeps_all(models):
     """What needs an eviction does not apply, all else holds; the model is left as it is."""
@@ -157,7 +176,9 @@ def test_a_cache_that_keeps_all(models):
     outcomes = outcomes_of(model, lambda model: DynamicCache())
     applies = {"dense", "rows", "chunks", "masks", "reorder", "repeat", "save"}
     assert {x for x, state in states(outcomes).items() if state == "passed"} == applies
-    assert all(x.note.startswith("it evicts nothing") for x in outcomes.values() if not x.unit)
+    not_tried = {name: x.note for name, x in outcomes.items() if not x.unit}
+    assert all(not_tried.pop(name).startswith("a cache alone is not edited") for name in EDITS)
+    assert all(note.startswith("it evicts nothing") for note in not_tried.values())
     assert len(outcomes) == len(INVARIANTS)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
@@ -175,7 +196,7 @@ def test_a_model_that_is_not_known():
     model.config.rope_parameters = {"rope_type": "spiral"}
     outcomes = outcomes_of(model, lambda model: DynamicCache(config=model.config))
     not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
-    assert not_tried == {"moves", *MEMORY}
+    assert not_tried == {"moves", *MEMORY, *EDITS}
     assert [x for x, state in states(outcomes).items() if state == "failed"] == ["positions"]
 
 
@@ -325,6 +346,33 @@ def the_oldest_taken_back_twice(patch):
     patch(Memory, "find", wrong)
 
 
+def turned_the_other_way(patch):
+    def wrong(rotation, layer, entries, shift):
+        return rotated(rotation, layer, entries, -shift)
+
+    patch(edits, "rotated", wrong)
+
+
+def put_in_backwards(patch):
+    right = Cached.edit
+
+    def wrong(self, start, stop, ids=None):
+        return right(self, start, stop, None if ids is None else ids.flip(1))
+
+    patch(Cached, "edit", wrong)
+
+
+def taken_back_but_counted(patch):
+    right = Cached.undo_edit
+
+    def wrong(self):
+        num_tokens = self.cache.num_tokens
+        right(self)
+        self.cache.gone = [x - y for x, y in zip(num_tokens, self.cache.seen, strict=True)]
+
+    patch(Cached, "undo_edit", wrong)
+
+
 # The row that a bug belongs to, then others that it shows in.
 PLANTED = {
     shift_by_two: ["moves"],
@@ -332,14 +380,17 @@ PLANTED = {
     sinks_lost: ["kept", "moves", "evicting-chunks", "save"],
     sinks_of_the_first_row: ["rows", "reorder", "evicting-chunks"],
     mask_short: ["masks"],
-    positions_off_by_one: ["moves", "evicting-chunks", "save", "repeat", "reorder"],
+    positions_off_by_one: ["moves", "evicting-chunks", "save", "repeat", "reorder", "cut"],
     positions_run_on: ["positions"],
     reorder_ignored: ["reorder"],
     reorder_without_sinks: ["reorder", "repeat"],
     repeat_in_rounds: ["repeat"],
     save_drops_sinks: ["save"],
     save_drops_a_row: ["save"],
-    an_input_counts_once: ["chunks", "evicting-chunks", "masks", "kept", "moves"],
+    taken_back_but_counted: ["undo"],
+    turned_the_other_way: ["cut"],
+    put_in_backwards: ["put-back"],
+    an_input_counts_once: ["chunks", "evicting-chunks", "masks", "kept", "moves", *EDITS],
     rounded_at_each_move: ["half-entries"],
     first_entry_missing: ["dense", "chunks", "evicting-chunks"],
     stored_in_half_precision: ["stored"],
@@ -347,6 +398,7 @@ PLANTED = {
     the_oldest_taken_back_twice: ["all-recalled"],
 }
 FEW = [shift_by_two, sinks_lost, mask_short, reorder_ignored, save_drops_sinks]
+FEW += [taken_back_but_counted, turned_the_other_way, put_in_backwards]
 
 
 def each(bugs):

@@ -14,10 +14,11 @@ was cut and for one behind the edit.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
@@ -25,6 +26,7 @@ from kvalign.eval.protocol.evaluation import (
     Document,
     Drawing,
     Evaluation,
+    Row,
     ends_of,
     share_column,
 )
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 KINDS = ("cut", "replace", "insert")
 ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
+WAYS = rf"{ANEW}|{EDITED}(, \d+ encoded again)?|{UNEDITED}|{FORGOTTEN}"
+ENDS = ("", "_low", "_high")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +133,10 @@ COLUMNS = {
     # No way is the best: some know more of the text.
     "perplexity": Column("perplexity", 2, about="of the future", is_optional=True, weight=4),
     "ratio": Column(
-        "ratio",
+        "ratio to anew",
         3,
         "",
-        "to the text encoded anew; 95 % over edits, paired",
+        "perplexity by that of the text encoded anew; 95 % over edits, paired",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
@@ -158,7 +162,7 @@ COLUMNS = {
         is_optional=True,
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms", 1, "", "time of an edit of one stream, median", weight=5),
+    "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median", weight=5),
 }
 
 
@@ -175,19 +179,51 @@ class EditEvaluation(Evaluation):
     in_summary = ("ratio", "kept", "edit_ms")
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
+    row_fields = (("kind", Literal["cut", "replace", "insert"]), ("way", str))
+    row_options = tuple((f"told{end}", float) for end in ENDS)  # an insertion cuts none
+
+    def check(self, document: Document) -> None:
+        y = _judged(document)
+        for row in document["rows"]:
+            if any(row.get(f"{y}{end}") is None for end in ENDS):
+                raise UserError(f"rows.{y}: each row needs it, or kept, and its interval")
+            if not re.fullmatch(WAYS, row["way"]):
+                raise UserError(f"rows.way: must be a way to go on, got {row['way']!r:.80}")
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Means of edits after which nothing was encoded again."""
+        from kvalign.eval.protocol.tables import means
+
+        rows = [row for row in document["rows"] if row["way"] == EDITED]
+        return means(rows, [x for x in self.in_summary if document["rows"][0].get(x) is not None])
 
     def figure(self, document: Document) -> Drawing | None:
-        """Ratio to the text encoded anew, or facts that are answered, by way and kind."""
+        """Ratio to the text encoded anew, or facts that are answered, by way and edit."""
         from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.protocol.conclusions import listed, spans
+        from kvalign.eval.protocol.tables import grouped
 
-        rows = document["rows"]
-        ways = list(dict.fromkeys(row["way"] for row in rows))
-        y = "ratio" if "ratio" in rows[0] else "kept"
-        points = [row | {"at": ways.index(row["way"])} for row in rows]
-        panels = panels_by("kind", points, "", "at", y, f"{y}_high", f"{y}_low")
-        title = {"ratio": "perplexity relative to encoded anew", "kept": "facts answered"}[y]
-        figure = draw(panels, x="", y=title, names=ways)
-        return figure, f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
+        y = _judged(document)
+        ways = grouped(document["rows"], "way")
+        at = {way: i for i, way in enumerate(ways)}
+        points = [
+            row | {"at": at[row["way"]], "edit": f"{row['kind']}, {row['length']} tokens"}
+            for row in document["rows"]
+        ]
+        panels = panels_by("edit", points, "", "at", y, f"{y}_high", f"{y}_low")
+        title = {
+            "ratio": "perplexity relative to the text encoded anew",
+            "kept": "facts behind the edit that are answered",
+        }[y]
+        figure = draw(panels, x="", y=title, names=[*ways])
+        said = [f"{way}: {listed(spans(of, y, 3))}" for way, of in ways.items() if way != ANEW]
+        caption = f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
+        return figure, caption, f"{title.capitalize()}; {'; '.join(said)}."
+
+
+def _judged(document: Document) -> str:
+    """Name of the figure that a document is about."""
+    return "kept" if document["rows"][0].get("ratio") is None else "ratio"
 
 
 EVALUATION = EditEvaluation()

@@ -210,7 +210,7 @@ def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
 
 
 def _of_facts(method: Method, text: Text, kind: str) -> tuple[list[bool], list[bool]]:
-    """Whether facts behind the edit are answered, and those that were cut with their old value."""
+    """Return whether facts behind the edit are answered, and those cut with their old value."""
     method.feed(text.after[:, -1:])
     old = {"cut": text.middle, "replace": text.other, "insert": text.middle[:, :0]}[kind]
     now = torch.cat([text.before, text.middle[:, :0] if kind == "cut" else text.middle], 1)

@@ -1,0 +1,209 @@
+"""What `kvalign eval edit` measures: ways to go on after an edit, of texts and of facts."""
+
+import json
+
+import pytest
+import torch
+from helpers.refusals import refused
+
+import kvalign.eval
+from kvalign import load_model
+from kvalign.app.cli.main import main
+from kvalign.eval.evaluations.edit import (
+    ANEW,
+    EDITED,
+    EVALUATION,
+    FORGOTTEN,
+    KINDS,
+    UNEDITED,
+    EditSettings,
+)
+from kvalign.eval.evaluations.edit.ways import Edit, Text, Way, _fact, texts_of
+from kvalign.eval.report.contents import sections, summary
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.foundation.errors import UserError
+
+SMALL = dict(num_before=12, num_after=8, num_future=4, lengths=5, cache_sizes=40, num_edits=3)
+OF_FACTS = dict(num_before=16, num_after=24, num_future=1, lengths=16, cache_sizes=64, num_edits=40)
+AGAIN = f"{EDITED}, 7 encoded again"  # all that stands behind, but the last, which is fed
+
+
+def by_way(document, kind="cut"):
+    return {row["way"]: row for row in document["rows"] if row["kind"] == kind}
+
+
+@pytest.fixture(scope="module")
+def of_text():
+    loaded = load_model("llama-mini")
+    return kvalign.eval.edit(**SMALL, methods="streaming-llm", exactly=(0, 7, 7), loaded=loaded)
+
+
+@pytest.fixture(scope="module")
+def of_facts():
+    loaded = load_model("recall-gpt2")
+    kinds = ("cut", "insert")
+    return kvalign.eval.edit(**OF_FACTS, methods="kvalign", kinds=kinds, exactly=0, loaded=loaded)
+
+
+def test_edits_are_those_of_the_text():
+    """Each kind ends in the text with the middle or without it, the last token being unfed."""
+    text = Text(
+        *(torch.arange(*ends)[None] for ends in ((0, 4), (4, 6), (6, 9), (9, 11), (20, 22)))
+    )
+    with_middle, without = [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 6, 7]
+    for kind, fed, edited in (
+        ("cut", with_middle, without),
+        ("insert", without, with_middle),
+        ("replace", [0, 1, 2, 3, 20, 21, 6, 7], with_middle),
+    ):
+        edit = Edit.of(kind, text)
+        assert edit.ids.tolist() == [fed] and edit.edited.tolist() == [edited]
+        assert edit.row(0).edited.tolist() == [edited]
+
+
+def test_rows_are_of_each_kind_and_way(of_text):
+    ways = [ANEW, EDITED, AGAIN, UNEDITED, FORGOTTEN]
+    found = [(row["kind"], row["way"]) for row in of_text["rows"]]
+    assert found == [(kind, way) for kind in KINDS for way in ways]
+    for row in of_text["rows"]:
+        assert (row["length"], row["num_edits"], row["cache_size"]) == (5, 3, 40)
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert 0 <= row["agreement"] <= 1 and row["edit_ms"] >= 0 < row["seconds"]
+        assert "kept" not in row and "told" not in row
+
+
+def test_what_is_encoded(of_text):
+    """All of the text, the new tokens, and those behind that are encoded again."""
+    for kind, num_new in (("cut", 0), ("replace", 5), ("insert", 5)):
+        encoded = {way: row["encoded"] for way, row in by_way(of_text, kind).items()}
+        anew = 12 + num_new + 7
+        assert encoded == {ANEW: anew, EDITED: num_new, AGAIN: num_new + 7} | {
+            UNEDITED: 0,
+            FORGOTTEN: num_new,
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_encoded_again_is_anew(kind, of_text):
+    ways = by_way(of_text, kind)
+    anew = ways[ANEW]
+    assert [anew[name] for name in ("ratio", "ratio_low", "ratio_high", "agreement")] == [1] * 4
+    assert ways[AGAIN]["perplexity"] == pytest.approx(anew["perplexity"], rel=1e-4)
+    assert ways[AGAIN]["agreement"] == 1
+    for way in (EDITED, UNEDITED, FORGOTTEN):
+        assert ways[way]["ratio"] != pytest.approx(1, abs=1e-4)
+
+
+def test_the_other_text_is_the_unedited_one(of_text):
+    """A cut that is not made is the text that an insertion makes, and the other way round."""
+    cut, insert = by_way(of_text, "cut"), by_way(of_text, "insert")
+    for one, other in ((cut, insert), (insert, cut)):
+        assert one[UNEDITED]["perplexity"] == pytest.approx(other[ANEW]["perplexity"], rel=1e-4)
+
+
+def test_facts_behind_an_edit_are_answered_and_those_cut_are_not(of_facts):
+    """0.125 of the answers are right by chance."""
+    ways = by_way(of_facts)
+    assert ways[ANEW]["kept"] == ways[EDITED]["kept"] == ways[UNEDITED]["kept"] == 1
+    assert ways[FORGOTTEN]["kept_high"] < 0.5
+    assert ways[UNEDITED]["told"] == 1
+    assert ways[EDITED]["told_high"] < 0.4 and ways[ANEW]["told_high"] < 0.4
+    inserted = by_way(of_facts, "insert")
+    assert inserted[EDITED]["kept"] == 1 and "told" not in inserted[EDITED]
+
+
+def test_only_facts_that_nothing_else_tells_are_asked_for():
+    """A fact is key * 8 + value; the question of key k is 64 + k or later."""
+    from kvalign.data_gen.facts import NUM_VALUES, QUESTION
+
+    one, other = 2 * NUM_VALUES + 5, 3 * NUM_VALUES + 1
+    assert _fact([one, other], []) == (2, 5)
+    assert _fact([one, other], [2 * NUM_VALUES + 4]) == (3, 1)
+    assert _fact([one, other], [QUESTION + 2]) == (3, 1)
+    assert _fact([one, 2 * NUM_VALUES + 1], []) == (2, 1)
+    assert _fact([QUESTION + 2], []) == (None, 0)
+
+
+def test_texts_begin_as_the_tokenizer_begins_them():
+    """With as many tokens as the longest edit needs, and each from its own place."""
+    loaded = load_model("llama-mini")
+    texts = texts_of(EditSettings(**SMALL | dict(lengths=(3, 5))), loaded)
+    assert not texts.are_facts and texts.ids.shape == (3, 12 + 8 + 4 + 2 * 5)
+    assert len({tuple(row) for row in texts.ids.tolist()}) == 3
+    begin = loaded.tokenizer("a")["input_ids"][
+        : -len(loaded.tokenizer("a", add_special_tokens=False)["input_ids"])
+    ]
+    assert all(row[: len(begin)] == begin for row in texts.ids.tolist())
+
+
+def test_encoded_again_is_at_most_what_is_there():
+    ids = torch.arange(10)[None]
+    fed = []
+
+    class Recorder:
+        def edit(self, start, stop, ids=None):
+            fed.append((start, stop, None if ids is None else ids[0].tolist()))
+
+    edit = Edit(ids, 3, 5, torch.tensor([[30]]))
+    assert [Way(EDITED, num)(Recorder(), edit) for num in (0, 2, 99)] == [1, 3, 6]
+    assert Way(FORGOTTEN)(Recorder(), edit) == 1 and Way(UNEDITED)(Recorder(), edit) == 0
+    assert fed == [
+        (3, 5, [30]),
+        (3, 7, [30, 5, 6]),
+        (3, 10, [30, 5, 6, 7, 8, 9]),
+        (3, 10, [30]),
+    ]
+
+
+@pytest.mark.parametrize("name", ["of_text", "of_facts"])
+def test_the_report_takes_it(name, request, tmp_path):
+    document = request.getfixturevalue(name)
+    (tmp_path / "edit.json").write_text(json.dumps(document))
+    results = read(tmp_path)
+    (section,) = sections(results)
+    (plot,), (table,) = section.plots, section.tables
+    figure = {"of_text": "perplexity relative", "of_facts": "facts behind"}[name]
+    assert plot.figure.axes[0].get_ylabel().startswith(figure)
+    titles = [axes.get_title() for axes in plot.figure.axes]
+    kinds = dict.fromkeys(row["kind"] for row in document["rows"])
+    assert titles == [f"{kind}, {document['rows'][0]['length']} tokens" for kind in kinds]
+    assert f"; {EDITED}: " in plot.conclusion and FORGOTTEN in plot.conclusion
+    assert len(table.rows) == len(document["rows"])
+    (line,) = summary(results)[0].rows
+    edited = [row for row in document["rows"] if row["way"] == EDITED]
+    shown = "ratio" if name == "of_text" else "kept"
+    mean = sum(row[shown] for row in edited) / len(edited)
+    assert f"{mean:.3f}" in [entry.text for entry in line]
+
+
+def test_the_command(tmp_path, capsys):
+    flags = "--model llama-mini --methods streaming-llm --kinds cut --lengths 3,4 --exactly 0"
+    sizes = "--num-before 8 --num-after 3 --num-future 2 --num-edits 1 --cache-sizes 24"
+    plot = tmp_path / "edit.svg"
+    assert (
+        main(["eval", "edit", *flags.split(), *sizes.split(), "--json", "--plot", str(plot)]) == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert [row["length"] for row in document["rows"]] == [3] * 4 + [4] * 4
+    (table,) = EVALUATION.tables(document)
+    titles = [column.title for column in table.columns]
+    of_row = ["method", "edit", "tokens", "goes on"]
+    assert titles == [*of_row, "perplexity", "ratio to anew", "agreement", "encoded", "ms an edit"]
+    assert plot.stat().st_size > 5000
+    assert len(EVALUATION.figure(document)[0].axes) == 2
+    assert summary(Results({"edit": document}))
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="a text has 29 tokens .* give --cache-sizes of at least 29"
+    ):
+        EditSettings(**SMALL | dict(cache_sizes=(40, 28)))
+    words = "eval edit --model llama-mini --num-edits 1 --num-before 8 --num-after 4 --num-future 1"
+    words += " --lengths 2 --exactly 0 --cache-sizes 20"
+    said = "streams of recompute cannot be edited: it does not move entries"
+    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
+    refused([*words.split(), "--methods", "recompute"], said, capfd)
+    (tmp_path / "a.txt").write_text("The island was settled. " * 3)
+    refused([*words.split(), "--num-edits", "40", "--corpus", "text:a.txt"], "--num-edits", capfd)
