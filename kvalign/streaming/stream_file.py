@@ -303,7 +303,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     check_finite(tensors.items(), "its entries")
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith(STATE) for name in tensors)
-    if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
+    if not 0 <= num_new <= len(ids) or (has_state and num_fed == 0):
         raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")

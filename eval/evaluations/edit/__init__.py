@@ -117,6 +117,8 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
+    for method in methods:
+        method.edit(0, 0)  # refused before any work, if it cannot be edited
     texts = texts_of(settings, loaded)
     num_ways = len({*settings.exactly}) + 3
     num_all = settings.num_edits * len(settings.kinds) * len({*settings.lengths}) * num_ways
@@ -132,10 +134,10 @@ COLUMNS = {
     "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
     "perplexity": Column("perplexity", 2, "lower", "of the future", is_optional=True, weight=4),
     "ratio": Column(
-        "ratio to anew",
+        "ratio",
         3,
         "lower",
-        "perplexity by that of the text encoded anew; 95 % over edits, paired",
+        "to the text encoded anew; 95 % over edits, paired",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
@@ -155,7 +157,7 @@ COLUMNS = {
         better="",
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms an edit", 1, "lower", "time of an edit of one stream, median", weight=5),
+    "edit_ms": Column("ms", 1, "lower", "time of an edit of one stream, median", weight=5),
 }
 
 
