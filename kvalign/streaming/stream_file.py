@@ -50,6 +50,7 @@ class SavedStream(BaseModel):
         weights: form of the model's weights, as `load_model` names it; None in older files.
         tokenizer: SHA-256 of its vocabulary; None in older files.
         num_fed: tokens that the method has been fed.
+        is_emptied: whether it has lost them all, most to evictions and the rest to an edit.
         num_new: tokens that were generated since the last input.
         answers, notes: see `TextStream`; older files have no answers, nor has `kvalign serve`.
         memory_file: where its memory is; None: there is none, or it is in the file itself, as older
@@ -81,6 +82,7 @@ class SavedStream(BaseModel):
     device: str
     num_fed: Count
     num_new: Count
+    is_emptied: bool = False
     weights: str | None = None
     tokenizer: str | None = None
     answers: list[tuple[Count, Count]] = []
@@ -140,6 +142,7 @@ def save(
         device=method.model.device.type,
         num_fed=num_fed,
         num_new=num_new,
+        is_emptied=num_fed > 0 and not state,
         weights=weights_of(method.model),
         tokenizer=digests.tokenizer,
         notes=notes,
@@ -303,7 +306,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     check_finite(tensors.items(), "its entries")
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith(STATE) for name in tensors)
-    if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
+    if not 0 <= num_new <= len(ids) or (num_fed > 0 and not saved.is_emptied) != has_state:
         raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")

@@ -170,13 +170,16 @@ class TextStream(NotPickled):
         num_fed, end_fed, given = self.num_fed + num_more, end, new
         if end >= self.num_fed or num_fed == len(edited):  # the rest is fed as usual
             num_fed, end_fed, given = min(start, len(edited) - 1, self.num_fed), self.num_fed, []
-        if is_fed := min(start, num_fed) < self.num_fed:
-            # Of a stream that was encoded anew the method knows the last tokens only.
+        if is_fed := (from_fed := min(start, num_fed)) < self.num_fed:
+            # Of a stream that was encoded anew, or lost all that it had, the method knows the last
+            # tokens only. Text before these is text alone, as what has been evicted.
             unknown = self.num_fed - self.method.num_tokens
-            first, last = (max(x - unknown, 0) for x in (min(start, num_fed), end_fed))
-            of_text = torch.tensor([given], device=self.method.model.device) if given else None
             num_lost = max(0, min(stop, unknown) - start)
-            num_lost += self.method.edit(first, last, of_text)
+            if is_fed := end_fed > unknown or (end_fed == unknown and bool(given)):
+                first, last = (max(x - unknown, 0) for x in (from_fed, end_fed))
+                of_text = torch.tensor([given], device=self.method.model.device) if given else None
+                again = max(start - max(from_fed, unknown), 0)  # fed once more, not replaced
+                num_lost += max(self.method.edit(first, last, of_text) - again, 0)
 
         def moved(x: int, if_inside: int) -> int:
             return x if x <= start else x + num_more if x >= end else if_inside

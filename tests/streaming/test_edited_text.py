@@ -174,3 +174,21 @@ def test_what_cannot_be_edited_is_refused(loaded):
     assert (anew.ids, anew.num_fed) == told
     anew.go_on()
     "".join(anew)
+
+
+def test_what_the_method_does_not_know_any_more_is_edited_as_text(loaded, tmp_path):
+    """All that it had is cut; what lies before has been evicted, and stays so."""
+    stream = begin(loaded, cache_size=12)
+    "".join(stream)
+    num, gone = stream.num_fed, stream.num_evicted
+    assert stream.edit(gone, len(stream.ids)) == 0
+    assert (stream.num_fed, stream.method.num_tokens) == (gone - 1, 0)
+    ids, method = list(stream.ids), stream.method.cache
+    for start, stop, new, num_lost in ((2, 4, " x", 2), (0, 3, "", 3), (1, 1, " y", 0)):
+        assert stream.edit(start, stop, new) == num_lost and stream.method.cache is method
+        stream.undo_edit()
+        assert (stream.ids, stream.num_fed) == (ids, gone - 1)
+    stream.save(tmp_path / "stream")
+    again = kvalign.load_stream(tmp_path / "stream", loaded.model, loaded.tokenizer)
+    assert (again.ids, again.num_fed, again.num_evicted) == (ids, gone - 1, gone - 1)
+    assert "".join(again) == "".join(stream) and stream.num_fed < num

@@ -117,6 +117,8 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
+    for method in methods:
+        method.edit(0, 0)  # refused before any work, if it cannot be edited
     texts = texts_of(settings, loaded)
     num_ways = len({*settings.exactly}) + 3
     num_all = settings.num_edits * len(settings.kinds) * len({*settings.lengths}) * num_ways
@@ -133,7 +135,7 @@ COLUMNS = {
     # No way is the best: some know more of the text.
     "perplexity": Column("perplexity", 2, about="of the future", is_optional=True, weight=4),
     "ratio": Column(
-        "ratio to anew",
+        "ratio",
         3,
         "",
         "perplexity by that of the text encoded anew; 95 % over edits, paired",
