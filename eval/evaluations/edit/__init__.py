@@ -157,7 +157,7 @@ COLUMNS = {
         better="",
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms", 1, "lower", "time of an edit of one stream, median", weight=5),
+    "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median", weight=5),
 }
 
 
