@@ -188,7 +188,7 @@ def test_the_command(tmp_path, capsys):
     (table,) = EVALUATION.tables(document)
     titles = [column.title for column in table.columns]
     of_row = ["method", "edit", "tokens", "goes on"]
-    assert titles == [*of_row, "perplexity", "ratio", "agreement", "encoded", "ms"]
+    assert titles == [*of_row, "perplexity", "ratio", "agreement", "encoded", "ms an edit"]
     assert plot.stat().st_size > 5000
     assert len(EVALUATION.figure(document)[0].axes) == 2
     assert summary(Results({"edit": document}))
