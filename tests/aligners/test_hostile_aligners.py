@@ -73,7 +73,7 @@ def test_configs_of_networks(config, message, tmp_path):
 @pytest.mark.parametrize("objective", [["kl"], 3, None, {"a": 1}, "kl"])
 def test_what_it_was_trained_on_is_a_name(objective, tmp_path):
     folder = altered_aligner(tmp_path / "a", config={"training": {"key": {"objective": objective}}})
-    assert Aligner.from_pretrained(folder).label == f"table-{objective}"
+    assert Aligner.from_pretrained(folder).label == f"table-{objective}: keys"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -74,6 +74,7 @@ def test_evicted_tokens_are_those_of_the_stream(number, name, models):
                 "evicted_tokens": stream.num_evicted,
                 "forgotten_prompt_tokens": max(0, at_first - memory),
                 "reencoded_tokens": 0,
+                "edited_tokens": 0,
             }
             num = usage["kvalign"]["forgotten_prompt_tokens"]
             said = f"{num} of the prompt's {num_prompt} tokens are out of the cache and forgotten"

@@ -316,9 +316,10 @@ NOT_HERE = {
         (
             f"eval {name}"
             for name in (
-                *("streameval", "recall", "needle", "told", "attention", "chat", "import-losses"),
+                *("streameval", "recall", "needle", "told", "edit", "attention", "chat"),
+                "import-losses",
             )
         ),
-        "prints; eval run keeps what it prints",
+        "its --out is written as that of eval perplexity; eval run keeps what it prints",
     ),
 }

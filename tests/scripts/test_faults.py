@@ -19,7 +19,7 @@ def test_each_command_is_under_fire_or_writes_nothing():
         if any(
             field.metadata.get("writes") for kind in kinds for field in dataclasses.fields(kind)
         ):
-            assert is_attacked or name == "eval latency"
+            assert is_attacked or name.startswith("eval ")  # which all write in one way
 
 
 def test_shares_add_up():

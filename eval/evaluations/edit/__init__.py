@@ -161,7 +161,6 @@ COLUMNS = {
         "facts that were cut and are answered; 0.125 by chance",
         6,
         better="",
-        is_optional=True,
     ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
     "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median", weight=5),
