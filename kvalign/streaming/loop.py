@@ -113,6 +113,7 @@ class Batch(Generic[R]):
         for method in methods:
             method.reset()
 
+    @torch.no_grad()
     def step(self) -> Sequence[R]:
         """Feed the last token of each row, and let the row take the next one. Returns the rows."""
         first, *others = self.rows
@@ -154,7 +155,6 @@ class _Texts(Row):
         return self.method.tokens_left == 0
 
 
-@torch.no_grad()
 def stream_tokens(
     method: Method,
     prompt: Tensor,
@@ -209,8 +209,7 @@ def stream_tokens(
         row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:
         method.reset()
-    logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
-    row.take(logits, method)
+    row.take(_read(method, prompt, mask), method)
     batch = Batch(method, [row])
     while True:
         yield row.token
@@ -219,8 +218,11 @@ def stream_tokens(
         batch.step()
 
 
-def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
-    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
+@torch.no_grad()  # of which generators are not made: one that is left complains as Python ends
+def _read(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Begin a stream with the prompts of a batch; those with padding are fed alone, without it."""
+    if mask is None or mask.all():
+        return method.feed(prompt)
     mask = mask.to(prompt.device).bool()
     if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
         raise UserError(
@@ -244,7 +246,6 @@ class _NumberedRow(Row):
         return self.ids.shape[1] >= self.most or self.ends(self.number)
 
 
-@torch.no_grad()
 def stream_rows(
     method: Method,
     prompts: Iterable[Sequence[int]],
@@ -288,7 +289,7 @@ def stream_rows(
             row = _NumberedRow(prompt, **sampling.of_row(prompt.device, number))
             row.number, row.ends = number, has_ended
             row.most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
-            row.take(alone.feed(prompt), method)
+            row.take(_read(alone, prompt), method)
             yield number, int(row.token)
             if not row.has_ended():
                 new.append((row, alone))

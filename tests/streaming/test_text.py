@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +53,15 @@ def test_pieces_are_the_text_of_the_tokens(gpt2):
     assert whole.startswith(PROMPT + text) and len(whole) <= len(PROMPT + text) + 1
     assert len(set(itertools.pairwise(stream.ids))) == len(stream.ids) - 1
     assert list(stream) == [] and stream.timing()["num_tokens"] == 60
+
+
+def test_a_script_may_end_with_a_stream_that_has_not():
+    script = (
+        "import kvalign; loaded = kvalign.load_model('gpt2-mini'); "
+        "stream = kvalign.stream(loaded.model, loaded.tokenizer, 'The', seed=0); next(iter(stream))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_loop_that_is_left_goes_on(gpt2):
