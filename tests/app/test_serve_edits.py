@@ -100,7 +100,7 @@ def part(name, num=40):
         ("abc", "ab", 79),
         ("abc", "abc", 119),
         ("abc", "xyz", 0),
-        ("abcb", "abd", 80),
+        ("abcb", "abz", 80),
         ("abab", "aab", 79),
     ],
 )
