@@ -76,7 +76,7 @@ def test_the_index_has_every_page_and_part():
 def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.eval.protocol.document._commit", lambda: "abcdef1")
     argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
-    override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window"
+    override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window,discard-half"
     assert results.main([*argv, "--results", str(tmp_path), "--override", override]) == 0
     folder, drawn = tmp_path / "gpt2-mini", {}
     for name in ("perplexity", "no-sinks"):
@@ -126,7 +126,7 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
         "`recompute`",
         "`window`",
         "`discard-half`",
-        "`kvalign` (table)",
+        "`kvalign` (table: nothing)",
     ]
     document = json.loads((tmp_path / "made" / "llama-mini" / "python-docs.json").read_text())
     first = document["rows"][0]
