@@ -176,6 +176,9 @@ class Cached(Method):
             )
         if start == stop and not num_new:
             return 0
+        if not cache.seen and ids is not None:
+            self.feed(ids)
+            return 0
         if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
             num_gone, ids = num_gone + num_new - num_lost, None
         elif num_gone:

@@ -82,6 +82,13 @@ def test_int8_and_a_memory_are_edited_as_what_they_stand_for(name, models, ids):
     assert (logits[0] - logits[1]).abs().max() < (0.1 if "int8" in name else 1e-4)
 
 
+def test_the_first_tokens_may_come_by_an_edit(models, ids):
+    one, other = (make("streaming-llm", models["llama"]) for _ in range(2))
+    assert one.edit(0, 0) == one.edit(0, 0, ids[:, :9]) == 0
+    other.feed(ids[:, :9])
+    assert same(one.state(), other.state())
+
+
 def test_what_had_been_evicted_is_counted(models, ids):
     method = make("streaming-llm", models["llama"])
     method.feed(ids[:, :50])
