@@ -162,7 +162,7 @@ def test_the_report_takes_it(name, request, tmp_path):
     results = read(tmp_path)
     (section,) = sections(results)
     (plot,), (table,) = section.plots, section.tables
-    figure = {"of_text": "perplexity relative", "of_facts": "facts behind"}[name]
+    figure = {"of_text": "perplexity, anew", "of_facts": "answered behind"}[name]
     assert plot.figure.axes[0].get_ylabel().startswith(figure)
     titles = [axes.get_title() for axes in plot.figure.axes]
     kinds = dict.fromkeys(row["kind"] for row in document["rows"])

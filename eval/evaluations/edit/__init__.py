@@ -216,7 +216,8 @@ class EditEvaluation(Evaluation):
             "ratio": "perplexity relative to the text encoded anew",
             "kept": "facts behind the edit that are answered",
         }[y]
-        figure = draw(panels, x="", y=title, names=[*ways])
+        y_axis = {"ratio": "perplexity, anew = 1", "kept": "answered behind the edit"}[y]
+        figure = draw(panels, x="", y=y_axis, names=[*ways])
         said = [f"{way}: {listed(spans(of, y, 3))}" for way, of in ways.items() if way != ANEW]
         caption = f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
         return figure, caption, f"{title.capitalize()}; {'; '.join(said)}."
