@@ -78,4 +78,5 @@ class Ring:
         """Have these slots only, given as they are stored, or before they are cast to that. They
         are the ring's own from now on.
         """
-        self.data = stored.map(lambda x: x.detach().to(self.data.keys.dtype))
+        stored = stored.map(lambda x: x.detach().to(self.data.keys.dtype))
+        self.data = stored.map(lambda x: x.clone() if x.is_inference() else x)

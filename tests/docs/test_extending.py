@@ -156,7 +156,7 @@ def test_an_aligner_kind_is_a_file_and_a_line(copy):
         f"eval latency {sizes} --methods kvalign,streaming-llm {trials}",
     )
     assert "means of keys and values" in about
-    assert json.loads(document)["rows"][0]["aligner_label"] == "centred"
+    assert json.loads(document)["rows"][0]["aligner_label"] == "centred: nothing"
 
 
 def add_evaluation(copy):
