@@ -2,8 +2,8 @@
 it reads.
 """
 
-import shlex
 import json
+import shlex
 import shutil
 
 import pytest
