@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 NUM_KEYS, NUM_VALUES = 64, 8
@@ -124,6 +124,11 @@ WORDS = (
     END,
 )
 """The vocabulary: a fact's id is key * NUM_VALUES + value."""
+
+
+def are_words_of(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether a tokenizer has this vocabulary, as that of a model trained on facts."""
+    return tokenizer.convert_tokens_to_ids(list(WORDS)) == [*range(len(WORDS))]
 
 
 def recall_tokenizer(context_len: int) -> "PreTrainedTokenizerFast":

@@ -367,10 +367,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         with self.changing():
             for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
                 part.join(joined)
-            of_rows = [
-                (x, y) for cache in caches for x, y in zip(cache.seen, cache.gone, strict=True)
-            ]
-            self._hold_in_order(*map(list, zip(*of_rows, strict=True)))
+            seen = [num for cache in caches for num in cache.seen]
+            gone = [num for cache in caches for num in cache.gone]
+            self._hold_in_order(seen, gone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy with the same rows, which continues alone; the realigner is shared."""

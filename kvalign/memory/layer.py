@@ -95,7 +95,7 @@ class MemoryLayer(WindowLayer):
         for piece in pieces:
             source = piece.layers[i]
             assert isinstance(source, MemoryLayer)
-            self.memory.base = source.memory.base
+            self.memory.base = source.memory.base.clone()  # a first key would be written into it
             if piece.first < num_sinks:
                 bare = bare_sinks(self, source, piece)
                 stored = form.encode_at(bare, slice(0)).map(lambda x: x.to("cpu"))

@@ -40,12 +40,13 @@ _SIZES = tuple(field.name for field in fields(CacheSizes))
 
 
 class _BeforeEdit(NamedTuple):
-    """Arguments of `TextStream.resume` before an edit, and whether it changed what had been fed."""
+    """Arguments of `TextStream.resume` before an edit, notes, and whether it changed what was fed."""
 
     ids: list[int]
     num_fed: int
     num_new: int
     answers: list[tuple[int, int]]
+    notes: dict[str, str]
     is_fed: bool
 
 
@@ -158,7 +159,7 @@ class TextStream(NotPickled):
     def _edit(self, start: int, stop: int, end: int, new: list[int]) -> int:
         """Same, for tokens `start` to `end`, of which those from `stop` on are encoded again."""
         ids, answers, num_new = self.ids, self.answers, len(self.token_ids)
-        before = (ids, self.num_fed, num_new, answers)
+        before = (ids, self.num_fed, num_new, answers, {**self.notes})
         begin = len(ids) - num_new
         if num_new and end > begin:  # the answer becomes part of the text, which goes on after it
             ids = ids[: len(ids) - self._answer.has_end_token]  # which has not been fed
@@ -191,7 +192,9 @@ class TextStream(NotPickled):
         return min(num_lost, stop - start)
 
     def undo_edit(self) -> None:
-        """Take the last edit back, exactly; UserError once the stream has gone on."""
+        """Take the last edit back, and what became of `notes` since; UserError once the stream has
+        gone on.
+        """
         self._whole.check()
         if self._before_edit is None:
             raise UserError("there is no edit to undo")
@@ -200,6 +203,7 @@ class TextStream(NotPickled):
             if before.is_fed:
                 self.method.undo_edit()
             self.resume(before.ids, before.num_fed, before.num_new, before.answers)
+            self.notes = before.notes
 
     def encode_anew(self, ids: list[int]) -> None:
         """Replace the method's entries by those of these tokens alone, at least one, encoded at the

@@ -68,6 +68,15 @@ def test_a_turn_is_edited_and_its_answer_stays(loaded):
     assert "".join(conversation.answer("and now ?"))
 
 
+def test_an_edit_that_changes_nothing_is_not_what_is_undone(loaded):
+    conversation = held(loaded)
+    whole, begins = text_of(conversation), begins_of(conversation.stream)
+    obey("/forget 2", conversation)
+    obey("/edit 1 the king", conversation)
+    obey("/undo", conversation)
+    assert (text_of(conversation), begins_of(conversation.stream)) == (whole, begins)
+
+
 def test_evicted_tokens_of_a_turn_are_counted(loaded):
     conversation = held(loaded, TURNS * 2, cache_size=40)
     assert "of which had been evicted" in obey("/forget 2", conversation)

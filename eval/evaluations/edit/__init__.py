@@ -111,7 +111,7 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
     Raises:
         UserError: a method that cannot be edited; a corpus that is too short.
     """
-    from kvalign.eval.evaluations.edit.ways import score_method, texts_of
+    from kvalign.eval.evaluations.edit.ways import score_method, texts_of, ways_of
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one
 
     started = time.perf_counter()
@@ -120,8 +120,8 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
     for method in methods:
         method.edit(0, 0)  # refused before any work, if it cannot be edited
     texts = texts_of(settings, loaded)
-    num_ways = len({*settings.exactly}) + 3
-    num_all = settings.num_edits * len(settings.kinds) * len({*settings.lengths}) * num_ways
+    num_each = settings.num_edits * len(ways_of(settings))
+    num_all = num_each * len({*settings.kinds}) * len({*settings.lengths})
     rows = []
     for method, bar in one_by_one(methods, num_all, "streams"):
         rows += score_method(method, settings, texts, bar.update)

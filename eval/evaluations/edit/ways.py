@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvalign.data_gen.corpora import first_ids
-from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, WORDS, FactStreams
+from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, are_words_of
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, UNEDITED, EditSettings
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
@@ -47,7 +47,6 @@ class Edit:
     Attributes:
         ids: [B, N] int64, tokens that have been fed.
         new: [B, n] int64.
-        behind: tokens behind `stop`.
     """
 
     ids: Tensor
@@ -64,7 +63,13 @@ class Edit:
         return cls(torch.cat([text.before, old, after], 1), start, start + old.shape[1], new)
 
     @property
+    def old(self) -> Tensor:
+        """Tokens that the edit takes out, [B, n] int64."""
+        return self.ids[:, self.start : self.stop]
+
+    @property
     def edited(self) -> Tensor:
+        """Tokens of the streams after the edit, [B, N'] int64."""
         return torch.cat([self.ids[:, : self.start], self.new, self.ids[:, self.stop :]], 1)
 
     def row(self, row: int) -> "Edit":
@@ -109,10 +114,6 @@ def ways_of(settings: EditSettings) -> list[Way]:
     return [Way(ANEW), *again, Way(UNEDITED), Way(FORGOTTEN)]
 
 
-def is_of_facts(loaded: LoadedModel) -> bool:
-    return loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) == [*range(len(WORDS))]
-
-
 @dataclass(frozen=True)
 class Texts:
     """Texts of the settings: `ids` [N, T] int64; facts, or a corpus."""
@@ -130,7 +131,7 @@ def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
     """The texts of all edits, each of another place of the corpus."""
     length = settings.num_before + settings.num_after + settings.num_future
     length += 2 * max(settings.lengths)
-    if are_facts := is_of_facts(loaded):
+    if are_facts := are_words_of(loaded.tokenizer):
         ids = torch.from_numpy(FactStreams(settings.seed, settings.num_edits).take(length))
     else:
         prefix = prefix_ids(loaded.tokenizer)
@@ -159,7 +160,7 @@ def score_method(
                     way.prepare(method, edit)
                     encoded[str(way)] = way(method, edit)
                     answers = _of_facts if texts.are_facts else _of_text
-                    of_ways[str(way)].append(answers(method, text, kind))
+                    of_ways[str(way)].append(answers(method, text, edit))
                     seconds[str(way)] += time.perf_counter() - began
                     on_streams(len(edit.ids))
             shown = (_facts if texts.are_facts else _figures)(of_ways)
@@ -175,7 +176,7 @@ def score_method(
     return rows
 
 
-def _of_text(method: Method, text: Text, kind: str) -> tuple[Tensor, Tensor]:
+def _of_text(method: Method, text: Text, edit: Edit) -> tuple[Tensor, Tensor]:
     """Losses and most likely tokens of the future, [B, F] each. Nothing is evicted, so it is read
     in one pass.
     """
@@ -209,13 +210,12 @@ def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
     return rows
 
 
-def _of_facts(method: Method, text: Text, kind: str) -> tuple[list[bool], list[bool]]:
+def _of_facts(method: Method, text: Text, edit: Edit) -> tuple[list[bool], list[bool]]:
     """Return whether facts behind the edit are answered, and those cut with their old value."""
     method.feed(text.after[:, -1:])
-    old = {"cut": text.middle, "replace": text.other, "insert": text.middle[:, :0]}[kind]
-    now = torch.cat([text.before, text.middle[:, :0] if kind == "cut" else text.middle], 1)
+    now = torch.cat([text.before, edit.new], 1)
     found = []
-    for part, behind in ((text.after, text.after[:, :0]), (old, text.after)):
+    for part, behind in ((text.after, text.after[:, :0]), (edit.old, text.after)):
         asked = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
         questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in asked])
         best = copy.deepcopy(method).feed(questions.to(text.after.device)).argmax(-1).tolist()

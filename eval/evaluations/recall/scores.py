@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvalign.data_gen import facts
-from kvalign.data_gen.facts import WORDS, FactStreams
+from kvalign.data_gen.facts import FactStreams
 from kvalign.eval.evaluations.recall import BEYOND, FAR, QUARTERS, RecallSettings
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
@@ -33,7 +33,7 @@ class Stream:
 
 def check_words(loaded: LoadedModel) -> None:
     """Raise UserError for a model with other tokens than the stream's."""
-    if loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) != [*range(len(WORDS))]:
+    if not facts.are_words_of(loaded.tokenizer):
         raise UserError(
             f"{loaded.spec.name} was not trained on facts and questions: use recall-gpt2 or "
             "recall-llama, or train one with kvalign pretrain --corpus recall"

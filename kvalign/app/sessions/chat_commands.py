@@ -55,7 +55,8 @@ def obey(line: str, conversation: Conversation) -> str:
     if name == "/memory":
         return all_in_words(conversation.stream)
     if name == "/undo":
-        return conversation.undo_edit()
+        conversation.stream.undo_edit()
+        return "the conversation is as before the edit"
     if name == "/system":
         none = "none: kvalign chat --system TEXT begins with one"
         return conversation.stream.notes.get(SYSTEM, none)

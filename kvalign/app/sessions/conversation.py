@@ -177,7 +177,6 @@ class Conversation:
 
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
         self._checksum, self._how = "", {"special_tokens": settings.special_tokens}
-        self._turns_before = ""  # of an edit
         is_resumed = settings.state is not None and settings.state.exists()
         if settings.state is not None:
             check_not_locked(settings.state.parent)
@@ -227,19 +226,10 @@ class Conversation:
 
     def edit(self, number: int, text: str | None) -> str:
         """Replace the user's words in a turn, or cut the turn (None), and say so in a line."""
-        system, before = self.stream.notes.get(SYSTEM), self.stream.notes.get(TURNS, "")
+        system = self.stream.notes.get(SYSTEM)
         if text is None:
-            line = forget_turn(self.stream, number, system, **self._how)
-        else:
-            line = edit_turn(self.stream, number, text, system, **self._how)
-        self._turns_before = before
-        return line
-
-    def undo_edit(self) -> str:
-        """Take the last edit of a turn back, and say so; UserError if there is none."""
-        self.stream.undo_edit()
-        self.stream.notes[TURNS] = self._turns_before
-        return "the conversation is as before the edit"
+            return forget_turn(self.stream, number, system, **self._how)
+        return edit_turn(self.stream, number, text, system, **self._how)
 
     @property
     def is_cut(self) -> bool:
