@@ -40,7 +40,7 @@ _SIZES = tuple(field.name for field in fields(CacheSizes))
 
 
 class _BeforeEdit(NamedTuple):
-    """Arguments of `TextStream.resume` before an edit, notes, and whether it changed what was fed."""
+    """State that `undo_edit` brings back; `is_fed`: that of the method is part of it."""
 
     ids: list[int]
     num_fed: int
