@@ -17,8 +17,9 @@ from openai.types.chat.chat_completion_content_part_refusal_param import (
 )
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.messages import Message, TextPart
 from kvalign.app.serve.other_apis import REFUSED as OTHERS
-from kvalign.app.serve.wire import Chat, Completion, Message, StreamOptions, TextPart, parsed
+from kvalign.app.serve.wire import Chat, Completion, StreamOptions, parsed
 
 
 def names(*kinds):

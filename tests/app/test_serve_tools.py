@@ -13,9 +13,10 @@ from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import AS_READ, digest
 from kvalign.app.serve.tools import HERMES, LLAMA, Call, CallReader, Tools, form_of
-from kvalign.app.serve.wire import Chat, Message
+from kvalign.app.serve.wire import Chat
 from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import message_ids, messages_text, opening_len
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, Chosen, State, Turn
-from kvalign.app.serve.wire import Message
 from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
-from kvalign.app.serve.wire import Headers, Message
+from kvalign.app.serve.wire import Headers
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts

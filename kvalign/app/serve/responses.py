@@ -12,17 +12,11 @@ from pydantic import Field, PrivateAttr
 
 from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.form import Form
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
 from kvalign.app.serve.turn import Chosen
-from kvalign.app.serve.wire import (
-    MOST_MESSAGES,
-    OF_REQUESTS,
-    OF_TOOLS,
-    Chat,
-    Form,
-    Message,
-    Request,
-)
+from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, OF_TOOLS, Chat, Request
 
 _LOGPROBS = "message.output_text.logprobs"
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"

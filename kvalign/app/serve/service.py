@@ -17,6 +17,7 @@ from kvalign.app.serve.edits import RUN, Edits, edits_between
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.responses import ResponseRequest
@@ -24,7 +25,7 @@ from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, State, Turn
-from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Message, Request
+from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
 from kvalign.app.sessions.conversation import sinks_of, talk_defaults
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.wire import Message
+from kvalign.app.serve.messages import Message
 from kvalign.foundation.errors import UserError
 
 AS_READ = "as read"  # how messages are compared: see `as_read`

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.wire import Chat, Message
+from kvalign.app.serve.messages import Message
+from kvalign.app.serve.wire import Chat
 from kvalign.streaming.turns import call_text
 
 

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     Discriminator,
     Field,
     PrivateAttr,
     Tag,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from kvalign.app.serve.bodies import values_of
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.other_apis import REFUSED
+from kvalign.app.serve.form import Form
+from kvalign.app.serve.messages import MOST_TOOLS, Message, NamedTool, Tool
 from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
@@ -33,62 +32,15 @@ TemplateText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ .,:-]{0,64}$")]
 OF_REQUESTS = (*DRAWS, "repetition_penalty")
 """Fields that are those of `Sampling`, by the same names."""
 _LONGEST_KEY = 255
-_MOST_IGNORED = 20  # names that are told
 
 M = TypeVar("M", bound="Request")
 T = TypeVar("T")
 Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 MOST_MESSAGES = 4096
-MOST_TOOLS = 128
-_MOST_PARTS = 256  # of a message
-
-
-class Form(BaseModel, extra="forbid", strict=True):
-    """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name.
-    A name that no API has is ignored, and noted in the list `ignored` of pydantic's context.
-
-    Attributes:
-        harmless: fields that change no token of an answer, and what they are for.
-        refused: fields that would change an answer, and the values that ask for nothing of them.
-        within: field of the request that has this part.
-    """
-
-    harmless: ClassVar[Mapping[str, str]] = {}
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    within: ClassVar[str | None] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_obeyed(cls, values: Any, info: ValidationInfo) -> Any:
-        ignored = (info.context or {}).get("ignored", [])
-        return cls.obeyed(values, ignored) if isinstance(values, dict) else values
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        """Return the fields that are obeyed, and note those that are ignored; RequestError for one
-        that is refused.
-        """
-        refused = {**REFUSED, **cls.refused}
-        where, fields = f"{cls.within}: " if cls.within else "", {}
-        for name, value in values.items():
-            if name in cls.model_fields:
-                fields[name] = value
-            elif name in cls.harmless:
-                continue
-            elif name in refused:
-                if value is not None and value not in refused[name]:
-                    raise RequestError(
-                        f"{where}{name} is not supported: leave it out",
-                        param=cls.within or name,
-                        code="unsupported",
-                    )
-            elif len(ignored) < _MOST_IGNORED and f"{where}{name}" not in ignored:
-                ignored.append(f"{where}{name}")
-        return fields
 
 
 class StreamOptions(Form):
-    refused = {"include_obfuscation": (False,)}
+    refused: ClassVar = {"include_obfuscation": (False,)}
     within = "stream_options"
     include_usage: bool | None = None
 
@@ -96,9 +48,9 @@ class StreamOptions(Form):
 class Request(Form):
     """Fields that both kinds of requests have."""
 
-    harmless = {"user": "says who asks"}
+    harmless: ClassVar = {"user": "says who asks"}
     _ignored: list[str] = PrivateAttr(default_factory=list)
-    refused = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
+    refused: ClassVar = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -169,7 +121,7 @@ _NOT_OF_THE_ANSWER = {
 
 
 class JSONSchema(Form):
-    harmless = {
+    harmless: ClassVar = {
         "name": "says what the schema is called",
         "description": "says what the schema is for",
         "strict": "says that the schema must be obeyed, which it always is",
@@ -201,121 +153,6 @@ class ResponseFormat(Form):
         if self.json_schema is None:
             raise RequestError("response_format: json_schema is missing", param="response_format")
         return self.json_schema.of
-
-
-class TextPart(Form):
-    harmless = {"prompt_cache_breakpoint": "says where a cached prompt may end"}
-    refused = {"image_url": (), "input_audio": (), "file": (), "refusal": ()}
-    within = "messages"
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Form):
-    within = "messages"
-    name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError("arguments of a call must be the text of a JSON object")
-        return json.dumps(value)
-
-
-class ToolCall(Form):
-    harmless = {"id": "its name", "index": "its place"}
-    within = "messages"
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class Message(Form):
-    """One message; `content` is its text."""
-
-    harmless = {
-        "annotations": "links in an answer, which clients send back with it",
-        "tool_call_id": "says which call it answers: results are read in the order of the calls",
-    }
-    refused = {"name": (), "refusal": ("",), "audio": (), "function_call": ()}
-    within = "messages"
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
-        and llama.cpp join them.
-        """
-        fields = super().obeyed(values, ignored)
-        if fields.get("role") == "developer":
-            fields["role"] = "system"
-        if fields.get("tool_calls") and fields.get("content") is None:
-            fields["content"] = ""
-        content = fields.get("content")
-        if isinstance(content, list):
-            if len(content) > _MOST_PARTS:
-                raise RequestError(
-                    f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
-                    param="messages",
-                )
-            fields["content"] = "\n".join(
-                TextPart.model_validate(part, context={"ignored": ignored}).text for part in content
-            )
-        return fields
-
-    @property
-    def calls(self) -> list[tuple[str, dict[str, Any]]]:
-        """Names and arguments of its calls."""
-        functions = [call.function for call in self.tool_calls or ()]
-        return [(one.name, json.loads(one.arguments)) for one in functions]
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as a chat template takes it."""
-        calls = [
-            {"type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in self.calls
-        ]
-        own: dict[str, Any] = {"role": self.role, "content": self.content}
-        return {**own, "tool_calls": calls} if calls else own
-
-
-class Function(Form):
-    harmless = {"strict": "says that the schema must be obeyed"}
-    within = "tools"
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Form):
-    within = "tools"
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """The tool as a chat template takes it."""
-        own = self.function
-        parameters = own.parameters or {"type": "object", "properties": {}}
-        about = {"description": own.description or "", "parameters": parameters}
-        return {"type": "function", "function": {"name": own.name, **about}}
-
-
-class NamedFunction(Form):
-    within = "tool_choice"
-    name: str
-
-
-class NamedTool(Form):
-    within = "tool_choice"
-    type: Literal["function"]
-    function: NamedFunction
 
 
 # Fields of tools, where they are not taken.
