@@ -82,7 +82,7 @@ REFUSED = {
         lambda folder: (folder / name_of("key_value_net", 32)).write_bytes(b"PK\3\4"),
         "dama",
     ),
-    "code": (saved({"run": print}), "damaged or has more than a tensor, which is not executed"),
+    "code": (saved({"run": len}), "damaged or has more than a tensor, which is not executed"),
     "too few": (saved(torch.ones(NUM - 1)), f"must have {NUM} losses, as its name says"),
     "whole numbers": (saved(torch.ones(NUM, dtype=torch.int64)), f"must have {NUM} losses"),
     "not finite": (saved(torch.full((NUM,), float("nan"))), "losses that are not finite"),
