@@ -11,7 +11,7 @@ from typing import Any
 
 from nltk.stem.snowball import SnowballStemmer
 
-from kvalign.eval.judging.rules import Rule
+from kvalign.eval.judging.rules import Rule, readers_text
 from kvalign.eval.judging.word_tokens import token_spans
 
 CHUNK_LEN = 10  # NLTK tokens
@@ -87,7 +87,7 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
         chunks: lists of start and end in the text, tokens, known tokens, and whether the chunk is
         readable.
     """
-    text = rule.readers_text(text)
+    text = readers_text(text)
     pieces = chunks(text, words, rule)
     tokens = [text[start:end].lower() for start, end in token_spans(text)]
     num_readable = sum(chunk.is_readable for chunk in pieces)

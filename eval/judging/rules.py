@@ -13,33 +13,30 @@ class Rule:
     about: str
     marks: frozenset[str]  # tokens that count as known
     judges_rest: bool  # are the tokens after the last whole chunk judged, as a shorter one?
-    strips_marks: bool  # are the marks of WikiText, which no reader writes, taken out before?
 
     @property
     def described(self) -> dict[str, Any]:
         """Form of the rule in a document."""
         return {"name": self.name, "about": self.about}
 
-    def readers_text(self, text: str) -> str:
-        """The text that is judged. Models of WikiText write `<unk>` for a rare word, and `@-@`
-        within one; NLTK would cut these into non-words.
-        """
-        if not self.strips_marks:
-            return text
-        return re.sub(r" @([-.,])@ ", r"\1", re.sub(r" ?<unk>", "", text))
+
+def readers_text(text: str) -> str:
+    """The text that is judged. Models of WikiText write `<unk>` for a rare word, and `@-@` within
+    one; NLTK would cut these into non-words. The models of the paper write neither.
+    """
+    return re.sub(r" @([-.,])@ ", r"\1", re.sub(r" ?<unk>", "", text))
 
 
 _CHUNK = (
-    "A chunk is 10 tokens of NLTK 3.9. It is readable if at least half of them are in the word "
-    "list, lower-cased or by their Snowball stems, or are among"
+    "The marks <unk> and @-@ of WikiText are taken out. A chunk is 10 tokens of NLTK 3.9. It is "
+    "readable if at least half of them are in the word list, lower-cased or by their Snowball "
+    "stems, or are among"
 )
-_PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too. "
-_PAPER += "The marks <unk> and @-@ of WikiText are taken out before."
+_PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too."
 _AUTHORS = (
-    f"{_CHUNK} “. , ! ?” (the code of the paper's authors). Fewer than 10 at the end are left out. "
-    "Marks of WikiText are judged, as there."
+    f"{_CHUNK} “. , ! ?” (the code of the paper's authors). Fewer than 10 at the end are left out."
 )
 RULES = {
-    "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True, strips_marks=True),
-    "authors": Rule("authors", _AUTHORS, frozenset(".,!?"), judges_rest=False, strips_marks=False),
+    "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True),
+    "authors": Rule("authors", _AUTHORS, frozenset(".,!?"), judges_rest=False),
 }
