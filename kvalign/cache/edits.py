@@ -8,9 +8,11 @@ becomes a sink, or ceases to be one, changes its form. The result is as if these
 that the stream ever had: the entry of place p is at position p.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Self
 
 import torch
 
@@ -21,33 +23,38 @@ from kvalign.cache.window_layer import WindowLayer
 
 
 @dataclass(frozen=True)
-class CachePart:
-    """Entries of a cache at the places from `first` to `stop`, which rows of it have alike.
+class EntryPart(ABC):
+    """Entries of all layers at the places from `first` to `stop`, which rows have alike.
 
     Attributes:
-        layers: of the cache.
-        behind: as of its `Step`.
-        before: number of entries that were written before the one of place 0, had all been.
         place: the new place of the first of them.
     """
 
-    layers: Sequence[WindowLayer]
-    behind: int
-    before: int
     first: int
     stop: int
-    place: int = 0
+    place: int = field(default=0, kw_only=True)
 
     @property
     def num(self) -> int:
         return self.stop - self.first
 
     @property
-    def written(self) -> int:
-        """Number of entries that had been written before the first, which is not a sink."""
-        return self.before + self.first
+    @abstractmethod
+    def num_rows(self) -> int: ...
 
-    def split(self, *firsts: int) -> Iterator["CachePart"]:
+    @abstractmethod
+    def like(self, i: int) -> KV:
+        """Some entries, as attention gets them, of the i-th layer with attention."""
+
+    @abstractmethod
+    def is_raw(self, num_sinks: int) -> bool:
+        """Return whether they are stored as they were encoded, keys at their own positions."""
+
+    @abstractmethod
+    def raw(self, i: int) -> tuple[KV, slice]:
+        """Those of a layer, as they were encoded, and their positions then."""
+
+    def split(self, *firsts: int) -> Iterator[Self]:
         """Return it in pieces, which begin at these of its places."""
         inside = sorted({x for x in firsts if self.first < x < self.stop})
         for first, stop in pairwise([self.first, *inside, self.stop]):
@@ -55,7 +62,72 @@ class CachePart:
                 yield replace(self, first=first, stop=stop, place=self.place + first - self.first)
 
 
-def in_places(parts: Sequence[CachePart], num_sinks: int, num_evicted: int) -> list[CachePart]:
+@dataclass(frozen=True)
+class CachePart(EntryPart):
+    """Entries of a cache.
+
+    Attributes:
+        layers: of the cache.
+        behind: as of its `Step`.
+        before: number of entries that were written before the one of place 0, had all been.
+    """
+
+    layers: Sequence[WindowLayer]
+    behind: int
+    before: int
+
+    @property
+    def written(self) -> int:
+        """Number of entries that had been written before the first, which is not a sink."""
+        return self.before + self.first
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.layers[0].entries.data.keys)
+
+    def like(self, i: int) -> KV:
+        return self.layers[i].entries.like()
+
+    def is_raw(self, num_sinks: int) -> bool:
+        return self.first < num_sinks
+
+    def stored_raw(self, i: int) -> KV:
+        """Sinks of a layer, as they are stored."""
+        return self.layers[i].stored_sinks(self.stop).slots(self.first, self.num)
+
+    def raw(self, i: int) -> tuple[KV, slice]:
+        at = slice(self.first, self.stop)
+        return self.layers[i].entries.form.decode_at(self.stored_raw(i), at), at
+
+
+@dataclass(frozen=True)
+class EncodedPart(EntryPart):
+    """Entries that were encoded without a cache.
+
+    Attributes:
+        entries: of each layer with attention [B, H, S, D]. That of place 0 is their first.
+        at: its position when it was encoded.
+    """
+
+    entries: Sequence[KV]
+    at: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.entries[0].keys)
+
+    def like(self, i: int) -> KV:
+        return self.entries[i]
+
+    def is_raw(self, num_sinks: int) -> bool:
+        return True
+
+    def raw(self, i: int) -> tuple[KV, slice]:
+        at = slice(self.at + self.first, self.at + self.stop)
+        return self.entries[i].slots(self.first, self.num), at
+
+
+def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> list[EntryPart]:
     """Parts that follow one another, each with its new place, in pieces that are sinks or not
     before and afterwards. So many entries behind the sinks are evicted.
     """
@@ -72,21 +144,22 @@ def in_places(parts: Sequence[CachePart], num_sinks: int, num_evicted: int) -> l
     return pieces
 
 
-def taken(layer: WindowLayer, i: int, pieces: Sequence[CachePart]) -> list[KV]:
+def taken(layer: WindowLayer, i: int, pieces: Sequence[EntryPart]) -> list[KV]:
     """Entries for the rings of a layer, the i-th with attention, in the order of their places; of
     keys that turn, sinks are at their own positions.
     """
-    of_rings = zip(*(_piece(layer, piece.layers[i], piece) for piece in pieces), strict=True)
+    of_rings = zip(*(_piece(layer, i, piece) for piece in pieces), strict=True)
     return [cat(x) for x in of_rings]
 
 
-def _piece(layer: WindowLayer, source: WindowLayer, piece: CachePart) -> list[KV]:
+def _piece(layer: WindowLayer, i: int, piece: EntryPart) -> list[KV]:
     num_sinks = layer.sizes.num_sinks
     if piece.place < num_sinks:
-        return [as_sinks(layer, source, piece)] * len(layer.rings)
-    if piece.first < num_sinks:
-        return in_window(layer, bare_sinks(layer, source, piece), piece.place)
-    rings, realigner = source.written(piece.written, piece.num), layer.realigner
+        return [as_sinks(layer, i, piece)] * len(layer.rings)
+    if piece.is_raw(num_sinks):
+        return in_window(layer, bare(layer, i, piece), piece.place)
+    assert isinstance(piece, CachePart)
+    rings, realigner = piece.layers[i].written(piece.written, piece.num), layer.realigner
     shift = piece.first + piece.behind - piece.place
     if shift and realigner.strategy == "move":
         rings[0] = _placed(realigner, layer, rings[-1], piece.place)
@@ -96,35 +169,42 @@ def _piece(layer: WindowLayer, source: WindowLayer, piece: CachePart) -> list[KV
 
 
 def as_sinks(
-    layer: WindowLayer, source: WindowLayer, piece: CachePart, bare: KV | None = None
+    layer: WindowLayer, i: int, piece: EntryPart, without_position: KV | None = None
 ) -> KV:
-    """Entries that are sinks now, as they are stored; `bare` are those that were not, if they are
-    at hand without their positions.
+    """Entries that are sinks now, as they are stored; `without_position` is given of those that are
+    at hand in that form.
     """
-    was_sink = piece.first < layer.sizes.num_sinks
-    if was_sink and piece.first == piece.place:
-        return source.stored_sinks(piece.stop).slots(piece.first, piece.num)
-    if bare is None:
-        bare = (bare_sinks if was_sink else _bare)(layer, source, piece)
-    placed = _placed(layer.realigner.from_birth(), layer, bare, piece.place)
-    return layer.entries.form.encode_at(placed, slice(piece.place, piece.place + piece.num))
+    num_sinks, at = layer.sizes.num_sinks, slice(piece.place, piece.place + piece.num)
+    if piece.is_raw(num_sinks):
+        if isinstance(piece, CachePart) and piece.first == piece.place:
+            return piece.stored_raw(i)
+        entries, was = _raw(layer, i, piece)
+        if was == at:
+            return layer.entries.form.encode_at(entries, at)
+    if without_position is None:
+        without_position = bare(layer, i, piece)
+    placed = _placed(layer.realigner.from_birth(), layer, without_position, piece.place)
+    return layer.entries.form.encode_at(placed, at)
 
 
-def bare_sinks(layer: WindowLayer, source: WindowLayer, piece: CachePart) -> KV:
-    """Entries that were sinks, without their positions."""
-    realigner, was = layer.realigner, slice(piece.first, piece.stop)
-    sinks = source.stored_sinks(piece.stop).slots(piece.first, piece.num)
-    sinks = layer.entries.form.decode_at(sinks, was)
-    return _turned_back(layer, realigner.anchor(layer.layer_idx, sinks, was, was), piece.first)
-
-
-def _bare(layer: WindowLayer, source: WindowLayer, piece: CachePart) -> KV:
-    """Entries of the window, without their positions."""
-    rings, at = source.written(piece.written, piece.num), piece.first + piece.behind
-    if layer.realigner.strategy == "move":
+def bare(layer: WindowLayer, i: int, piece: EntryPart) -> KV:
+    """Entries without their positions."""
+    realigner = layer.realigner
+    if piece.is_raw(layer.sizes.num_sinks):
+        entries, was = _raw(layer, i, piece)
+        anchored = realigner.anchor(layer.layer_idx, entries, was, was)
+        return _turned_back(layer, anchored, was.start)
+    assert isinstance(piece, CachePart)
+    rings, at = piece.layers[i].written(piece.written, piece.num), piece.first + piece.behind
+    if realigner.strategy == "move":
         return rings[-1]
     held = layer.entries.form.decode_at(rings[0], slice(at, at + piece.num))
     return _turned_back(layer, held, at)
+
+
+def _raw(layer: WindowLayer, i: int, piece: EntryPart) -> tuple[KV, slice]:
+    entries, was = piece.raw(i)
+    return entries.map(lambda x: x.to(layer.device)), was
 
 
 def _turned_back(layer: WindowLayer, entries: KV, at: int) -> KV:

@@ -2,6 +2,7 @@
 them, with their rotation and base.
 """
 
+import hashlib
 from dataclasses import replace
 from typing import Protocol
 
@@ -66,3 +67,12 @@ def with_bare_keys(
         ends = torch.tensor([n - frame.num_moved(n) for n in seen])[:, None, None]
         at = ends + torch.arange(-keys.shape[2], 0)
     return form.encode(form.bare.of(form.decode(keys), at))
+
+
+def checksum(about: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of what a file says of its tensors, and of these with their names and shapes."""
+    digest = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
+        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

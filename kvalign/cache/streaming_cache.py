@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import CachePart, in_places, taken
+from kvalign.cache.edits import CachePart, EntryPart, in_places, taken
 from kvalign.cache.realigner import MASKED
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
@@ -122,11 +122,12 @@ class StreamingCache(FixedSizeCache):
         step = self.settle()
         if step is None or not step.is_alike or len(set(self.gone)) > 1:
             raise UserError("rows that differ cannot be edited together: select one")
-        return CachePart(self.attention, step.behind[0], step.end - step.stored[0], first, stop)
+        before = step.end - step.stored[0]
+        return CachePart(first, stop, self.attention, step.behind[0], before)
 
-    def take(self, parts: Sequence[CachePart], num_gone: int | None = None) -> None:
-        """Have the entries of these parts alone, one after the other. They are of caches with the
-        same arguments, or of its own.
+    def take(self, parts: Sequence[EntryPart], num_gone: int | None = None) -> None:
+        """Have the entries of these parts alone, one after the other. Those of caches are of caches
+        with the same arguments, or of its own.
 
         Args:
             num_gone: tokens that were evicted before them; None: those of its own.
@@ -137,15 +138,15 @@ class StreamingCache(FixedSizeCache):
         if num_gone is None:
             num_gone = self.num_tokens[0] - self.num_kept
         with self.changing():
-            num_rows = len(parts[0].layers[0].entries.data.keys)
-            for i, (layer, source) in enumerate(zip(self.attention, parts[0].layers, strict=True)):
+            for i, layer in enumerate(self.attention):
                 if not layer.is_initialized:
-                    layer.lazy_initialization(*source.entries.like())
+                    layer.lazy_initialization(*parts[0].like(i))
                 if pieces:
                     self._fill(i, pieces, total - num_over)
-            self._hold_in_order([total - num_over] * num_rows, [num_gone + num_over] * num_rows)
+            rows = parts[0].num_rows
+            self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 
-    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
+    def _fill(self, i: int, pieces: Sequence[EntryPart], seen: int) -> None:
         """Have the i-th layer with attention hold these entries, of rows with so many tokens."""
         layer = self.attention[i]
         layer.replace(taken(layer, i, pieces))

@@ -53,17 +53,17 @@ def undo(subject: Subject) -> Measured:
     num_other = 0
     for num in (subject.capacity, subject.num_tokens):
         for start, stop, new in (
-            (num, num, None),
-            (num - 2 * length, num - length, None),
-            (num - length, num - length, ids[:, :length]),
-            (num - length, num, ids[:, : length + 1]),
+            (num, num, []),
+            (num - 2 * length, num - length, []),
+            (num - length, num - length, [ids[:, :length]]),
+            (num - length, num, [ids[:, : length + 1]]),
         ):
             edited.reset()
             same.reset()
             for method in (edited, same):
                 method.feed(ids[:, :num])
-            edited.edit(start, stop, new)
-            if start < stop or new is not None:
+            edited.edit(start, stop, *new)
+            if start < stop or new:
                 edited.undo_edit()
             num_other += sum(_num_other(*pair) for pair in _states(edited, same))
             last = ids[:, num : num + 1]

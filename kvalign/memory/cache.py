@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV
-from kvalign.cache.edits import CachePart
+from kvalign.cache.edits import CachePart, EntryPart
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.sizes import CacheSizes
@@ -173,7 +173,7 @@ class MemoryCache(StreamingCache):
             self._put_aside()
         return replace(part, before=self.seen[0] - self.num_kept)
 
-    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
+    def _fill(self, i: int, pieces: Sequence[EntryPart], seen: int) -> None:
         layer = self.asking[i]
         behind, num_sinks = self.frame.num_behind(seen), self.sizes.num_sinks
         num = self.sizes.num_stored(seen) - num_sinks

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.edits import CachePart, as_sinks, bare_sinks, in_window
+from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Owner
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, Recalled
@@ -86,24 +86,25 @@ class MemoryLayer(WindowLayer):
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         self.memory.write(seen, entries)
 
-    def recollect(self, i: int, pieces: Sequence[CachePart], num: int, place: int) -> None:
+    def recollect(self, i: int, pieces: Sequence[EntryPart], num: int, place: int) -> None:
         """Hold the entries of these pieces alone, and the last `num` of them in the window, at the
         positions from `place` on.
         """
         form, num_sinks = self.memory.form, self.sizes.num_sinks
+        for piece in pieces:
+            if isinstance(piece, CachePart):  # a first key would be written into the base
+                self.memory.base = self._source(i, piece).base.clone()
         sinks, others = [], []
         for piece in pieces:
-            source = piece.layers[i]
-            assert isinstance(source, MemoryLayer)
-            self.memory.base = source.memory.base.clone()  # a first key would be written into it
-            if piece.first < num_sinks:
-                bare = bare_sinks(self, source, piece)
-                stored = form.encode_at(bare, slice(0)).map(lambda x: x.to("cpu"))
+            if piece.is_raw(num_sinks):
+                entries = bare(self, i, piece)
+                stored = form.encode_at(entries, slice(0)).map(lambda x: x.to("cpu"))
             else:
-                stored = source.memory.written(piece.written, piece.num)
-                bare = form.decode_at(stored, slice(0)).map(lambda x: x.to(self.device))
+                assert isinstance(piece, CachePart)
+                stored = self._source(i, piece).written(piece.written, piece.num)
+                entries = form.decode_at(stored, slice(0)).map(lambda x: x.to(self.device))
             if piece.place < num_sinks:
-                sinks.append(as_sinks(self, source, piece, bare))
+                sinks.append(as_sinks(self, i, piece, entries))
             else:
                 others.append(stored)
         rings = [[*sinks] for _ in self.rings]
@@ -115,6 +116,11 @@ class MemoryLayer(WindowLayer):
             for ring, stored in zip(rings, window, strict=True):
                 ring.append(stored)
         self.replace([cat(parts) for parts in rings])
+
+    def _source(self, i: int, piece: CachePart) -> Memory:
+        source = piece.layers[i]
+        assert isinstance(source, MemoryLayer)
+        return source.memory
 
     def _recall(self, block: Block, query: Tensor) -> Recalled:
         """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.edits import EntryPart
 from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -19,6 +20,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import typed
 from kvalign.methods.base import Method
+from kvalign.methods.pieces import Piece
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
@@ -160,9 +162,9 @@ class Cached(Method):
     def num_tokens(self) -> int:
         return max(self.cache.num_tokens, default=0)
 
-    def edit(self, start: int, stop: int, ids: Tensor | None = None) -> int:
+    def edit(self, start: int, stop: int, *new: Tensor | Piece) -> int:
         cache = self._editable(start, stop)
-        num_new = 0 if ids is None else self._check_new(ids)
+        num_new = sum(self._num_of(part) for part in new)
         num_kept, num_sinks = cache.num_kept, self.sizes.num_sinks
         num_gone = self.num_tokens - num_kept  # between the sinks and the others
         first, behind = (
@@ -176,33 +178,50 @@ class Cached(Method):
             )
         if start == stop and not num_new:
             return 0
-        if not cache.seen and ids is not None:
-            self.feed(ids)
-            return 0
         if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
-            num_gone, ids = num_gone + num_new - num_lost, None
+            num_gone, new = num_gone + num_new - num_lost, ()
         elif num_gone:
             num_gone = min(start - num_sinks, num_gone)
-        edited = self._new_cache()
-        assert isinstance(edited, StreamingCache)
-        head, tail = cache.part(0, first), cache.part(behind, num_kept)
-        if ids is None:
-            edited.take([head, tail], num_gone)
-        else:
-            edited.take([head], num_gone)
-            self.cache = edited
-            try:
-                self.feed(ids)
-            except BaseException:
-                self.cache = cache
-                raise
-            if tail.num:
-                edited.take([edited.part(0, edited.num_kept), tail])
+        parts: list[Tensor | Piece | EntryPart] = [*new]
+        if cache.seen:
+            parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
+        edited = self._edited(parts, num_gone)
         if not edited.num_stored:
             edited.reset()
-        self.cache = edited
-        self._before_edit = cache
+        self.cache, self._before_edit = edited, cache
         return num_lost
+
+    def _edited(self, parts: Sequence[Tensor | Piece | EntryPart], num_gone: int) -> StreamingCache:
+        """New cache with all that is encoded in these parts, and the ids among them encoded after
+        what stands before them.
+        """
+        before, edited = self.cache, self._new_cache()
+        assert isinstance(edited, StreamingCache)
+        num_rows = len(before.seen) or max([1, *(len(x) for x in parts if isinstance(x, Tensor))])
+        waiting: list[EntryPart] = []
+
+        def take() -> None:
+            if waiting:
+                edited.take(waiting, None if edited.seen else num_gone)
+            waiting.clear()
+
+        self.cache = edited
+        try:
+            for part in parts:
+                if isinstance(part, Tensor):
+                    take()
+                    self.feed(part)
+                    continue
+                if isinstance(part, Piece):
+                    part = part.part(self.model, num_rows)
+                if edited.seen and not waiting and part.num:
+                    waiting.append(edited.part(0, edited.num_kept))
+                if part.num or not edited.seen:
+                    waiting.append(part)
+            take()
+        finally:
+            self.cache = before
+        return edited
 
     def _editable(self, start: int, stop: int) -> StreamingCache:
         """The cache, if these tokens of it can be edited."""
@@ -221,10 +240,13 @@ class Cached(Method):
             )
         return cache
 
-    def _check_new(self, ids: Tensor) -> int:
-        check_ids(ids, self.model.config.vocab_size)
-        self.cache.check_input(*ids.shape)
-        return ids.shape[1]
+    def _num_of(self, new: Tensor | Piece) -> int:
+        """Number of tokens of each row that an edit puts in."""
+        if isinstance(new, Piece):
+            return len(new)
+        check_ids(new, self.model.config.vocab_size)
+        self.cache.check_input(*new.shape)
+        return new.shape[1]
 
     def undo_edit(self) -> None:
         if self._before_edit is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.cache.saved import expect_tensor
+from kvalign.cache.saved import checksum, expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
@@ -175,7 +175,7 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
         for name, x in tensors.items():
             tensors[name] = (x[:, :, :0] if is_of_memory(name) else x).cpu().contiguous()
         about = saved.model_copy(update={"memory_file": file}).model_dump_json()
-        metadata.update(stream=about, **{_CHECKSUM: _checksum(about, tensors)})
+        metadata.update(stream=about, **{_CHECKSUM: checksum(about, tensors)})
         save_file(tensors, partial, metadata)
 
     try:
@@ -257,8 +257,8 @@ def _read(
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     if names is None:
-        checksum = _checksum(metadata.get("stream", ""), tensors)
-        if metadata.get(_CHECKSUM, checksum) != checksum:
+        found = checksum(metadata.get("stream", ""), tensors)
+        if metadata.get(_CHECKSUM, found) != found:
             raise UserError(f"{path} is damaged: its checksum differs")
     return checked(SavedStream, document, wrong), tensors
 
@@ -310,12 +310,3 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
         raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
-
-
-def _checksum(about: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of what a file says of a stream, and of its tensors with their names and shapes."""
-    digest = hashlib.sha256(about.encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
-        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

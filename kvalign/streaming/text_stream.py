@@ -25,6 +25,7 @@ from kvalign.foundation.whole import Whole
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
+from kvalign.methods.pieces import Piece
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.wrapped import unwrapped
@@ -120,22 +121,25 @@ class TextStream(NotPickled):
             self._begin_answer(self.ids)
 
     def edit(
-        self, start: int, stop: int, new: str | Sequence[int] = "", *, exactly: int = 0
+        self, start: int, stop: int, new: str | Sequence[int] | Piece = "", *, exactly: int = 0
     ) -> int:
-        """Replace the tokens of `ids` from `start` to before `stop` by a text, or token ids. What
-        stands behind is not encoded again: it moves to its new places, and knows what it has read
-        (`Method.edit`). The next iteration continues after it.
+        """Replace the tokens of `ids` from `start` to before `stop` by a text, token ids, or a
+        piece. What stands behind is not encoded again: it moves to its new places, and knows what
+        it has read (`Method.edit`). Nor is a piece. The next iteration continues after it.
 
         Args:
             start, stop: tokens of `ids`; equal: insert only.
-            new: text or ids; "": cut only.
-            exactly: tokens behind that are encoded again, so that they do not know the old ones.
+            new: text, ids, or a piece (`kvalign.encode`); "": cut only.
+            exactly: tokens behind that are encoded again, so that they know the new tokens, and
+                not the old ones; of a piece, as many of its first, so that they know what stands
+                before it.
 
         Returns:
             The number of replaced tokens that had been evicted before.
 
         Raises:
-            UserError: no such tokens; a method whose entries cannot be edited; nothing is left.
+            UserError: no such tokens; a method whose entries cannot be edited; nothing is left; a
+                piece of another model.
         """
         self._whole.check()
         start, stop = typed("start", start, int), typed("stop", stop, int)
@@ -146,41 +150,61 @@ class TextStream(NotPickled):
             )
         if typed("exactly", exactly, int) < 0:
             raise UserError(f"exactly must be at least 0, got {exactly}")
-        ids = encoded(new, self.tokenizer, self.method.model, goes_on=start > 0) if new else []
-        while ids and start < stop and ids[0] == self.ids[start]:
-            start, ids = start + 1, ids[1:]
-        while ids and start < stop and ids[-1] == self.ids[stop - 1]:
-            stop, ids = stop - 1, ids[:-1]
+        parts: list[list[int] | Piece]
+        if isinstance(new, Piece):
+            parts = [[*new.ids[:exactly]], new[exactly:]]
+        else:
+            ids = encoded(new, self.tokenizer, self.method.model, goes_on=start > 0) if new else []
+            while ids and start < stop and ids[0] == self.ids[start]:
+                start, ids = start + 1, ids[1:]
+            while ids and start < stop and ids[-1] == self.ids[stop - 1]:
+                stop, ids = stop - 1, ids[:-1]
+            parts = [ids]
         again = self.ids[stop : stop + exactly]
-        if start == stop and not ids + again:
+        parts = [part for part in (*parts, again) if len(part)]
+        if start == stop and not parts:
             return 0
-        return self._edit(start, stop, stop + len(again), ids + again)
+        return self._edit(start, stop, stop + len(again), parts)
 
-    def _edit(self, start: int, stop: int, end: int, new: list[int]) -> int:
+    def insert(
+        self, new: str | Sequence[int] | Piece, start: int | None = None, *, exactly: int = 0
+    ) -> None:
+        """Insert a text, token ids, or a piece before the token `start` of `ids`, or at the end:
+        `edit` without tokens that are replaced.
+        """
+        start = len(self.ids) if start is None else start
+        self.edit(start, start, new, exactly=exactly)
+
+    def _edit(self, start: int, stop: int, end: int, new: list[list[int] | Piece]) -> int:
         """Same, for tokens `start` to `end`, of which those from `stop` on are encoded again."""
         ids, answers, num_new = self.ids, self.answers, len(self.token_ids)
         before = (ids, self.num_fed, num_new, answers, {**self.notes})
         begin = len(ids) - num_new
         if num_new and end > begin:  # the answer becomes part of the text, which goes on after it
             ids = ids[: len(ids) - self._answer.has_end_token]  # which has not been fed
-            answers, num_new, end = [*answers, (begin, len(ids))], 0, min(end, len(ids))
-        edited = [*ids[:start], *new, *ids[end:]]
+            answers, num_new = [*answers, (begin, len(ids))], 0
+            start, stop, end = (min(x, len(ids)) for x in (start, stop, end))
+        edited = [*ids[:start], *(x for part in new for x in _ids_of(part)), *ids[end:]]
         if not edited:
             raise UserError("the edit leaves nothing of this stream: reset() it")
         num_more, num_lost = len(edited) - len(ids), 0
-        num_fed, end_fed, given = self.num_fed + num_more, end, new
+        num_fed, from_fed, end_fed, given = self.num_fed + num_more, start, end, new
         if end >= self.num_fed or num_fed == len(edited):  # the rest is fed as usual
-            num_fed, end_fed, given = min(start, len(edited) - 1, self.num_fed), self.num_fed, []
-        if is_fed := (from_fed := min(start, num_fed)) < self.num_fed:
+            from_fed, end_fed = min(start, self.num_fed), self.num_fed
+            num_fed, given = min(from_fed, len(edited) - 1), []
+            if any(isinstance(part, Piece) for part in new):  # but what is encoded already
+                num_fed = min(end + num_more, len(edited) - 1)
+                given = _first([ids[from_fed:start], *new], num_fed - from_fed)
+            from_fed = min(from_fed, num_fed)
+        if is_fed := from_fed < self.num_fed or bool(given):
             # Of a stream that was encoded anew, or lost all that it had, the method knows the last
             # tokens only. Text before these is text alone, as what has been evicted.
             unknown = self.num_fed - self.method.num_tokens
             num_lost = max(0, min(stop, unknown) - start)
             if is_fed := end_fed > unknown or (end_fed == unknown and bool(given)):
                 first, last = (max(x - unknown, 0) for x in (from_fed, end_fed))
-                of_text = torch.tensor([given], device=self.method.model.device) if given else None
                 again = max(start - max(from_fed, unknown), 0)  # fed once more, not replaced
-                num_lost += max(self.method.edit(first, last, of_text) - again, 0)
+                num_lost += max(self.method.edit(first, last, *self._given(given)) - again, 0)
 
         def moved(x: int, if_inside: int) -> int:
             return x if x <= start else x + num_more if x >= end else if_inside
@@ -190,6 +214,13 @@ class TextStream(NotPickled):
             self.resume(edited, num_fed, num_new, [(x, y) for x, y in spans if x < y])
         self._before_edit = _BeforeEdit(*before, is_fed)
         return min(num_lost, stop - start)
+
+    def _given(self, parts: list[list[int] | Piece]) -> Iterator[Tensor | Piece]:
+        for part in parts:
+            if isinstance(part, Piece):
+                yield part
+            else:
+                yield torch.tensor([part], device=self.method.model.device)
 
     def undo_edit(self) -> None:
         """Take the last edit back, and what became of `notes` since; UserError once the stream has
@@ -338,6 +369,20 @@ class TextStream(NotPickled):
             before=ids[:, : self.num_fed] if self.num_fed else None,
             lookup=self.sampling.lookup,
         )
+
+
+def _ids_of(part: list[int] | Piece) -> Sequence[int]:
+    return part.ids if isinstance(part, Piece) else part
+
+
+def _first(parts: list[list[int] | Piece], num: int) -> list[list[int] | Piece]:
+    """The first `num` tokens of these parts."""
+    found = []
+    for part in parts:
+        if own := part[: max(num, 0)]:
+            found.append(own)
+        num -= len(part)
+    return found
 
 
 @spelled_out(StreamConfig)

@@ -8,7 +8,7 @@ honest loop is. Nothing of the cache is used but the numbers of a position table
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -115,19 +115,34 @@ class PlainMemory:
         tokens in there, and put what stood behind after them.
         """
         self._forget()
-        num_sinks, num = self.sizes.num_sinks, self.seen - stop
-        tails = []
-        for name, held in (("key", self.keys), ("value", self.values)):
-            tail = held[:, :, stop : self.seen].to(self.dtype, copy=True)
-            for i, j in enumerate(range(stop, min(num_sinks, self.seen))):  # no sinks any more
-                bare = self._turned(tail[:, :, i], -j) if name == "key" else tail[:, :, i]
-                for layer in range(len(tail)):
-                    tail[layer, :, i] = self._standardised(layer, name, bare[layer], j)
-            tails.append(tail)
+        num = self.seen - stop
+        held = (x[:, :, stop : self.seen] for x in (self.keys, self.values))
+        is_sink = torch.arange(stop, self.seen) < self.sizes.num_sinks
+        tails = self._bare(held, torch.arange(stop, self.seen), is_sink)
         self.seen = first
         read(self)
-        if not num:
-            return
+        if num:
+            self._append(tails)
+
+    def take_encoded(self, keys: Tensor, values: Tensor, births: Tensor) -> None:
+        """Append entries [L, H, S, D] that were computed at these positions."""
+        self._append(self._bare((keys, values), births, births >= 0))
+
+    def _bare(self, held: Iterable[Tensor], births: Tensor, is_raw: Tensor) -> list[Tensor]:
+        """Keys and values [L, H, S, D] in the form behind the sinks, of which these were not."""
+        bare = []
+        for name, x in zip(("key", "value"), held, strict=True):
+            x = x.to(self.dtype, copy=True)
+            for i in is_raw.nonzero().flatten().tolist():
+                j = int(births[i])
+                born = self._turned(x[:, :, i], -j) if name == "key" else x[:, :, i]
+                for layer in range(len(x)):
+                    x[layer, :, i] = self._standardised(layer, name, born[layer], j)
+            bare.append(x)
+        return bare
+
+    def _append(self, tails: list[Tensor]) -> None:
+        num, num_sinks = tails[0].shape[2], self.sizes.num_sinks
         for name, held, tail in zip(("key", "value"), (self.keys, self.values), tails, strict=True):
             for i, j in enumerate(range(self.seen, min(num_sinks, self.seen + num))):  # are now
                 for layer in range(len(tail)):

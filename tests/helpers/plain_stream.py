@@ -133,35 +133,44 @@ class PlainStream:
             gone = self.tokens[0].shape[1] - (self.seen - plan.dropped(self.seen))
             kept = torch.arange(self.tokens[0].shape[1])
             kept = kept[(kept < plan.num_sinks) | (kept >= plan.num_sinks + gone)]
-            for i in range(self.num_layers):
-                self._keep(i, kept.expand(len(self.tokens[i]), -1))
+            self.keep_slots(kept)
         return out.logits[0, -1]
 
-    def edit(self, first: int, stop: int, ids: list[Tensor]) -> None:
+    def edit(self, first: int, stop: int, parts: list["Tensor | PlainStream"]) -> None:
         """Take out the entries of places from `first` to `stop`, take these pieces of ids in there,
-        and put what stood behind after them. The stream is then as long as what it has.
+        or entries of other streams, and put what stood behind after them. The stream is then as
+        long as what it has.
         """
         num = self.tokens[0].shape[1]
         tails = self.clone()
         for stream, kept in ((self, slice(0, first)), (tails, slice(stop, num))):
-            for i in range(self.num_layers):
-                stream._keep(i, torch.arange(num)[kept].expand(len(self.tokens[i]), -1))
+            stream.keep_slots(torch.arange(num)[kept])
         self._renumber()
-        for some in ids:
-            self.take(some)
-        if stop == num:
-            return
-        total = self.tokens[0].shape[1] + num - stop
-        kept = torch.arange(total)
-        gone = self.plan.dropped(total)
-        kept = kept[(kept < self.plan.num_sinks) | (kept >= self.plan.num_sinks + gone)]
+        for part in [*parts, *[tails] * (stop < num)]:
+            if isinstance(part, PlainStream):
+                self._append(part)
+                continue
+            while len(part):
+                num_now = self.plan.takes_at_once(self.seen, len(part))
+                self.take(part[:num_now])
+                part = part[num_now:]
+
+    def _append(self, other: "PlainStream") -> None:
+        total = self.tokens[0].shape[1] + other.tokens[0].shape[1]
         for i in range(self.num_layers):
-            self.raw[i] = _cat(self.raw[i], tails.raw[i])
+            held = self.raw[i]
+            self.raw[i] = other.raw[i] if held is None else _cat(held, other.raw[i])
             for name in ("tokens", "births", "drawn", "strayed"):
                 held = getattr(self, name)
-                held[i] = torch.cat([held[i], getattr(tails, name)[i]], 1)
-            self._keep(i, kept.expand(len(self.tokens[i]), -1))
+                held[i] = torch.cat([held[i], getattr(other, name)[i]], 1)
+        kept, gone = torch.arange(total), self.plan.dropped(total)
+        self.keep_slots(kept[(kept < self.plan.num_sinks) | (kept >= self.plan.num_sinks + gone)])
         self._renumber()
+
+    def keep_slots(self, kept: Tensor) -> None:
+        """Have the entries in these slots [S] of all heads alone."""
+        for i in range(self.num_layers):
+            self._keep(i, kept.expand(len(self.tokens[i]), -1))
 
     def _renumber(self) -> None:
         self.seen, self.moved = self.tokens[0].shape[1], 0

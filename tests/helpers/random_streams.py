@@ -3,10 +3,12 @@
 import copy
 import random
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from helpers.methods import anchored, network, tables
 from helpers.plain_memory import PlainMemory
@@ -15,6 +17,7 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
+from kvalign.methods.pieces import Piece, encode
 from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import POLICIES
@@ -164,44 +167,64 @@ class RandomStream:
         return is_placed and self.is_even and len(set(self.method.cache.gone)) == 1
 
     def _edit(self) -> None:
-        """Some tokens are replaced by others, or it is tried, and taken back."""
-        rng, num_kept, num = self.rng, self.method.cache.num_kept, self.rng.choice((0, 1, 7))
+        """Some tokens are replaced by others, and by pieces that were encoded alone, or it is
+        tried, and taken back.
+        """
+        rng, num_kept = self.rng, self.method.cache.num_kept
         num_gone, num_sinks = self.method.num_tokens - num_kept, self.method.sizes.num_sinks
         first = rng.randint(num_sinks if num_gone else 0, num_kept)
         stop = rng.randint(first, num_kept)
-        ids = self._tokens(len(self.rows), num) if num else None
-        if num + stop == first or not num + first + num_kept - stop:
+        parts = [self._new_part() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+        if stop == first and not parts or not parts and first + num_kept == stop:
             return
-        if self.loop is PlainMemory:
-            self._edit_memory(first, stop, ids)
-            return
-        start, end = (x + num_gone * (num_gone > 0) for x in (first, stop))
-        self.method.edit(start, end, ids)
-        if rng.random() < 0.2:
+        is_memory = self.loop is PlainMemory
+        start, end = (x + num_gone * (num_gone > 0 or is_memory) for x in (first, stop))
+        with self._taken_back() if is_memory else nullcontext() as taken:
+            self.method.edit(start, end, *parts)
+        if not is_memory and rng.random() < 0.2:
             self.method.undo_edit()
             return
-        for j, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows):
+            own = [part if isinstance(part, Piece) else part[i] for part in parts]
+            if is_memory:
+                self._edit_memory(i, row, first, stop, own, taken)
+                continue
             for loop in row:
-                left, pieces, seen = [] if ids is None else ids[j], [], first
-                while len(left):
-                    num_now = self.plan.takes_at_once(seen, len(left))
-                    pieces.append(left[:num_now])
-                    left, seen = left[num_now:], seen + num_now
-                loop.edit(first, stop, pieces)
+                loop.edit(first, stop, [self._alone(loop, part) for part in own])
 
-    def _edit_memory(self, first, stop, ids) -> None:
-        num_gone = self.method.num_tokens - self.method.cache.num_kept
-        with self._taken_back() as taken:
-            self.method.edit(first + num_gone, stop + num_gone, ids)
-        for i, (exact, *rough) in enumerate(self.rows):
+    def _new_part(self) -> Tensor | Piece:
+        num, is_piece = self.rng.choice((1, 7)), self.rng.random() < 0.3
+        self.found["pieces"] += is_piece
+        if not is_piece:
+            return self._tokens(len(self.rows), num)
+        ids, before = (self._tokens(1, n)[0].tolist() for n in (num, self.rng.choice((0, 3))))
+        return encode(self.model, None, ids, after=before)
 
-            def read(loop, i=i, exact=exact, rough=rough):
-                for token in [] if ids is None else ids[i]:
+    def _alone(self, loop, part):
+        """The tokens of a part, or a stream of its own that has read them alone."""
+        if isinstance(part, Tensor):
+            return part
+        other = PlainStream(loop.model, replace(self.plan, cache_size=99), self.numbers)
+        other.take(torch.tensor(part.info.before + part.ids))
+        other.keep_slots(torch.arange(len(part.info.before), other.seen))
+        return other
+
+    def _edit_memory(self, i, row, first, stop, parts, taken) -> None:
+        """Row `i`, with what was `taken` back by its method."""
+        exact, *rough = row
+        models = dict(zip(map(id, row), (self.exact, self.rough), strict=False))
+
+        def read(loop):
+            for part in parts:
+                if isinstance(part, Piece):
+                    loop.take_encoded(*_encoded(models[id(loop)], part))
+                    continue
+                for token in part:
                     told = rough if loop is exact else []
                     loop.follow(token, taken[i, loop.seen], *(told or [None]))
 
-            for loop in (*rough, exact):
-                loop.edit(first, stop, read)
+        for loop in (*rough, exact):
+            loop.edit(first, stop, read)
 
     def _join(self) -> None:
         if len(self.rows) > 2:
@@ -333,6 +356,15 @@ class RandomStream:
             yield taken
         finally:
             Memory.find = find
+
+
+def _encoded(model, piece) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [L, H, S, D] of a piece, and their positions."""
+    cache, num = DynamicCache(), len(piece.info.before)
+    with torch.no_grad():
+        model(torch.tensor([piece.info.before + piece.ids]), past_key_values=cache)
+    both = ([getattr(x, name)[0, :, num:] for x in cache.layers] for name in ("keys", "values"))
+    return *map(torch.stack, both), torch.arange(num, num + len(piece))
 
 
 def _copied(loop):

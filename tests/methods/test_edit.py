@@ -36,8 +36,8 @@ def test_an_edit_is_taken_back_and_nothing_changes_nothing(name, num, models, id
     method = edited(name, models)
     method.feed(ids[:, :num])
     before, last = method.state(), method.num_tokens
-    for start, stop, new in ((last - 7, last - 3, ids[:, :2]), (last - 7, last, None)):
-        method.edit(start, stop, new)
+    for start, stop, new in ((last - 7, last - 3, [ids[:, :2]]), (last - 7, last, [])):
+        method.edit(start, stop, *new)
         assert not same(method.state(), before)
         method.undo_edit()
         assert same(method.state(), before)
@@ -120,11 +120,11 @@ def test_a_failed_edit_leaves_the_stream_as_it_was(models, ids, monkeypatch):
 
 
 def test_what_cannot_be_edited_is_refused_by_name(models, ids):
-    def refusal(method, start=6, stop=8, new=None, rows=slice(None)):
+    def refusal(method, start=6, stop=8, *new, rows=slice(None)):
         method.feed(ids[rows, :30])
         before = method.state() if method.name != "dense" else {}
         with pytest.raises(UserError) as refused:
-            method.edit(start, stop, new)
+            method.edit(start, stop, *new)
         assert method.name == "dense" or same(method.state(), before)
         return str(refused.value)
 
@@ -137,8 +137,8 @@ def test_what_cannot_be_edited_is_refused_by_name(models, ids):
     assert "behind the 4 sinks" in refusal(streaming, 3, 8)
     for start, stop in ((-1, 4), (5, 3), (29, 31)):
         assert "has 30" in refusal(streaming.new(), start, stop)
-    assert "below 96" in refusal(streaming.new(), new=torch.full((2, 1), 96))
-    assert "2 rows" in refusal(streaming.new(), new=ids[:1, :3])
+    assert "below 96" in refusal(streaming.new(), 6, 8, torch.full((2, 1), 96))
+    assert "2 rows" in refusal(streaming.new(), 6, 8, ids[:1, :3])
     in_some = make("streaming-llm", llama, memory=20, recall_layers="0")
     assert "in some layers only" in refusal(in_some)
     one, other = streaming.new(), streaming.new()

@@ -105,7 +105,7 @@ class Way:
         stop = num if self.name == FORGOTTEN else min(num, edit.stop + self.exactly)
         again = edit.ids[:, edit.stop : stop] if self.name == EDITED else edit.ids[:, :0]
         new = torch.cat([edit.new, again], 1)
-        method.edit(edit.start, stop, new if new.shape[1] else None)
+        method.edit(edit.start, stop, *[new] * bool(new.shape[1]))
         return new.shape[1]
 
 

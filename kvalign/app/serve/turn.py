@@ -154,8 +154,8 @@ class Turn:
         self.method.restore(self.state)
         self.state = None
         for start, stop, new in reversed(self.changes):
-            ids = torch.tensor([new], device=self.method.model.device) if new else None
-            self.method.edit(start, stop, ids)
+            ids = [torch.tensor([new], device=self.method.model.device)] if new else []
+            self.method.edit(start, stop, *ids)
 
     def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:

@@ -1,0 +1,198 @@
+"""Pieces of text that are encoded once and put into streams, at any place.
+
+    piece                     d0 d1 d2 d3 d4
+    stream    s0 s1 s2 | q0 q1 q2            insert(piece, 3)
+    after     s0 s1 s2 | d0 d1 d2 d3 d4 | q0 q1 q2
+
+A piece has its entries as the model computed them, from the text alone. Where they are put, the
+stream moves them to their places, as it does at an edit. They know nothing of what stands before
+them there. So a piece fits every stream of its model: any method, aligner, size or precision of the
+cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.aligners.entries import KV
+from kvalign.cache.edits import EncodedPart
+from kvalign.cache.saved import checksum, expect_tensor
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import checked, parse_json, write_whole
+from kvalign.foundation.settings import check_output, typed
+from kvalign.methods.dense import Dense
+from kvalign.models import identity
+from kvalign.models.architectures import spec_of
+from kvalign.models.input_ids import encoded
+from kvalign.models.packed import weights_of
+from kvalign.models.weights import check_finite
+from kvalign.models.wrapped import unwrapped
+
+_FORMAT = "kvalign piece 1"
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class PieceInfo(BaseModel):
+    """Information about a piece in its file, beside the entries.
+
+    Attributes:
+        ids: its tokens.
+        before: those that stood before it when it was encoded.
+        base_model, identity, weights: of the model, as of a saved stream.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ids: list[Count]
+    before: list[Count]
+    base_model: str
+    identity: str
+    weights: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Encoded text; `encode` and `load_piece` make one. `piece[4:]` is a part of it.
+
+    Attributes:
+        ids: its tokens.
+        info: that of the whole piece, of which this one begins at token `first`.
+        entries: of each layer of the whole piece, [1, H, S, D].
+    """
+
+    ids: Sequence[int]
+    info: PieceInfo
+    entries: Sequence[KV]
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> "Piece":
+        start, stop, step = typed("part", part, slice).indices(len(self))
+        if step != 1:
+            raise UserError(f"a piece is cut without gaps, got a step of {step}")
+        return replace(self, ids=self.ids[start:stop], first=self.first + start)
+
+    def __repr__(self) -> str:
+        return f"<piece for {self.info.base_model or 'a model'}: {len(self)} tokens>"
+
+    def part(self, model: PreTrainedModel, num_rows: int) -> EncodedPart:
+        """Its entries, for so many rows of a cache; UserError unless it belongs to this model."""
+        info, weights = self.info, weights_of(model)
+        if info.weights != weights:
+            raise UserError(
+                f"the piece was encoded with weights of {info.weights}, but this model's are "
+                f"{weights}: encode it with these"
+            )
+        if info.identity != identity.identity(model):
+            raise UserError(
+                f"it is a piece for {info.base_model}: the weights of this model differ"
+            )
+        rows = [kv.map(lambda x: x.expand(num_rows, -1, -1, -1)) for kv in self.entries]
+        return EncodedPart(self.first, self.first + len(self), rows, len(info.before))
+
+    def save(self, path: str | Path) -> None:
+        """Write it, the whole piece, to a safetensors file; see `load_piece`."""
+        file = Path(typed("path", path, Path))
+        check_output(file, "file", "path")
+        about, tensors = self.info.model_dump_json(), _named(self.entries)
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        metadata = {"format": _FORMAT, "piece": about, "sha256": checksum(about, tensors)}
+        write_whole(file, lambda partial: save_file(tensors, partial, metadata))
+
+
+def _named(entries: Sequence[KV]) -> dict[str, Tensor]:
+    return {f"{i}.{j}": x for i, pair in enumerate(entries) for j, x in enumerate(pair)}
+
+
+def encode(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Sequence[int],
+    *,
+    after: str | Sequence[int] = "",
+) -> Piece:
+    """Encode a text, or its token ids, to put it into streams (`TextStream.insert`).
+
+    Args:
+        after: text, or ids, that stands before it when it is encoded, and is not part of it.
+
+    Raises:
+        UserError: it is empty; with what stands before it, it is longer than the context length;
+            a model some layers of which have no entries.
+    """
+    model = unwrapped(model)
+    spec = spec_of(model.config)
+    if spec.states:
+        raise UserError(
+            "a text cannot be encoded alone for this model: the state of its layers without "
+            "attention is of all tokens at once"
+        )
+    before = encoded(after, tokenizer, model) if after else []
+    ids = encoded(text, tokenizer, model, goes_on=True)
+    if not ids:
+        raise UserError("the text is empty: give at least one word")
+    num, most = len(before) + len(ids), spec.context_len
+    if most is not None and num > most:
+        raise UserError(
+            f"the text has {num} tokens with what stands before it, but the context length of "
+            f"{spec.name} is {most}: encode it in several pieces"
+        )
+    method = Dense(model, CacheSizes(num, 0))
+    method.feed(torch.tensor([before + ids], device=model.device))
+    entries = [KV(layer.keys, layer.values) for layer in method.cache.layers]
+    info = PieceInfo(
+        ids=ids,
+        before=before,
+        base_model=spec.name,
+        identity=identity.identity(model),
+        weights=weights_of(model),
+    )
+    own = [kv.slots(len(before), len(ids)).map(Tensor.contiguous) for kv in entries]
+    return Piece(ids, info, own)
+
+
+def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
+    """Load a piece that `Piece.save` wrote. Its entries stay in the file until they are needed.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is not a piece, or is damaged, or one of another model.
+    """
+    path, model = Path(typed("path", path, Path)), unwrapped(model)
+    wrong = f"{path} is not a piece that kvalign saved"
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(wrong)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise NotFoundError(f"no piece {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{wrong}: {error}") from None
+    if metadata.get("format") != _FORMAT:
+        raise UserError(wrong)
+    about = metadata.get("piece", "")
+    if metadata.get("sha256") != checksum(about, tensors):
+        raise UserError(f"{path} is damaged: its checksum differs")
+    info, spec = checked(PieceInfo, parse_json(about, wrong), wrong), spec_of(model.config)
+    shape = (1, spec.num_kv_heads, len(info.ids), spec.head_dim)
+    entries = [
+        KV(*(expect_tensor(tensors, f"{i}.{j}", shape, model.dtype) for j in range(2)))
+        for i in range(spec.num_layers)
+    ]
+    check_finite(tensors.items(), "its entries")
+    piece = Piece(info.ids, info, entries)
+    piece.part(model, 1)
+    return piece
