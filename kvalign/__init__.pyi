@@ -9,14 +9,14 @@ from .foundation.version import __version__ as __version__
 from .invariants import verify as verify
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method
-from .methods.pieces import Piece as Piece
-from .methods.pieces import encode as encode
-from .methods.pieces import load_piece as load_piece
 from .methods.registry import METHODS as METHODS
 from .models import load_model as load_model
 from .streaming.batch import stream_batch as stream_batch
 from .streaming.generation import stream_generate as stream_generate
 from .streaming.loop import stream_tokens as stream_tokens
+from .streaming.pieces import Piece as Piece
+from .streaming.pieces import encode as encode
+from .streaming.pieces import load_piece as load_piece
 from .streaming.sampling import Sampling as Sampling
 from .streaming.scoring import score as score
 from .streaming.text_stream import load_stream as load_stream

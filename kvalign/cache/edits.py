@@ -116,6 +116,10 @@ class EncodedPart(EntryPart):
     def num_rows(self) -> int:
         return len(self.entries[0].keys)
 
+    def rows(self, some: slice) -> Self:
+        """Those of some rows."""
+        return replace(self, entries=[x.rows(some) for x in self.entries])
+
     def like(self, i: int) -> KV:
         return self.entries[i]
 

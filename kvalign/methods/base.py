@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.edits import EncodedPart
 from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
@@ -19,9 +20,6 @@ from kvalign.methods.stepper import STEPPERS, Stepper, last_logits, ready_steppe
 from kvalign.models.architectures import spec_of
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.wrapped import unwrapped
-
-if TYPE_CHECKING:  # it is encoded by a method
-    from kvalign.methods.pieces import Piece
 
 
 class Method(NotPickled, ABC):
@@ -176,7 +174,7 @@ class Method(NotPickled, ABC):
     def feed(self, ids: Tensor) -> Tensor:
         """Read ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
-    def edit(self, start: int, stop: int, *new: "Tensor | Piece") -> int:
+    def edit(self, start: int, stop: int, *new: Tensor | EncodedPart) -> int:
         """Replace tokens of each row's stream by others. Entries of those go, the new ones are
         encoded after what stands before them, and what stands behind moves to its new places: it is
         not encoded again. The oldest entries are evicted if there are too many.
@@ -184,15 +182,14 @@ class Method(NotPickled, ABC):
         Args:
             start, stop: the tokens to replace, from `start` to before `stop`, counted from the
                 first of the stream, evicted ones included.
-            new: ids [B, n] int64, or pieces, which are encoded already (`pieces.py`), one after
-                the other.
+            new: ids [B, n] int64, or entries of the model that were encoded alone
+                (`kvalign.encode`), one after the other.
 
         Returns:
             The number of them that had been evicted before.
 
         Raises:
-            UserError: no such tokens; a method whose entries cannot be edited; a piece of another
-                model.
+            UserError: no such tokens; a method whose entries cannot be edited.
         """
         raise self._not_editable()
 

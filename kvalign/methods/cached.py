@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import EntryPart
+from kvalign.cache.edits import EncodedPart, EntryPart
 from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -20,7 +20,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import typed
 from kvalign.methods.base import Method
-from kvalign.methods.pieces import Piece
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
@@ -162,7 +161,7 @@ class Cached(Method):
     def num_tokens(self) -> int:
         return max(self.cache.num_tokens, default=0)
 
-    def edit(self, start: int, stop: int, *new: Tensor | Piece) -> int:
+    def edit(self, start: int, stop: int, *new: Tensor | EncodedPart) -> int:
         cache = self._editable(start, stop)
         num_new = sum(self._num_of(part) for part in new)
         num_kept, num_sinks = cache.num_kept, self.sizes.num_sinks
@@ -182,7 +181,7 @@ class Cached(Method):
             num_gone, new = num_gone + num_new - num_lost, ()
         elif num_gone:
             num_gone = min(start - num_sinks, num_gone)
-        parts: list[Tensor | Piece | EntryPart] = [*new]
+        parts: list[Tensor | EntryPart] = [*new]
         if cache.seen:
             parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
         edited = self._edited(parts, num_gone)
@@ -191,13 +190,12 @@ class Cached(Method):
         self.cache, self._before_edit = edited, cache
         return num_lost
 
-    def _edited(self, parts: Sequence[Tensor | Piece | EntryPart], num_gone: int) -> StreamingCache:
+    def _edited(self, parts: Sequence[Tensor | EntryPart], num_gone: int) -> StreamingCache:
         """New cache with all that is encoded in these parts, and the ids among them encoded after
         what stands before them.
         """
         before, edited = self.cache, self._new_cache()
         assert isinstance(edited, StreamingCache)
-        num_rows = len(before.seen) or max([1, *(len(x) for x in parts if isinstance(x, Tensor))])
         waiting: list[EntryPart] = []
 
         def take() -> None:
@@ -212,8 +210,6 @@ class Cached(Method):
                     take()
                     self.feed(part)
                     continue
-                if isinstance(part, Piece):
-                    part = part.part(self.model, num_rows)
                 if edited.seen and not waiting and part.num:
                     waiting.append(edited.part(0, edited.num_kept))
                 if part.num or not edited.seen:
@@ -240,13 +236,15 @@ class Cached(Method):
             )
         return cache
 
-    def _num_of(self, new: Tensor | Piece) -> int:
+    def _num_of(self, new: Tensor | EncodedPart) -> int:
         """Number of tokens of each row that an edit puts in."""
-        if isinstance(new, Piece):
-            return len(new)
-        check_ids(new, self.model.config.vocab_size)
-        self.cache.check_input(*new.shape)
-        return new.shape[1]
+        if isinstance(new, EncodedPart):
+            num_rows, num = new.num_rows, new.num
+        else:
+            check_ids(new, self.model.config.vocab_size)
+            num_rows, num = new.shape
+        self.cache.check_input(num_rows, num)
+        return num
 
     def undo_edit(self) -> None:
         if self._before_edit is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
+from kvalign.cache.edits import EncodedPart
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import spelled_out
@@ -25,7 +26,6 @@ from kvalign.foundation.whole import Whole
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
-from kvalign.methods.pieces import Piece
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.wrapped import unwrapped
@@ -34,6 +34,7 @@ from kvalign.streaming.answer import Answer
 from kvalign.streaming.ends import end_ids
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
+from kvalign.streaming.pieces import Piece
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import Digests, SavedStream
 
@@ -215,12 +216,13 @@ class TextStream(NotPickled):
         self._before_edit = _BeforeEdit(*before, is_fed)
         return min(num_lost, stop - start)
 
-    def _given(self, parts: list[list[int] | Piece]) -> Iterator[Tensor | Piece]:
+    def _given(self, parts: list[list[int] | Piece]) -> Iterator[Tensor | EncodedPart]:
+        model = self.method.model
         for part in parts:
             if isinstance(part, Piece):
-                yield part
+                yield part.part(model)
             else:
-                yield torch.tensor([part], device=self.method.model.device)
+                yield torch.tensor([part], device=model.device)
 
     def undo_edit(self) -> None:
         """Take the last edit back, and what became of `notes` since; UserError once the stream has

@@ -17,10 +17,10 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
-from kvalign.methods.pieces import Piece, encode
 from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import POLICIES
+from kvalign.streaming.pieces import Piece, encode
 
 FACTOR = 4  # times as far from float64 as the plain loop of the same precision is
 EXACT = 1e-5  # of logits of about 1 in float32
@@ -175,12 +175,12 @@ class RandomStream:
         first = rng.randint(num_sinks if num_gone else 0, num_kept)
         stop = rng.randint(first, num_kept)
         parts = [self._new_part() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
-        if stop == first and not parts or not parts and first + num_kept == stop:
+        if (stop == first and not parts) or (not parts and first + num_kept == stop):
             return
         is_memory = self.loop is PlainMemory
         start, end = (x + num_gone * (num_gone > 0 or is_memory) for x in (first, stop))
         with self._taken_back() if is_memory else nullcontext() as taken:
-            self.method.edit(start, end, *parts)
+            self.method.edit(start, end, *map(self._given, parts))
         if not is_memory and rng.random() < 0.2:
             self.method.undo_edit()
             return
@@ -199,6 +199,10 @@ class RandomStream:
             return self._tokens(len(self.rows), num)
         ids, before = (self._tokens(1, n)[0].tolist() for n in (num, self.rng.choice((0, 3))))
         return encode(self.model, None, ids, after=before)
+
+    def _given(self, part):
+        is_piece = isinstance(part, Piece)
+        return part.part(self.method.model, len(self.rows)) if is_piece else part
 
     def _alone(self, loop, part):
         """The tokens of a part, or a stream of its own that has read them alone."""

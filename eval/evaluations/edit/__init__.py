@@ -1,7 +1,8 @@
 """Edit: tokens of a stream are cut, replaced or inserted, and what stands behind is not encoded
 again. How well does the stream go on, and what does it cost?
 
-    before | middle | after | future        edited: the middle is cut, replaced or inserted
+    before | middle | after | future        edited: the middle is cut, replaced or inserted;
+                                                    `piece`: inserted, encoded alone
                                             scored: the future
 
 The same text is continued in other ways beside it: encoded anew, which is what the others are
@@ -38,7 +39,7 @@ from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, optio
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
 
-KINDS = ("cut", "replace", "insert")
+KINDS = ("cut", "replace", "insert", "piece")
 ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
 WAYS = rf"{ANEW}|{EDITED}(, \d+ encoded again)?|{UNEDITED}|{FORGOTTEN}"
 ENDS = ("", "_low", "_high")
@@ -68,7 +69,8 @@ class EditSettings(ComparisonSettings):
     )
     exactly: tuple[int, ...] = option(
         (0, 16),
-        help="tokens behind the edit that are encoded again, a row each, comma-separated",
+        help="tokens behind the edit, and first ones of a piece, that are encoded again, a row "
+        "each, comma-separated",
         at_least=0,
         at_most=MOST_SIZE,
     )
@@ -104,8 +106,9 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
         A document with a row for each method, kind, length and way. Of a text: perplexity of the
         future, `ratio` to that of the text encoded anew with the ends of its 95 % interval over
         edits (ratio_low, ratio_high), `agreement` (share of tokens at which both think the same
-        most likely). Of facts: `kept` (facts behind the edit that are answered), `told` (facts that
-        were cut and are still answered; 0.125 by chance), with their intervals. Always `encoded`
+        most likely). Of facts: `kept` (facts behind the edit that are answered), `read` (facts that
+        were put in and are answered), `told` (facts that were cut and are still answered; 0.125 by
+        chance), with their intervals. Always `encoded`
         (tokens of an edit), `edit_ms` (of one stream, median), num_edits and seconds.
 
     Raises:
@@ -129,7 +132,9 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
 
 
 COLUMNS = {
-    "kind": Column("edit", None, weight=9, about="cut, replace or insert", is_key=True),
+    "kind": Column(
+        "edit", None, weight=9, about="cut, replace, insert; piece: encoded alone", is_key=True
+    ),
     "length": Column("tokens", weight=8, about="that are cut, replaced or inserted", is_key=True),
     "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
     # No way is the best: some know more of the text.
@@ -155,6 +160,13 @@ COLUMNS = {
         better="",
         is_optional=True,
     ),
+    "read": share_column(
+        "read",
+        "new, answered",
+        "facts that were put in and are answered",
+        6,
+        better="",
+    ),
     "told": share_column(
         "told",
         "cut, answered",
@@ -173,15 +185,16 @@ class EditEvaluation(Evaluation):
     heading = "Edit"
     about = (
         "Tokens in the middle of a stream are cut, replaced or inserted. What stands behind is "
-        "moved to its new places, and not encoded again. The table compares how the stream goes "
+        "moved to its new places, and not encoded again. A piece has been encoded alone, before it "
+        "is inserted. The table compares how the stream goes "
         "on with the same text encoded anew, with the stream that was not edited, and with one "
         "that forgets what stood behind."
     )
     in_summary = ("ratio", "kept", "edit_ms")
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
-    row_fields = (("kind", Literal["cut", "replace", "insert"]), ("way", str))
-    row_options = tuple((f"told{end}", float) for end in ENDS)  # an insertion cuts none
+    row_fields = (("kind", Literal["cut", "replace", "insert", "piece"]), ("way", str))
+    row_options = tuple((f"{x}{end}", float) for x in ("read", "told") for end in ENDS)
 
     def check(self, document: Document) -> None:
         y = _judged(document)

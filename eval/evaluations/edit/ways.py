@@ -4,14 +4,16 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
+from kvalign.cache.edits import EncodedPart
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, are_words_of
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, UNEDITED, EditSettings
@@ -25,6 +27,7 @@ from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.streaming.health import check_losses
+from kvalign.streaming.pieces import encoded_alone
 
 TOGETHER = 25  # edits of a batch
 NUM_TIMED = 5  # edits of one stream on the clock
@@ -47,20 +50,25 @@ class Edit:
     Attributes:
         ids: [B, N] int64, tokens that have been fed.
         new: [B, n] int64.
+        alone: entries of the new ones, if they have been encoded alone.
     """
 
     ids: Tensor
     start: int
     stop: int
     new: Tensor
+    alone: EncodedPart | None = None
 
     @classmethod
-    def of(cls, kind: str, text: Text) -> "Edit":
+    def of(cls, kind: str, text: Text, model: PreTrainedModel) -> "Edit":
         """The last token of `after` is not fed yet: it asks for what follows."""
         start, after = text.before.shape[1], text.after[:, :-1]
-        old = {"cut": text.middle, "replace": text.other, "insert": text.middle[:, :0]}[kind]
-        new = text.middle[:, :0] if kind == "cut" else text.middle
-        return cls(torch.cat([text.before, old, after], 1), start, start + old.shape[1], new)
+        none = text.middle[:, :0]
+        old = {"cut": text.middle, "replace": text.other}.get(kind, none)
+        new = none if kind == "cut" else text.middle
+        alone = encoded_alone(model, new) if kind == "piece" else None
+        ids = torch.cat([text.before, old, after], 1)
+        return cls(ids, start, start + old.shape[1], new, alone)
 
     @property
     def old(self) -> Tensor:
@@ -75,7 +83,8 @@ class Edit:
     def row(self, row: int) -> "Edit":
         """One of the streams."""
         some = slice(row, row + 1)
-        return Edit(self.ids[some], self.start, self.stop, self.new[some])
+        alone = self.alone and self.alone.rows(some)
+        return Edit(self.ids[some], self.start, self.stop, self.new[some], alone)
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,18 @@ class Way:
         num = edit.ids.shape[1]
         stop = num if self.name == FORGOTTEN else min(num, edit.stop + self.exactly)
         again = edit.ids[:, edit.stop : stop] if self.name == EDITED else edit.ids[:, :0]
-        new = torch.cat([edit.new, again], 1)
-        method.edit(edit.start, stop, *[new] * bool(new.shape[1]))
-        return new.shape[1]
+        if edit.alone is None:
+            ids, alone = [torch.cat([edit.new, again], 1)], []
+        else:
+            num = min(self.exactly, edit.alone.num)
+            ids, alone = [edit.new[:, :num], again], [replace(edit.alone, first=num)]
+        given: list[Tensor | EncodedPart] = [*ids[:1], *alone, *ids[1:]]
+        method.edit(edit.start, stop, *(x for x in given if _num(x)))
+        return sum(map(_num, ids))
+
+
+def _num(new: Tensor | EncodedPart) -> int:
+    return new.num if isinstance(new, EncodedPart) else new.shape[1]
 
 
 def ways_of(settings: EditSettings) -> list[Way]:
@@ -154,7 +172,7 @@ def score_method(
             of_ways: dict[str, list[Any]] = {str(way): [] for way in ways_of(settings)}
             encoded, seconds = {}, dict.fromkeys(of_ways, 0.0)
             for text in texts.batches(settings, length):
-                edit = Edit.of(kind, text)
+                edit = Edit.of(kind, text, method.model)
                 for way in ways_of(settings):
                     began = time.perf_counter()
                     way.prepare(method, edit)
@@ -164,7 +182,9 @@ def score_method(
                     seconds[str(way)] += time.perf_counter() - began
                     on_streams(len(edit.ids))
             shown = (_facts if texts.are_facts else _figures)(of_ways)
-            times = _times(method, Edit.of(kind, next(texts.batches(settings, length))), settings)
+            times = _times(
+                method, Edit.of(kind, next(texts.batches(settings, length)), method.model), settings
+            )
             rows += [
                 sizes_of(method)
                 | {"kind": kind, "length": length, "way": way}
@@ -210,24 +230,25 @@ def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
     return rows
 
 
-def _of_facts(method: Method, text: Text, edit: Edit) -> tuple[list[bool], list[bool]]:
-    """Return whether facts behind the edit are answered, and those cut with their old value."""
+def _of_facts(method: Method, text: Text, edit: Edit) -> dict[str, list[bool]]:
+    """Return whether facts behind the edit are answered (kept), those put in (read), and those cut
+    with their old value (told).
+    """
     method.feed(text.after[:, -1:])
     now = torch.cat([text.before, edit.new], 1)
-    found = []
-    for part, behind in ((text.after, text.after[:, :0]), (edit.old, text.after)):
+    found = {}
+    for name, part in (("kept", text.after), ("read", edit.new), ("told", edit.old)):
+        behind = text.after[:, :0] if name == "kept" else text.after
         asked = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
         questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in asked])
         best = copy.deepcopy(method).feed(questions.to(text.after.device)).argmax(-1).tolist()
-        found.append(
-            [
-                answer == ANSWER + value
-                for answer, (key, value), before in zip(best, asked, now.tolist(), strict=True)
-                # A fact that stands before the edit with the same value is not cut.
-                if key is not None and (part is text.after or _last(before, key) != value)
-            ]
-        )
-    return found[0], found[1]
+        found[name] = [
+            answer == ANSWER + value
+            for answer, (key, value), before in zip(best, asked, now.tolist(), strict=True)
+            # A fact that stands before the edit with the same value is not cut.
+            if key is not None and (name != "told" or _last(before, key) != value)
+        ]
+    return found
 
 
 def _fact(part: list[int], behind: list[int]) -> tuple[int | None, int]:
@@ -247,11 +268,13 @@ def _last(ids: list[int], key: int) -> int | None:
     return told[-1] if told else None
 
 
-def _facts(of_ways: dict[str, list[tuple[list[bool], list[bool]]]]) -> dict[str, Row]:
-    rows = {}
+def _facts(of_ways: dict[str, list[dict[str, list[bool]]]]) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
     for way, of in of_ways.items():
-        kept, told = ([*chain.from_iterable(x)] for x in zip(*of, strict=True))
-        rows[way] = share_of("kept", kept) | (share_of("told", told) if told else {})
+        rows[way] = {}
+        for name in of[0]:
+            if right := [*chain.from_iterable(x[name] for x in of)]:
+                rows[way] |= share_of(name, right)
     return rows
 
 

@@ -86,8 +86,10 @@ class Piece:
     def __repr__(self) -> str:
         return f"<piece for {self.info.base_model or 'a model'}: {len(self)} tokens>"
 
-    def part(self, model: PreTrainedModel, num_rows: int) -> EncodedPart:
-        """Its entries, for so many rows of a cache; UserError unless it belongs to this model."""
+    def part(self, model: PreTrainedModel, num_rows: int = 1) -> EncodedPart:
+        """Its entries, for `Method.edit` of so many rows; UserError unless it belongs to this
+        model.
+        """
         info, weights = self.info, weights_of(model)
         if info.weights != weights:
             raise UserError(
@@ -148,9 +150,6 @@ def encode(
             f"the text has {num} tokens with what stands before it, but the context length of "
             f"{spec.name} is {most}: encode it in several pieces"
         )
-    method = Dense(model, CacheSizes(num, 0))
-    method.feed(torch.tensor([before + ids], device=model.device))
-    entries = [KV(layer.keys, layer.values) for layer in method.cache.layers]
     info = PieceInfo(
         ids=ids,
         before=before,
@@ -158,8 +157,20 @@ def encode(
         identity=identity.identity(model),
         weights=weights_of(model),
     )
-    own = [kv.slots(len(before), len(ids)).map(Tensor.contiguous) for kv in entries]
-    return Piece(ids, info, own)
+    of_ids = torch.tensor([before + ids], device=model.device)
+    return Piece(ids, info, encoded_alone(model, of_ids, len(before)).entries)
+
+
+def encoded_alone(model: PreTrainedModel, ids: Tensor, num_before: int = 0) -> EncodedPart:
+    """Entries of ids [B, T] that the model reads alone, but for the first few, which only stand
+    before the others.
+    """
+    num = ids.shape[1] - num_before
+    method = Dense(model, CacheSizes(ids.shape[1], 0))
+    method.feed(ids)
+    entries = [KV(layer.keys, layer.values) for layer in method.cache.layers]
+    own = [kv.slots(num_before, num).map(Tensor.contiguous) for kv in entries]
+    return EncodedPart(0, num, own, num_before)
 
 
 def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
