@@ -34,6 +34,7 @@ from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded
 from kvalign.models.packed import weights_of
+from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
 
@@ -57,6 +58,17 @@ class PieceInfo(BaseModel):
     base_model: str
     identity: str
     weights: str
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless the piece belongs to this model, with weights of this form."""
+        weights = weights_of(model)
+        if self.weights != weights:
+            raise UserError(
+                f"the piece was encoded with weights of {self.weights}, but this model's are "
+                f"{weights}: encode it with these"
+            )
+        if self.identity != identity.identity(model):
+            raise UserError(f"it is of {self.base_model}: the weights of this model differ")
 
 
 @dataclass(frozen=True)
@@ -90,18 +102,13 @@ class Piece:
         """Its entries, for `Method.edit` of so many rows; UserError unless it belongs to this
         model.
         """
-        info, weights = self.info, weights_of(model)
-        if info.weights != weights:
-            raise UserError(
-                f"the piece was encoded with weights of {info.weights}, but this model's are "
-                f"{weights}: encode it with these"
-            )
-        if info.identity != identity.identity(model):
-            raise UserError(
-                f"it is a piece for {info.base_model}: the weights of this model differ"
-            )
-        rows = [kv.map(lambda x: x.expand(num_rows, -1, -1, -1)) for kv in self.entries]
-        return EncodedPart(self.first, self.first + len(self), rows, len(info.before))
+        self.info.check_model(model)
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x.to(model.device).expand(num_rows, -1, -1, -1)
+
+        entries = [kv.map(of_rows) for kv in self.entries]
+        return EncodedPart(self.first, self.first + len(self), entries, len(self.info.before))
 
     def save(self, path: str | Path) -> None:
         """Write it, the whole piece, to a safetensors file; see `load_piece`."""
@@ -127,7 +134,8 @@ def encode(
     """Encode a text, or its token ids, to put it into streams (`TextStream.insert`).
 
     Args:
-        after: text, or ids, that stands before it when it is encoded, and is not part of it.
+        after: text, or ids, that stands before it when it is encoded, and is not part of it; none:
+            what begins every text of the tokenizer.
 
     Raises:
         UserError: it is empty; with what stands before it, it is longer than the context length;
@@ -140,7 +148,7 @@ def encode(
             "a text cannot be encoded alone for this model: the state of its layers without "
             "attention is of all tokens at once"
         )
-    before = encoded(after, tokenizer, model) if after else []
+    before = encoded(after, tokenizer, model) if after else prefix_ids(tokenizer)
     ids = encoded(text, tokenizer, model, goes_on=True)
     if not ids:
         raise UserError("the text is empty: give at least one word")
@@ -198,12 +206,11 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
     if metadata.get("sha256") != checksum(about, tensors):
         raise UserError(f"{path} is damaged: its checksum differs")
     info, spec = checked(PieceInfo, parse_json(about, wrong), wrong), spec_of(model.config)
+    info.check_model(model)
     shape = (1, spec.num_kv_heads, len(info.ids), spec.head_dim)
     entries = [
         KV(*(expect_tensor(tensors, f"{i}.{j}", shape, model.dtype) for j in range(2)))
         for i in range(spec.num_layers)
     ]
     check_finite(tensors.items(), "its entries")
-    piece = Piece(info.ids, info, entries)
-    piece.part(model, 1)
-    return piece
+    return Piece(info.ids, info, entries)

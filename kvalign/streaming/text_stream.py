@@ -28,6 +28,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.input_ids import check_fast, encoded
+from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
@@ -153,7 +154,8 @@ class TextStream(NotPickled):
             raise UserError(f"exactly must be at least 0, got {exactly}")
         parts: list[list[int] | Piece]
         if isinstance(new, Piece):
-            parts = [[*new.ids[:exactly]], new[exactly:]]
+            prefix = [] if self.ids else prefix_ids(self.tokenizer)
+            parts = [[*prefix, *new.ids[:exactly]], new[exactly:]]
         else:
             ids = encoded(new, self.tokenizer, self.method.model, goes_on=start > 0) if new else []
             while ids and start < stop and ids[0] == self.ids[start]:

@@ -56,7 +56,7 @@ def test_edits_are_those_of_the_text():
         ("insert", without, with_middle),
         ("replace", [0, 1, 2, 3, 20, 21, 6, 7], with_middle),
     ):
-        edit = Edit.of(kind, text, None)
+        edit = Edit.of(kind, text)
         assert edit.ids.tolist() == [fed] and edit.edited.tolist() == [edited]
         assert edit.row(0).edited.tolist() == [edited]
 

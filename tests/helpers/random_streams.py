@@ -197,7 +197,7 @@ class RandomStream:
         self.found["pieces"] += is_piece
         if not is_piece:
             return self._tokens(len(self.rows), num)
-        ids, before = (self._tokens(1, n)[0].tolist() for n in (num, self.rng.choice((0, 3))))
+        ids, before = (self._tokens(1, n)[0].tolist() for n in (num, self.rng.choice((1, 3))))
         return encode(self.model, None, ids, after=before)
 
     def _given(self, part):

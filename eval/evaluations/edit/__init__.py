@@ -39,7 +39,8 @@ from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, optio
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
 
-KINDS = ("cut", "replace", "insert", "piece")
+KINDS = ("cut", "replace", "insert")
+PIECE = "piece"
 ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
 WAYS = rf"{ANEW}|{EDITED}(, \d+ encoded again)?|{UNEDITED}|{FORGOTTEN}"
 ENDS = ("", "_low", "_high")
@@ -60,7 +61,9 @@ class EditSettings(ComparisonSettings):
     cache_sizes: tuple[int, ...] = option(
         (255,), help="entries the cache keeps, more than a text has, comma-separated", at_least=1
     )
-    kinds: tuple[str, ...] = option(KINDS, help="kinds of edits, comma-separated", choices=KINDS)
+    kinds: tuple[str, ...] = option(
+        KINDS, help="kinds of edits, comma-separated", choices=(*KINDS, PIECE)
+    )
     lengths: tuple[int, ...] = option(
         (32,),
         help="tokens that are cut, replaced or inserted, a row each, comma-separated",

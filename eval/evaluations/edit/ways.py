@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 from kvalign.cache.edits import EncodedPart
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, are_words_of
-from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, UNEDITED, EditSettings
+from kvalign.eval.evaluations.edit import (
+    ANEW,
+    EDITED,
+    FORGOTTEN,
+    PIECE,
+    UNEDITED,
+    EditSettings,
+)
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
@@ -60,13 +67,12 @@ class Edit:
     alone: EncodedPart | None = None
 
     @classmethod
-    def of(cls, kind: str, text: Text, model: PreTrainedModel) -> "Edit":
+    def of(cls, kind: str, text: Text, alone: EncodedPart | None = None) -> "Edit":
         """The last token of `after` is not fed yet: it asks for what follows."""
         start, after = text.before.shape[1], text.after[:, :-1]
         none = text.middle[:, :0]
         old = {"cut": text.middle, "replace": text.other}.get(kind, none)
         new = none if kind == "cut" else text.middle
-        alone = encoded_alone(model, new) if kind == "piece" else None
         ids = torch.cat([text.before, old, after], 1)
         return cls(ids, start, start + old.shape[1], new, alone)
 
@@ -138,6 +144,15 @@ class Texts:
 
     ids: Tensor
     are_facts: bool
+    prefix: list[int]  # tokens with which each begins
+
+    def edit(self, kind: str, text: Text, model: PreTrainedModel) -> Edit:
+        """An edit of this kind; a piece has been encoded as a text of its own."""
+        if kind != PIECE:
+            return Edit.of(kind, text)
+        prefix = torch.tensor(self.prefix, dtype=torch.int64).to(text.middle)
+        ids = torch.cat([prefix.expand(len(text.middle), -1), text.middle], 1)
+        return Edit.of(kind, text, encoded_alone(model, ids, len(prefix)))
 
     def batches(self, settings: EditSettings, length: int) -> Iterator[Text]:
         nums = [settings.num_before, length, settings.num_after, settings.num_future, length]
@@ -149,6 +164,7 @@ def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
     """The texts of all edits, each of another place of the corpus."""
     length = settings.num_before + settings.num_after + settings.num_future
     length += 2 * max(settings.lengths)
+    prefix: list[int] = []
     if are_facts := are_words_of(loaded.tokenizer):
         ids = torch.from_numpy(FactStreams(settings.seed, settings.num_edits).take(length))
     else:
@@ -158,7 +174,7 @@ def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
         of_corpus = first_ids(settings.corpus, loaded.tokenizer, num, smaller)
         ids = torch.tensor(of_corpus).view(settings.num_edits, -1)
         ids = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(ids), -1), ids], 1)
-    return Texts(ids.to(loaded.model.device), are_facts)
+    return Texts(ids.to(loaded.model.device), are_facts, prefix)
 
 
 @torch.no_grad()
@@ -172,7 +188,7 @@ def score_method(
             of_ways: dict[str, list[Any]] = {str(way): [] for way in ways_of(settings)}
             encoded, seconds = {}, dict.fromkeys(of_ways, 0.0)
             for text in texts.batches(settings, length):
-                edit = Edit.of(kind, text, method.model)
+                edit = texts.edit(kind, text, method.model)
                 for way in ways_of(settings):
                     began = time.perf_counter()
                     way.prepare(method, edit)
@@ -183,7 +199,9 @@ def score_method(
                     on_streams(len(edit.ids))
             shown = (_facts if texts.are_facts else _figures)(of_ways)
             times = _times(
-                method, Edit.of(kind, next(texts.batches(settings, length)), method.model), settings
+                method,
+                texts.edit(kind, next(texts.batches(settings, length)), method.model),
+                settings,
             )
             rows += [
                 sizes_of(method)
