@@ -125,6 +125,7 @@ class StreamingCache(FixedSizeCache):
         before = step.end - step.stored[0]
         return CachePart(first, stop, self.attention, step.behind[0], before)
 
+    @no_autograd_modes()
     def take(self, parts: Sequence[EntryPart], num_gone: int | None = None) -> None:
         """Have the entries of these parts alone, one after the other. Those of caches are of caches
         with the same arguments, or of its own.

@@ -41,7 +41,7 @@ def times(name: str) -> dict[str, float]:
     stream.feed(ids)
     first, last = NUM_BEFORE, NUM_BEFORE + NUM_NEW
     ways = {
-        "cut": (first, last, None),
+        "cut": (first, last),
         "replace": (first, last, ids[:, :NUM_NEW]),
         "encode": (first, stream.num_tokens, ids[:, :NUM_NEW]),
     }
