@@ -9,7 +9,8 @@ from helpers.served import serving
 from openai.types.responses import response_create_params as params
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.responses import Item, Part, ResponseRequest, TextFormat
+from kvalign.app.serve.items import Part
+from kvalign.app.serve.responses import ResponseRequest, TextFormat
 from kvalign.app.serve.wire import parsed
 
 TURNS = ["Who lived there?", "Why?", "Why?"]
@@ -123,7 +124,7 @@ def test_logprobs_are_told(client):
     assert len(part.logprobs) == 12 and len(part.logprobs[0].top_logprobs) == 2
 
 
-@pytest.mark.parametrize("form", [ResponseRequest, Item, Part, TextFormat])
+@pytest.mark.parametrize("form", [ResponseRequest, Part, TextFormat])
 def test_each_field_has_one_rule(form):
     rules = [set(form.model_fields), set(form.harmless), set(form.refused)]
     assert sum(map(len, rules)) == len(set.union(*rules)), "two rules for a field"
@@ -137,7 +138,7 @@ def test_each_field_of_openai_s_request_has_a_rule():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tools", [{"type": "function"}]), ("n", 2), ("conversation", "c"), ("session", "a")],
+    [("prompt", {"id": "a"}), ("n", 2), ("conversation", "c"), ("session", "a")],
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
     body = json.dumps({"model": "m", "input": "Hello", name: value}).encode()
