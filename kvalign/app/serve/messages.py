@@ -64,6 +64,8 @@ class Message(Form):
         """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
         and llama.cpp join them.
         """
+        if values.get("role") == "tool":  # as litellm and older clients say what was called
+            values = {name: value for name, value in values.items() if name != "name"}
         fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
