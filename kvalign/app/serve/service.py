@@ -215,13 +215,19 @@ class Service:
 
     def _edited(self, session: Session, ids: Tensor) -> tuple[State, Edits] | None:
         """The state of another conversation that a new one with these tokens is an edit of, and the
-        edits; None if there is none from which nothing has been evicted.
+        edits; None if there is none from which nothing has been evicted, or if its state is not
+        there any more.
         """
         other = self.sessions.most_alike(ids, session.num_sinks)
         if other is None or self.method.sizes.num_dropped(other.num_fed):
             return None
         edits = edits_between(other.ids[: other.num_fed].tolist(), ids.tolist())
-        return (self.sessions.state(other), edits) if edits.num_kept > RUN else None
+        if edits.num_kept <= RUN:
+            return None
+        try:
+            return self.sessions.state(other), edits
+        except RequestError:  # another turn of it has been stored, or it was dropped, or is damaged
+            return None
 
     def _again(self, session: Session, put: Put) -> Answers:
         """Last answer of a session again."""
@@ -347,7 +353,7 @@ class Service:
                 ended=update.ended if update else lambda row, _: put(End.of(row)),
                 failed=update.release if update else put,
                 keeps=update is not None,
-                changes=changes,
+                changes=[*changes],
             )
             answers.turns.append(turn)
             answers.num_cached += num_cached
