@@ -92,6 +92,22 @@ def test_only_the_last_response_goes_on(client):
             respond(client, "Why?", previous_response_id=unknown)
 
 
+@pytest.mark.parametrize("store", [None, False])
+def test_all_items_sent_back_go_on_from_what_was_read(store, client):
+    """As front ends do, which keep conversations themselves."""
+    said = [{"role": "user", "content": "Who was it?"}]
+    first = respond(client, said)
+    said += [{"role": "assistant", "content": first.output_text}]
+    said += [{"role": "user", "content": "Why then?"}]
+    one, same = (respond(client, said, store=store) for _ in range(2))
+    counts = one.usage.input_tokens_details.cached_tokens, one.usage.input_tokens
+    assert first.usage.input_tokens < counts[0] < counts[1]
+    assert one.output_text == same.output_text
+    # The first response can still be continued by its id, and says the same.
+    after = respond(client, "Why then?", previous_response_id=first.id)
+    assert (after.output_text, after.usage.input_tokens) == (one.output_text, counts[1])
+
+
 def test_instructions_are_the_system_prompt(client):
     messages = [{"role": "user", "content": [{"type": "input_text", "text": "Who?"}]}]
     one = respond(client, messages, instructions="Be brief.")
