@@ -108,6 +108,22 @@ def test_all_items_sent_back_go_on_from_what_was_read(store, client):
     assert (after.output_text, after.usage.input_tokens) == (one.output_text, counts[1])
 
 
+@pytest.mark.parametrize("evict", ["entries", "turns"])
+def test_what_was_read_is_there_after_a_restart(evict, loaded, tmp_path):
+    said = [{"role": "user", "content": "Who was it?"}]
+    settings = dict(cache_size=48, sessions=tmp_path / "talks", evict=evict)
+    with serving(loaded, **settings) as one, one.client() as client:
+        first = respond(client, said)
+    said += [{"role": "assistant", "content": first.output_text}]
+    said += [{"role": "user", "content": "Why then?"}]
+    with serving(loaded, **settings) as one, one.client() as client:
+        whole = respond(client, said)
+        after = respond(client, "Why then?", previous_response_id=first.id)
+    assert whole.usage == after.usage and whole.output_text == after.output_text
+    num_cached = whole.usage.input_tokens_details.cached_tokens
+    assert (num_cached > 0) == (evict == "entries"), "without the first turn the rest is read again"
+
+
 def test_instructions_are_the_system_prompt(client):
     messages = [{"role": "user", "content": [{"type": "input_text", "text": "Who?"}]}]
     one = respond(client, messages, instructions="Be brief.")

@@ -64,6 +64,6 @@ class Form(BaseModel, extra="forbid", strict=True):
 
     @classmethod
     def _kinds(cls) -> tuple[str, ...]:
-        """What the field `type` may be; empty without one."""
+        """Return the values that the field `type` may have; none without one."""
         field = cls.model_fields.get("type")
         return get_args(field.annotation) if field else ()

@@ -126,7 +126,7 @@ def digest(before: str, messages: Sequence[Message], comparison: str) -> list[st
 
 
 def _beginnings(messages: Sequence[Message], tools: str) -> list[tuple[str, str]]:
-    """What sessions that messages may go on with are known by, the longest first."""
+    """Return how sessions that messages may go on with are known, the longest first."""
     return [(how, one) for how in (AS_READ, "") for one in digest(tools, messages, how)[-2::-1]]
 
 
