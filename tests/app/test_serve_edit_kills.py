@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers.edited_talks import ASKED, TALK, edited, more
 from helpers.patience import PATIENCE_S, until
 
 from kvalign.app.serve.answers import End, Piece, SessionUpdate
@@ -19,12 +20,6 @@ from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method
 from kvalign.streaming import stream_file
-
-TALK = [
-    "The ship was built in the north of the country , and the men of the town were proud of it .",
-    "The king came to see it with the queen , and the people of the island sang a song for them .",
-    "Then the storm came , and the river rose , and the bridge of stone was lost in the night .",
-]
 
 
 @contextmanager
@@ -42,10 +37,9 @@ def running(loaded, **settings):
 
 def begun(service, messages):
     """A request whose answer has begun, and the queue of what comes."""
-    asked = {"model": "gpt2-mini", "max_tokens": 8, "messages": messages}
-    asked |= {"temperature": 1, "seed": 3}  # another text has another answer
+    asked = Chat.model_validate({**ASKED, "messages": messages})
     events = queue.SimpleQueue()
-    return service.chat(Chat.model_validate(asked), Headers(), events.put), events
+    return service.chat(asked, Headers(), events.put), events
 
 
 def ended(answers, events):
@@ -69,21 +63,6 @@ def talk(service):
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": said(service, messages)[0]})
     return messages
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def edited(messages):
-    """The talk with two changes."""
-    first = user(TALK[0].replace("town", "village"))
-    third = user(TALK[2].replace("of stone", "of wood"))
-    return [first, *messages[1:4], third, messages[5], user("And then ?")]
-
-
-def more(messages):
-    return [*messages, user("Why ?")]
 
 
 @pytest.fixture(scope="module")
