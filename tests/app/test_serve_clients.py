@@ -1,8 +1,5 @@
 """`kvalign serve` and what clients send: sampling, limits, fields that nobody knows."""
 
-import json
-from pathlib import Path
-
 import httpx
 import pytest
 from helpers.patience import PATIENCE_S
@@ -11,8 +8,7 @@ from helpers.served import serving
 import kvalign
 from kvalign.app.sessions.conversation import talk_defaults
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-RECORDED = json.loads((Path(__file__).parent / "requests" / "open_webui.json").read_text("utf-8"))
+TEXT = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -99,15 +95,3 @@ def test_a_template_is_given_what_a_request_says(loaded):
                 )
     finally:
         tokenizer.chat_template = former
-
-
-@pytest.mark.parametrize("one", RECORDED, ids=[one["about"] for one in RECORDED])
-def test_requests_of_a_front_end(one, server):
-    with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
-        reply = client.post(CHAT, json=one["body"])
-    assert reply.status_code == 200, reply.text
-    assert reply.headers.get("X-KVAlign-Ignored", "") == one["ignored"]
-    if one["body"]["stream"]:
-        assert reply.text.endswith("data: [DONE]\n\n") and '"error"' not in reply.text
-    else:
-        assert reply.json()["choices"][0]["message"]["content"]

@@ -9,7 +9,8 @@ from helpers.served import serving
 from openai.types.responses import response_create_params as params
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.responses import Item, Part, ResponseRequest, TextFormat
+from kvalign.app.serve.items import Part
+from kvalign.app.serve.responses import ResponseRequest, TextFormat
 from kvalign.app.serve.wire import parsed
 
 TURNS = ["Who lived there?", "Why?", "Why?"]
@@ -91,6 +92,38 @@ def test_only_the_last_response_goes_on(client):
             respond(client, "Why?", previous_response_id=unknown)
 
 
+@pytest.mark.parametrize("store", [None, False])
+def test_all_items_sent_back_go_on_from_what_was_read(store, client):
+    """As front ends do, which keep conversations themselves."""
+    said = [{"role": "user", "content": "Who was it?"}]
+    first = respond(client, said)
+    said += [{"role": "assistant", "content": first.output_text}]
+    said += [{"role": "user", "content": "Why then?"}]
+    one, same = (respond(client, said, store=store) for _ in range(2))
+    counts = one.usage.input_tokens_details.cached_tokens, one.usage.input_tokens
+    assert first.usage.input_tokens < counts[0] < counts[1]
+    assert one.output_text == same.output_text
+    # The first response can still be continued by its id, and says the same.
+    after = respond(client, "Why then?", previous_response_id=first.id)
+    assert (after.output_text, after.usage.input_tokens) == (one.output_text, counts[1])
+
+
+@pytest.mark.parametrize("evict", ["entries", "turns"])
+def test_what_was_read_is_there_after_a_restart(evict, loaded, tmp_path):
+    said = [{"role": "user", "content": "Who was it?"}]
+    settings = dict(cache_size=48, sessions=tmp_path / "talks", evict=evict)
+    with serving(loaded, **settings) as one, one.client() as client:
+        first = respond(client, said)
+    said += [{"role": "assistant", "content": first.output_text}]
+    said += [{"role": "user", "content": "Why then?"}]
+    with serving(loaded, **settings) as one, one.client() as client:
+        whole = respond(client, said)
+        after = respond(client, "Why then?", previous_response_id=first.id)
+    assert whole.usage == after.usage and whole.output_text == after.output_text
+    num_cached = whole.usage.input_tokens_details.cached_tokens
+    assert (num_cached > 0) == (evict == "entries"), "without the first turn the rest is read again"
+
+
 def test_instructions_are_the_system_prompt(client):
     messages = [{"role": "user", "content": [{"type": "input_text", "text": "Who?"}]}]
     one = respond(client, messages, instructions="Be brief.")
@@ -123,7 +156,7 @@ def test_logprobs_are_told(client):
     assert len(part.logprobs) == 12 and len(part.logprobs[0].top_logprobs) == 2
 
 
-@pytest.mark.parametrize("form", [ResponseRequest, Item, Part, TextFormat])
+@pytest.mark.parametrize("form", [ResponseRequest, Part, TextFormat])
 def test_each_field_has_one_rule(form):
     rules = [set(form.model_fields), set(form.harmless), set(form.refused)]
     assert sum(map(len, rules)) == len(set.union(*rules)), "two rules for a field"
@@ -137,7 +170,7 @@ def test_each_field_of_openai_s_request_has_a_rule():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tools", [{"type": "function"}]), ("n", 2), ("conversation", "c"), ("session", "a")],
+    [("prompt", {"id": "a"}), ("n", 2), ("conversation", "c"), ("session", "a")],
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
     body = json.dumps({"model": "m", "input": "Hello", name: value}).encode()

@@ -49,7 +49,8 @@ async def _hold_all(talks, address, until_turn, process=None, num_more=0):
     return await asyncio.gather(*tasks, return_exceptions=process is not None)
 
 
-def _damage(path: Path) -> str:
+def damage(path: Path) -> str:
+    """What is wrong with a file; "" for nothing."""
     try:
         stream_file.read(path)
     except UserError as error:
@@ -88,7 +89,7 @@ def attack_sessions(
         assert all(isinstance(one, openai.APIConnectionError) for one in broken), broken
         found["kills"] += 1
         there = list(folder.glob("[!.]*.safetensors"))
-        found["corrupt"] += [wrong for path in there if (wrong := _damage(path))]
+        found["corrupt"] += [wrong for path in there if (wrong := damage(path))]
         found["lost"] += sorted(names - {path.name for path in there})
     num_turns = max(map(len, talks.values())) // 2 + 1
     with served(*SERVED, *flags) as (address, _):

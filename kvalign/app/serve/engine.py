@@ -1,8 +1,8 @@
 """The thread that steps a model: rows of requests join and leave its batches.
 
 Each round first feeds parts of new prompts, of at most `PART` tokens, for about as long as a step
-takes. Then it steps every row by one token. So new prompts do not delay the others. A prompt is fed
-alone and then joins the rows with as many sinks.
+takes; a change of a state counts as a part. Then it steps every row by one token. So new prompts do
+not delay the others. A prompt is fed alone and then joins the rows with as many sinks.
 """
 
 import itertools
@@ -136,9 +136,13 @@ class Engine(threading.Thread):
             if not self._feeding or (number and time.perf_counter() > end):
                 break
             turn = self._feeding.popleft()
-            part, turn.rest = turn.rest[:PART], turn.rest[PART:]
             try:
                 turn.restore()
+                if turn.changes:  # one after the other, like parts: they delay nobody
+                    self.metrics.fed.inc(turn.change(PART))
+                    self._feeding.append(turn)
+                    continue
+                part, turn.rest = turn.rest[:PART], turn.rest[PART:]
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
                 if len(turn.rest):

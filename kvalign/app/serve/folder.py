@@ -119,9 +119,10 @@ class InFolder(Store):
     def state(self, session: Session) -> dict[str, Tensor]:
         path = self._path(session.id)
         try:
+            _, tensors = stream_file.read(path)
+            # Afterwards: a session that another one is made from may be written meanwhile.
             if stream_file.checksum_of(path) != session.checksum:
                 raise UserError(f"{path} was changed by another program")
-            _, tensors = stream_file.read(path)
         except UserError as error:
             log.error("a session cannot continue: %s", error)
             raise damaged(session.id) from None

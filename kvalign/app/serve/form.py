@@ -1,7 +1,7 @@
 """Fields of a part of a request: obeyed, harmless, refused by name, or ignored."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
@@ -12,8 +12,9 @@ _MOST_IGNORED = 20  # names that are told
 
 
 class Form(BaseModel, extra="forbid", strict=True):
-    """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name.
-    A name that no API has is ignored, and noted in the list `ignored` of pydantic's context.
+    """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name,
+    and so is a `type` that is not known. A name that no API has is ignored, and noted in the list
+    `ignored` of pydantic's context.
 
     Attributes:
         harmless: fields that change no token of an answer, and what they are for.
@@ -38,6 +39,13 @@ class Form(BaseModel, extra="forbid", strict=True):
         """
         refused = {**REFUSED, **cls.refused}
         where, fields = f"{cls.within}: " if cls.within else "", {}
+        kind, kinds = values.get("type"), cls._kinds()
+        if isinstance(kind, str) and kinds and kind not in kinds:
+            raise RequestError(
+                f"{where}the type {kind!r:.80} is not supported, only {' and '.join(kinds)}",
+                param=cls.within,
+                code="unsupported",
+            )
         for name, value in values.items():
             if name in cls.model_fields:
                 fields[name] = value
@@ -53,3 +61,9 @@ class Form(BaseModel, extra="forbid", strict=True):
             elif len(ignored) < _MOST_IGNORED and f"{where}{name}" not in ignored:
                 ignored.append(f"{where}{name}")
         return fields
+
+    @classmethod
+    def _kinds(cls) -> tuple[str, ...]:
+        """Return the values that the field `type` may have; none without one."""
+        field = cls.model_fields.get("type")
+        return get_args(field.annotation) if field else ()

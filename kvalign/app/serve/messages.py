@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.form import Form
@@ -20,21 +20,23 @@ class TextPart(Form):
     text: str
 
 
+def _an_object(arguments: str) -> str:
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("arguments of a call must be the text of a JSON object")
+    return json.dumps(value)
+
+
+Arguments = Annotated[str, AfterValidator(_an_object)]
+
+
 class CalledFunction(Form):
     within = "messages"
     name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError("arguments of a call must be the text of a JSON object")
-        return json.dumps(value)
+    arguments: Arguments
 
 
 class ToolCall(Form):
@@ -62,6 +64,8 @@ class Message(Form):
         """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
         and llama.cpp join them.
         """
+        if values.get("role") == "tool":  # as litellm and older clients say what was called
+            values = {name: value for name, value in values.items() if name != "name"}
         fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
@@ -97,6 +101,12 @@ class Message(Form):
 
 class Function(Form):
     harmless: ClassVar = {"strict": "says that the schema must be obeyed"}
+    refused: ClassVar = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
     within = "tools"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -125,3 +135,24 @@ class NamedTool(Form):
     within = "tool_choice"
     type: Literal["function"]
     function: NamedFunction
+
+
+class FlatTool(Tool):
+    """A tool in the form of /v1/responses, where a function's fields stand beside its type."""
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        return super().obeyed(_nested(values), ignored)
+
+
+class FlatNamedTool(NamedTool):
+    """The same of a tool that is named."""
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        return super().obeyed(_nested(values), ignored)
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in values.items() if name != "type"}
+    return {"type": values.get("type"), "function": function}

@@ -166,7 +166,7 @@ def new_messages(
         return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
     turns = messages[1:] if system is not None else messages
-    is_turn = len(turns) == 1 or all(message.role == "tool" for message in turns)
+    is_turn = all(message.role == "tool" for message in turns[:-1])
     if is_turn and (system is None or as_read(system) == as_read(session.system or "")):
         return turns
     raise RequestError(

@@ -96,15 +96,21 @@ class ChatForm(TextForm):
                 message |= {"content": content or None, "tool_calls": [*map(as_json, calls)]}
         return {"message": message}
 
+    def read(self, index: int, text: str) -> tuple[str, Sequence[Call]]:
+        """Return the content of a piece, and the calls that it completes."""
+        reader = self._readers[index] if self._readers else None
+        return reader.read(text) if reader else (text, [])
+
+    def rest(self, index: int) -> tuple[str, Sequence[Call]]:
+        """Return what was held back of a choice, as it ends."""
+        reader = self._readers[index] if self._readers else None
+        return reader.rest() if reader else ("", [])
+
     def of_piece(self, index: int, text: str) -> dict[str, Any]:
-        if not self._readers or (reader := self._readers[index]) is None:
-            return {"delta": {"content": text} if text else {}}
-        return self._delta(index, *reader.read(text))
+        return self._delta(index, *self.read(index, text))
 
     def of_rest(self, index: int) -> dict[str, Any] | None:
-        if not self._readers or (reader := self._readers[index]) is None:
-            return None
-        content, calls = reader.rest()
+        content, calls = self.rest(index)
         return self._delta(index, content, calls) if content or calls else None
 
     def finish_of(self, index: int, finish: str) -> str:
@@ -114,10 +120,9 @@ class ChatForm(TextForm):
     def _delta(self, index: int, content: str, calls: Sequence[Call]) -> dict[str, Any]:
         """Return what a chunk adds to a message: content, and whole calls."""
         delta: dict[str, Any] = {"content": content} if content else {}
-        first = self._num_calls[index]
-        self._num_calls[index] += len(calls)
         if calls:
-            told = enumerate(map(as_json, calls), first)
+            told = enumerate(map(as_json, calls), self._num_calls[index])
+            self._num_calls[index] += len(calls)
             delta["tool_calls"] = [{"index": number, **call} for number, call in told]
         return {"delta": delta}
 

@@ -6,48 +6,24 @@ name and the number of tokens before the answer, so it needs no list, and is kno
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
 from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.form import Form
-from kvalign.app.serve.messages import Message
+from kvalign.app.serve.items import Item, messages_of
+from kvalign.app.serve.messages import MOST_TOOLS, FlatNamedTool, FlatTool, Message
 from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
+from kvalign.app.serve.tools import Call, as_json
 from kvalign.app.serve.turn import Chosen
-from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, OF_TOOLS, Chat, Request
+from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
 
 _LOGPROBS = "message.output_text.logprobs"
+_OF_CHAT = {"messages": "input", "response_format": "text"}  # its fields, as they are named here
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
-
-
-class Part(Form):
-    harmless: ClassVar = {
-        "annotations": "links in an answer",
-        "logprobs": "sent back with an answer",
-    }
-    refused: ClassVar = {"image_url": (), "file_id": (), "file_data": (), "detail": ()}
-    within = "input"
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class Item(Form):
-    """A message of the input."""
-
-    harmless: ClassVar = {"id": "its name", "status": "whether it was complete", "phase": "a label"}
-    within = "input"
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(max_length=256)]
-
-    @property
-    def message(self) -> Message:
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return Message(role="system" if self.role == "developer" else self.role, content=content)
 
 
 class TextFormat(Form):
@@ -61,13 +37,12 @@ class ResponseRequest(Request):
 
     harmless: ClassVar = {
         **{name: why for name, why in Chat.harmless.items() if name not in ("metadata", "store")},
-        "max_tool_calls": "says how often tools are called, and there are none",
+        "max_tool_calls": "says how often built-in tools are called, and there are none",
         "background_options": "says how a response in the background goes on",
     }
     refused: ClassVar = {
         **Request.refused,
         **{name: Chat.refused[name] for name in ("functions", "verbosity")},
-        **OF_TOOLS,
         "access_programs": (),
         "background": (False,),
         "context_management": ([],),
@@ -82,7 +57,11 @@ class ResponseRequest(Request):
         "logprobs": (),
         "truncation": ("auto",),
     }
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("items")],
+        Discriminator(lambda said: "items" if isinstance(said, list) else "text"),
+    ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(pattern=_ID)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -91,6 +70,9 @@ class ResponseRequest(Request):
     include: list[str] | None = None  # what of it is not here is not in an answer either
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextFormat | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
     _root: str = PrivateAttr(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
 
     @classmethod
@@ -125,11 +107,20 @@ class ResponseRequest(Request):
         if isinstance(self.input, str):
             messages = [Message(role="user", content=self.input)]
         else:
-            messages = [item.message for item in self.input]
+            messages = messages_of(self.input)
         if self.instructions is not None:
             messages = [Message(role="system", content=self.instructions), *messages]
         same = {name: getattr(self, name) for name in (*OF_REQUESTS, "seed", "stop", "model")}
         has_logprobs = bool(self.top_logprobs or _LOGPROBS in (self.include or ()))
+        if has_logprobs and self.tools and self.tool_choice != "none":
+            param = "top_logprobs" if self.top_logprobs else "include"
+            raise RequestError(
+                f"{param}: logprobs are not supported with tools: leave one of them out, or ask "
+                "for tool_choice: none",
+                param=param,
+                code="unsupported",
+            )
+        of_tools = self.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
         values = {
             **{name: value for name, value in same.items() if value is not None},
             "messages": [message.model_dump() for message in messages],
@@ -138,8 +129,12 @@ class ResponseRequest(Request):
             "response_format": self._format(),
             "logprobs": has_logprobs,
             "top_logprobs": self.top_logprobs,
+            **of_tools,
         }
-        return Chat.model_validate(values)
+        try:
+            return Chat.model_validate(values)
+        except ValidationError as error:
+            raise fault_in(error, _OF_CHAT) from None
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text and self.text.format
@@ -156,31 +151,52 @@ class ResponseForm(ChatForm):
     request: ResponseRequest
 
     def for_request(self, request: Any, answers: Answers) -> None:
+        super().for_request(request, answers)
         self.request, self.id = request, f"{request.name}{answers.num_prompt:08x}"
-        self.item_id = "msg_" + secrets.token_hex(12)
 
     def part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         told = logprobs["content"] if logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
 
-    def item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.item_id, "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": parts}
+    def message(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
+        """An item of text."""
+        head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": [*parts]}
+
+    def call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The item of a call that `as_json` has."""
+        head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
+        return {**head, "call_id": call["id"], **call["function"]}
+
+    def status_of(self, finish: str) -> str:
+        return "incomplete" if finish == "length" else "completed"
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
-        """The response: in progress without a choice, else with its message."""
+        (choice,) = choices
+        message, status = choice["message"], self.status_of(choice["finish_reason"])
+        calls = [self.call(call) for call in message.get("tool_calls", ())]
+        output = calls
+        if message["content"] or not calls:
+            part = self.part(message["content"], choice["logprobs"])
+            output = [self.message(status, part), *calls]
+        return self.response(status, output, **usage)
+
+    def response(
+        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The response, with the items of its output."""
         request = self.request
-        status, output = "in_progress", []
-        if choices:
-            (choice,) = choices
-            status = "incomplete" if choice["finish_reason"] == "length" else "completed"
-            part = self.part(choice["message"]["content"], choice["logprobs"])
-            output = [self.item(status, [part])]
-        counts = usage.get("usage")
+        tools = [
+            {"type": "function", "strict": False, **tool.function.model_dump()}
+            for tool in request.tools or ()
+        ]
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        choice: Any = request.tool_choice or "auto"
+        if not isinstance(choice, str):
+            choice = {"type": "function", "name": choice.function.name}
         return {
             "id": self.id,
-            "object": kind,
+            "object": self.kind,
             "created_at": self.created,
             "status": status,
             "error": None,
@@ -190,16 +206,16 @@ class ResponseForm(ChatForm):
             "metadata": request.metadata or {},
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "store": request.store is not False,
             "temperature": request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": choice,
+            "tools": tools,
             "top_p": request.top_p,
             "truncation": "auto",
-            "usage": counts and _usage(counts),
+            "usage": usage and _usage(usage),
         }
 
 
@@ -216,51 +232,87 @@ def _usage(counts: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseStream(EventStream):
-    """Events of a response: its item and its part begin, text comes, and all end."""
+    """Events of a response: each item of its output begins, comes in pieces, and ends."""
 
     form: ResponseForm
     last = ""  # these streams have no [DONE]
     _number = 0
 
     def _first(self) -> str:
-        self._text, self._finish, self._tokens = "", "", list[Chosen]()
-        form, started = self.form, {"response": self.form.document("response", [])}
-        item = {"output_index": 0, "item": form.item("in_progress", [])}
-        return (
-            self._event("response.created", **started)
-            + self._event("response.in_progress", **started)
-            + self._event("response.output_item.added", **item)
-            + self._event("response.content_part.added", **self._place, part=form.part(""))
-        )
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.form.item_id, "output_index": 0, "content_index": 0}
+        self._output, self._finish = list[dict[str, Any]](), ""
+        self._message: dict[str, Any] | None = None  # the item of text that comes
+        begun = {"response": self.form.response("in_progress", [])}
+        created = self._event("response.created", **begun)
+        return created + self._event("response.in_progress", **begun)
 
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, End):
             self._finish = event.finish
-            return ""
-        self._text += event.text
-        self._tokens += event.tokens
-        told = self.form.of_tokens(event.tokens)
-        logprobs = told["content"] if told else []
-        delta = {"delta": event.text, "logprobs": logprobs}
-        return self._event("response.output_text.delta", **self._place, **delta)
+            return self._told(*self.form.rest(0))
+        return self._told(*self.form.read(0, event.text), event.tokens)
 
     def _last(self, ends: list[End]) -> str:
-        form, logprobs = self.form, self.form.of_tokens(self._tokens)
-        choice = {**form.of_text(self._text), "logprobs": logprobs, "finish_reason": self._finish}
-        whole = form.document("response", [choice], usage=usage_of(self.answers, ends))
-        (item,) = whole["output"]
-        (part,) = item["content"]
-        done = {"text": self._text, "logprobs": part["logprobs"]}
+        status = self.form.status_of(self._finish)
+        last = self._message_begins() if not self._output and self._message is None else ""
+        last += self._message_ends(status)
+        whole = self.form.response(status, self._output, usage_of(self.answers, ends))
+        return last + self._event(f"response.{status}", response=whole)
+
+    def _told(self, text: str, calls: Sequence[Call], tokens: Sequence[Chosen] = ()) -> str:
+        told = ""
+        if text or tokens:
+            if self._message is None:
+                told += self._message_begins()
+            logprobs = (self.form.of_tokens(tokens) or {"content": []})["content"]
+            self._text += text
+            self._logprobs += logprobs
+            delta = {"delta": text, "logprobs": logprobs}
+            told += self._event("response.output_text.delta", **self._place, **delta)
+        for call in calls:
+            told += self._message_ends("completed") + self._call(self.form.call(as_json(call)))
+        return told
+
+    def _message_begins(self) -> str:
+        self._text, self._logprobs = "", list[Any]()
+        self._message = item = self.form.message("in_progress")
+        self._place = {
+            "item_id": item["id"],
+            "output_index": len(self._output),
+            "content_index": 0,
+        }
+        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
+        part = self.form.part("")
+        return added + self._event("response.content_part.added", **self._place, part=part)
+
+    def _message_ends(self, status: str) -> str:
+        if self._message is None:
+            return ""
+        part = self.form.part(self._text, {"content": self._logprobs})
+        item = {**self._message, "status": status, "content": [part]}
+        done = {"text": self._text, "logprobs": self._logprobs}
+        self._message = None
         return (
             self._event("response.output_text.done", **self._place, **done)
             + self._event("response.content_part.done", **self._place, part=part)
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{whole['status']}", response=whole)
+            + self._item_ends(item)
         )
+
+    def _call(self, item: dict[str, Any]) -> str:
+        number, arguments = len(self._output), item["arguments"]
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": number}
+        kind = "response.function_call_arguments"
+        return (
+            self._event("response.output_item.added", output_index=number, item=begun)
+            + self._event(f"{kind}.delta", **place, delta=arguments)
+            + self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            + self._item_ends(item)
+        )
+
+    def _item_ends(self, item: dict[str, Any]) -> str:
+        self._output.append(item)
+        number = len(self._output) - 1
+        return self._event("response.output_item.done", output_index=number, item=item)
 
     def _of_error(self, error: RequestError) -> str:
         return self._event("error", **error.form()["error"] | {"type": "error"})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
 from kvalign.app.serve.constraints import Constraints
-from kvalign.app.serve.edits import RUN, Edits, edits_between
+from kvalign.app.serve.edits import RUN, Change, Edits, edits_between
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -120,16 +120,26 @@ class Service:
         return "\n".join(f"not changed: {one}" for one in notes)
 
     def respond(self, request: ResponseRequest, headers: Headers, put: Put) -> Answers:
-        """Answer a request to /v1/responses, in a session of its own or that of an earlier one."""
-        return self.chat(request.as_chat, headers, put, request.previous)
+        """Answer a request to /v1/responses, in a session of its own or that of an earlier one. One
+        that sends all messages takes up the state of the session that had them, which stays.
+        """
+        asked, begun = request.as_chat, None
+        if request.previous is None:
+            begun = self.sessions.begun(asked.messages, asked.opening)
+        return self.chat(asked, headers, put, request.previous, begun)
 
     def chat(
-        self, request: Chat, headers: Headers, put: Put, previous: int | None = None
+        self,
+        request: Chat,
+        headers: Headers,
+        put: Put,
+        previous: int | None = None,
+        begun: Session | None = None,
     ) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.
 
         `previous`: tokens before the session's last answer, if a request names this answer as the
-        one that it continues.
+        one that it continues. `begun`: a session whose conversation a new one goes on with.
         """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
         template, tools = request.chat_template_kwargs, Tools.of(request, self.tokenizer)
@@ -158,13 +168,17 @@ class Service:
                 answers = self._again(former, put)
                 answers.tools = tools
                 return answers
+            held = None
+            if session.is_new and begun and (state := self._state(begun)) is not None:
+                session = replace(begun, id=session.id, state=None, checksum="", number=0)
+                held = state, Edits([], session.num_fed, session.num_fed)
             messages = new_messages(session, request.messages, opening)
             if session.is_new:
                 session = prompts.new_session(session, messages, template, told, opening)
             session = session.with_request(request.messages, request.fields, headers.key)
             ids = prompts.of_messages(session, messages, template, told)
             is_edited = self.settings.edit and session.is_new and name is None
-            held = self._edited(session, ids) if is_edited else None
+            held = self._edited(session, ids) if is_edited else held
             return self._submit([(session, ids)], sampling, request, put, messages, tools, held)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
@@ -215,13 +229,24 @@ class Service:
 
     def _edited(self, session: Session, ids: Tensor) -> tuple[State, Edits] | None:
         """The state of another conversation that a new one with these tokens is an edit of, and the
-        edits; None if there is none from which nothing has been evicted.
+        edits; None if there is none from which nothing has been evicted, or if its state is not
+        there any more.
         """
         other = self.sessions.most_alike(ids, session.num_sinks)
         if other is None or self.method.sizes.num_dropped(other.num_fed):
             return None
         edits = edits_between(other.ids[: other.num_fed].tolist(), ids.tolist())
-        return (self.sessions.state(other), edits) if edits.num_kept > RUN else None
+        state = self._state(other) if edits.num_kept > RUN else None
+        return None if state is None else (state, edits)
+
+    def _state(self, other: Session) -> State | None:
+        """The state of a session that another one is made from; None if it is not there any more:
+        another turn has been stored, or it was dropped, or is damaged.
+        """
+        try:
+            return self.sessions.state(other)
+        except RequestError:
+            return None
 
     def _again(self, session: Session, put: Put) -> Answers:
         """Last answer of a session again."""
@@ -315,7 +340,7 @@ class Service:
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
             if text is not None:
-                ids, num_cached = text, 0
+                ids, num_cached, held = text, 0, None
                 answers.num_reencoded += max(0, len(text) - len(new))
             rows = [
                 AnswerRow(
@@ -333,8 +358,10 @@ class Service:
                 )
                 for draw in range(num_choices)
             ]
-            state, changes = self.sessions.state(session) if num_cached else None, []
-            if held is not None:
+            state, changes = None, list[Change]()
+            if held is None:
+                state = self.sessions.state(session) if num_cached else None
+            else:
                 state, edits = held
                 num_cached, changes = edits.num_held, edits.changes
                 answers.num_edited += edits.num_new
@@ -347,7 +374,7 @@ class Service:
                 ended=update.ended if update else lambda row, _: put(End.of(row)),
                 failed=update.release if update else put,
                 keeps=update is not None,
-                changes=changes,
+                changes=[*changes],
             )
             answers.turns.append(turn)
             answers.num_cached += num_cached

@@ -125,6 +125,11 @@ def digest(before: str, messages: Sequence[Message], comparison: str) -> list[st
     return digests
 
 
+def _beginnings(messages: Sequence[Message], tools: str) -> list[tuple[str, str]]:
+    """Return how sessions that messages may go on with are known, the longest first."""
+    return [(how, one) for how in (AS_READ, "") for one in digest(tools, messages, how)[-2::-1]]
+
+
 class Sessions:
     """All sessions; each answers one turn at a time. Safe to use from several threads.
 
@@ -160,10 +165,7 @@ class Sessions:
             RequestError: it is answering another turn; it was dropped and these messages do not
                 repeat it from the start; or its file is not the one that this server wrote.
         """
-        digests = []
-        if name is None:
-            hows = AS_READ, ""
-            digests = [(how, one) for how in hows for one in digest(tools, messages, how)[-2::-1]]
+        digests = _beginnings(messages, tools) if name is None else []
         has_answers = any(message.role == "assistant" for message in messages)
         with self._lock:
             unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
@@ -185,6 +187,15 @@ class Sessions:
                 self.store.check_new(name)
             self._busy.add(name)
             return self._by_id.get(name, Session(name))
+
+    def begun(self, messages: Sequence[Message], tools: str = "") -> Session | None:
+        """The idle session, of any name, that shares the longest beginning with these messages, as
+        of `take`; None if none does.
+        """
+        with self._lock:
+            there = [x for x in self._by_id.values() if x.id not in self._busy]
+        idle = {(x.comparison, x.messages_digest): x for x in there}
+        return next((idle[one] for one in _beginnings(messages, tools) if one in idle), None)
 
     def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
         """The idle session without a name, with so many sinks, that shares the longest beginning

@@ -48,7 +48,8 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> CallForm | None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
     if not (text := call_text(tokenizer, call)):
         raise RequestError(
-            "tools is not supported: the chat template of this model takes none",
+            "tools is not supported: the chat template of this model takes none; switch off those "
+            "of the client",
             param="tools",
             code="unsupported",
         )

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -144,18 +144,27 @@ class Turn:
     ended: Callable[[AnswerRow, State | None], None]
     failed: Callable[[RequestError], None]
     keeps: bool  # whether the state after a whole answer is wanted
-    changes: Sequence[Change] = ()  # of what its state holds, in order, before anything is fed
+    changes: list[Change] = field(default_factory=list)
+    """Changes of what its state holds, in order: the last is made first, all before it is fed."""
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
     def restore(self) -> None:
-        """Have the method take up the state, with its changes."""
-        if self.state is None:
-            return
-        self.method.restore(self.state)
-        self.state = None
-        for start, stop, new in reversed(self.changes):
-            ids = [torch.tensor([new], device=self.method.model.device)] if new else []
-            self.method.edit(start, stop, *ids)
+        """Have the method take up the state."""
+        if self.state is not None:
+            self.method.restore(self.state)
+            self.state = None
+
+    def change(self, most: int) -> int:
+        """Make the last change that is left, or a part of it: at most so many new tokens. Return
+        how many were fed.
+        """
+        start, stop, new = self.changes.pop()
+        now, rest = new[:most], new[most:]
+        ids = [torch.tensor([now], device=self.method.model.device)] if now else []
+        self.method.edit(start, stop, *ids)
+        if rest:
+            self.changes.append(Change(start + len(now), start + len(now), rest))
+        return len(now)
 
     def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -155,12 +156,6 @@ class ResponseFormat(Form):
         return self.json_schema.of
 
 
-# Fields of tools, where they are not taken.
-OF_TOOLS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-}
 # Fields of another address of the API.
 _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt", "input", "instructions", "previous_response_id", "text"), ()),
@@ -307,7 +302,9 @@ class Completion(Request):
     harmless = Chat.harmless
     refused = Request.refused | {
         **{name: Chat.refused.get(name, ()) for name in _ONLY_CHAT},
-        **OF_TOOLS,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
@@ -370,7 +367,15 @@ def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -
     except RecursionError:
         raise RequestError("the body is nested too deep") from None
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False)[0]
-        param = str(fault["loc"][0]) if fault["loc"] else None
-        what = fault["msg"].removeprefix("Value error, ")
-        raise RequestError(f"{param or 'the body'}: {what}", param=param) from None
+        raise fault_in(error) from None
+
+
+def fault_in(
+    error: ValidationError, names: Mapping[str, str] = MappingProxyType({})
+) -> RequestError:
+    """The first fault of a request, in one line; `names` are what the client calls fields."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    param = str(fault["loc"][0]) if fault["loc"] else None
+    param = names.get(param, param) if param else None
+    what = fault["msg"].removeprefix("Value error, ")
+    return RequestError(f"{param or 'the body'}: {what}", param=param)

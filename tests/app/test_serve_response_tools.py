@@ -1,0 +1,232 @@
+"""Tools of /v1/responses, through OpenAI's client."""
+
+import json
+from typing import get_type_hints
+
+import openai
+import pytest
+from helpers.served import serving
+from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
+from openai.types import responses as theirs
+from openai.types.responses.response_input_param import FunctionCallOutput
+
+from kvalign.app.serve.answers import Answers, End, Piece
+from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.items import CallItem, MessageItem, ResultItem, messages_of
+from kvalign.app.serve.messages import Function
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
+from kvalign.app.serve.tools import HERMES, Tools
+from kvalign.app.serve.wire import Chat, parsed
+
+FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+NAMED = {"type": "function", "name": "weather"}
+LOGPROBS = "message.output_text.logprobs"
+QUESTION = "How warm is it in Rome?"
+
+
+@pytest.fixture(scope="module")
+def client(loaded):
+    loaded.tokenizer.chat_template = HERMES_TEMPLATE
+    with serving(loaded, cache_size=250, max_streams=4) as one, one.client() as client:
+        yield client
+
+
+def respond(client, said=QUESTION, **more):
+    asked = dict(model="gpt2-mini", input=said, max_output_tokens=80, temperature=0)
+    return client.responses.create(**{**asked, "tools": FLAT, **more})
+
+
+def read(**fields):
+    body = {"model": "m", "input": "Hello", **fields}
+    return parsed(ResponseRequest, json.dumps(body).encode(), None, 1000)
+
+
+def test_a_call_and_its_result_are_turns_of_a_session(client):
+    first = respond(client, tool_choice=NAMED)
+    (call,) = first.output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert set(json.loads(call.arguments)) == {"city", "unit"}
+    assert first.status == "completed" and first.output_text == ""
+    assert first.tool_choice.name == "weather" and [x.name for x in first.tools] == [
+        "weather",
+        "time",
+    ]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "19"}
+    after = respond(client, [result], previous_response_id=first.id, max_output_tokens=4)
+    cached = after.usage.input_tokens_details.cached_tokens
+    assert cached > first.usage.input_tokens and after.output[0].type == "message"
+    # A client that sends all items asks the same as in a chat.
+    whole = [{"role": "user", "content": QUESTION}, call.model_dump(exclude_none=True), result]
+    apart = respond(client, whole, store=False, max_output_tokens=4)
+    function = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    said = client.chat.completions.create(
+        model="gpt2-mini",
+        messages=[
+            whole[0],
+            {"role": "assistant", "tool_calls": [{"id": "a", **function}]},
+            {"role": "tool", "content": "19", "tool_call_id": "a"},
+        ],
+        tools=[WEATHER, TIME],
+        temperature=0,
+        max_tokens=4,
+    )
+    assert apart.usage.input_tokens == said.usage.prompt_tokens
+    assert apart.output_text == said.choices[0].message.content
+    # What a user says beside a result is a part of the turn.
+    begun = respond(client, tool_choice=NAMED)
+    more = [{**result, "output": [{"type": "input_text", "text": "19"}]}, whole[0]]
+    beside = respond(client, more, previous_response_id=begun.id, max_output_tokens=4)
+    assert beside.usage.input_tokens > after.usage.input_tokens
+
+
+def test_chat_calls_the_same(client):
+    messages = [{"role": "user", "content": QUESTION}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = dict(model="gpt2-mini", messages=messages, tools=[WEATHER, TIME], tool_choice=named)
+    (call,) = client.chat.completions.create(**asked, temperature=0).choices[0].message.tool_calls
+    (item,) = respond(client, tool_choice=NAMED).output
+    assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
+
+
+def test_events_make_the_call(client):
+    whole = respond(client, tool_choice=NAMED)
+    events = list(respond(client, tool_choice=NAMED, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    begun, delta, done, ended = events[2:6]
+    (item,) = events[-1].response.output
+    assert begun.item.arguments == "" and begun.item.call_id == item.call_id
+    assert delta.item_id == done.item_id == item.id and ended.item == item
+    assert delta.delta == done.arguments == item.arguments == whole.output[0].arguments
+    asked = dict(model="gpt2-mini", input=QUESTION, tools=FLAT, tool_choice=NAMED, temperature=0)
+    with client.responses.stream(**asked) as stream:
+        (helped,) = stream.get_final_response().output
+    assert (helped.name, helped.arguments) == (item.name, item.arguments)
+
+
+def told(text, num):
+    """Items of an answer, and the events that bring it in pieces of so many characters."""
+    tools = Tools([WEATHER, TIME], (), HERMES)
+    answers, form = Answers(1, tools=tools), ResponseForm("m")
+    form.for_request(read(tools=FLAT), answers)
+    stream = ResponseStream(form, answers, None, has_usage=True, timeout=1)
+    pieces = [Piece(0, text[i : i + num]) for i in range(0, len(text), num)]
+    end = End(0, "stop", 1, 0)
+    sent = stream._first() + "".join(map(stream._of_event, [*pieces, end])) + stream._last([end])
+    events = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: ")]
+    choice = {**form.of_text(text), "finish_reason": "stop", "logprobs": None}
+    return form.document("response", [choice])["output"], events
+
+
+def plain(items):
+    return [{x: y for x, y in item.items() if x not in ("id", "call_id")} for item in items]
+
+
+ONE = '<tool_call>\n{"name": "time"}\n</tool_call>'
+
+
+@pytest.mark.parametrize("num", [1, 5, 1000])
+@pytest.mark.parametrize(
+    "text", ["It is < 9.", f"Let me see.\n{ONE}\n{ONE}", ONE, "", "<tool_call>"]
+)
+def test_items_in_pieces_are_the_items(text, num):
+    items, events = told(text, num)
+    last = events[-1]["response"]["output"]
+    assert plain(last) == plain(items)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last
+    at = [event["output_index"] for event in events if "output_index" in event]
+    assert at == sorted(at), "an item begins when the one before has ended"
+
+
+def test_items_of_one_answer_are_one_message():
+    tools = Tools([WEATHER, TIME], (), HERMES)
+    text = f"Let me see.\n{ONE}\n{ONE}"
+    items, _ = told(text, 1000)
+    result = {"type": "function_call_output", "call_id": "a", "output": "9"}
+    back = read(input=[{"role": "user", "content": "When?"}, *items, result, result], tools=FLAT)
+    _, answer, *results = messages_of(back.input)
+    assert answer == tools.message(text)
+    assert [(one.role, one.content) for one in results] == [("tool", "9")] * 2
+    two = [{"role": "assistant", "content": text} for text in "ab"]
+    apart = messages_of(read(input=[*two, {"role": "user", "content": "c"}]).input)
+    assert [one.content for one in apart] == ["a", "b", "c"]
+
+
+def test_the_same_tools_in_both_forms():
+    flat = read(tools=FLAT, tool_choice=NAMED, parallel_tool_calls=False).as_chat
+    nested = Chat.model_validate(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "tools": [WEATHER, TIME],
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        }
+    )
+    assert flat.opening == nested.opening and flat.must_call == nested.must_call
+    assert flat.parallel_tool_calls is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        (dict(tools=[{"type": "web_search"}]), "tools: the type 'web_search' is not supported"),
+        (dict(tools=[{"type": "mcp", "server_label": "x"}]), "tools: the type 'mcp' is not supp"),
+        (dict(tool_choice={"type": "file_search"}), "tool_choice: the type 'file_search' is not"),
+        (dict(tools=FLAT, tool_choice={**NAMED, "name": "x"}), "tool_choice names 'x'"),
+        (dict(tools=[FLAT[0], FLAT[0]]), "tools has two of the same name"),
+        (dict(tools=[{**FLAT[0], "defer_loading": True}]), "tools: defer_loading is not supported"),
+        (dict(tools=FLAT, include=[LOGPROBS]), "include: logprobs are not supported with tools"),
+        (dict(input=[{"type": "reasoning", "summary": []}]), "input: an item of the type 'reas"),
+        (dict(input=[{"type": "item_reference", "id": "x"}]), "input: an item of the type 'item"),
+        (
+            dict(input=[{"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]),
+            "input: arguments of a call must be",
+        ),
+        (dict(input=[{"role": "assistant", "content": "Hello"}]), "input: the last message must"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields, what):
+    with pytest.raises(RequestError, match=what) as caught:
+        str(read(**fields).as_chat)
+    assert caught.value.status == 400 and caught.value.param in what
+
+
+def test_a_template_without_tools_refuses_them(loaded):
+    loaded.tokenizer.chat_template = None
+    try:
+        with (
+            serving(loaded, cache_size=64) as one,
+            one.client() as client,
+            pytest.raises(openai.BadRequestError, match="tools is not supported: the chat"),
+        ):
+            respond(client)
+    finally:
+        loaded.tokenizer.chat_template = HERMES_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("form", "their"),
+    [
+        (CallItem, theirs.ResponseFunctionToolCallParam),
+        (ResultItem, FunctionCallOutput),
+        (MessageItem, theirs.EasyInputMessageParam),
+    ],
+)
+def test_each_field_of_openai_s_items_has_one_rule(form, their):
+    rules = [set(form.model_fields), set(form.harmless), set(form.refused)]
+    assert sum(map(len, rules)) == len(set.union(*rules)), "two rules for a field"
+    assert set(get_type_hints(their)) - set.union(*rules) == set()
+
+
+def test_each_field_of_openai_s_tools_has_a_rule():
+    rules = {*Function.model_fields, *Function.harmless, *Function.refused}
+    assert set(get_type_hints(theirs.FunctionToolParam)) - rules == {"type"}
