@@ -110,6 +110,7 @@ def test_facts_behind_an_edit_are_answered_and_those_cut_are_not(of_facts):
     assert ways[EDITED]["told_high"] < 0.4 and ways[ANEW]["told_high"] < 0.4
     inserted = by_way(of_facts, "insert")
     assert inserted[EDITED]["kept"] == 1 and "told" not in inserted[EDITED]
+    assert inserted[EDITED]["read"] == inserted[ANEW]["read"] > 0.9 > inserted[UNEDITED]["read"]
 
 
 def test_only_facts_that_nothing_else_tells_are_asked_for():

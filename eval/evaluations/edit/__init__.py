@@ -109,9 +109,9 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
         A document with a row for each method, kind, length and way. Of a text: perplexity of the
         future, `ratio` to that of the text encoded anew with the ends of its 95 % interval over
         edits (ratio_low, ratio_high), `agreement` (share of tokens at which both think the same
-        most likely). Of facts: `kept` (facts behind the edit that are answered), `read` (facts that
-        were put in and are answered), `told` (facts that were cut and are still answered; 0.125 by
-        chance), with their intervals. Always `encoded`
+        most likely). Of facts the shares that are answered, with their intervals: `kept` (of those
+        behind the edit), `contested` (of these, those of a key that the new tokens tell, too),
+        `read` (of those put in), `told` (of those that were cut; 0.125 by chance). Always `encoded`
         (tokens of an edit), `edit_ms` (of one stream, median), num_edits and seconds.
 
     Raises:
@@ -163,6 +163,13 @@ COLUMNS = {
         better="",
         is_optional=True,
     ),
+    "contested": share_column(
+        "contested",
+        "contested",
+        "facts behind the edit, of a key that the new tokens tell, too, that are answered",
+        6,
+        better="",
+    ),
     "read": share_column(
         "read",
         "new, answered",
@@ -197,7 +204,7 @@ class EditEvaluation(Evaluation):
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
     row_fields = (("kind", Literal["cut", "replace", "insert", "piece"]), ("way", str))
-    row_options = tuple((f"{x}{end}", float) for x in ("read", "told") for end in ENDS)
+    row_options = tuple((f"{x}{end}", float) for x in ("contested", "read", "told") for end in ENDS)
 
     def check(self, document: Document) -> None:
         y = _judged(document)

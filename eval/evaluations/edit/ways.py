@@ -249,23 +249,24 @@ def _figures(of_ways: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, Row]:
 
 
 def _of_facts(method: Method, text: Text, edit: Edit) -> dict[str, list[bool]]:
-    """Return whether facts behind the edit are answered (kept), those put in (read), and those cut
-    with their old value (told).
+    """Return whether facts behind the edit are answered (kept), those of them whose key the new
+    tokens tell, too (contested), facts put in (read), and those cut with their old value (told).
     """
     method.feed(text.after[:, -1:])
-    now = torch.cat([text.before, edit.new], 1)
-    found = {}
+    found: dict[str, list[bool]] = {name: [] for name in ("kept", "contested", "read", "told")}
     for name, part in (("kept", text.after), ("read", edit.new), ("told", edit.old)):
         behind = text.after[:, :0] if name == "kept" else text.after
         asked = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
         questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in asked])
         best = copy.deepcopy(method).feed(questions.to(text.after.device)).argmax(-1).tolist()
-        found[name] = [
-            answer == ANSWER + value
-            for answer, (key, value), before in zip(best, asked, now.tolist(), strict=True)
+        rows = zip(asked, best, text.before.tolist(), edit.new.tolist(), strict=True)
+        for (key, value), answer, before, new in rows:
             # A fact that stands before the edit with the same value is not cut.
-            if key is not None and (name != "told" or _last(before, key) != value)
-        ]
+            if key is None or (name == "told" and _last([*before, *new], key) == value):
+                continue
+            found[name].append(answer == ANSWER + value)
+            if name == "kept" and _last(new, key) is not None:
+                found["contested"].append(answer == ANSWER + value)
     return found
 
 
