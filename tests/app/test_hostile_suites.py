@@ -52,14 +52,6 @@ def test_suites(text, message):
     refuses(lambda: parse_suite(text, "s.yaml"), message)
 
 
-@pytest.mark.parametrize("name", ["alias bomb", "key a list", "command serves"])
-def test_a_refused_suite_leaves_nothing(name, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    text, message = SUITES[name]
-    (tmp_path / "s.yaml").write_text(text)
-    refused(["eval", "run", "s.yaml", "--out", "o"], message, capfd)
-
-
 def placed(value, *path):
     """A document with a value at a path; `REMOVED` takes what is there."""
 

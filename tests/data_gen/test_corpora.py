@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 
 import pyarrow
@@ -176,17 +175,6 @@ def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     both = hashlib.sha256(b"one\r\n" + "zwei é".encode()).hexdigest()
     found = text_sha256(["marked:text:two", "python-docs", "hub:a/b", "text:two/a.txt"])
     assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
-
-
-def test_names_and_abouts_need_no_torch():
-    code = """
-import sys
-from kvalign.data_gen.corpora import SPECS
-from kvalign.data_gen.prompts import NAMES
-from kvalign.data_gen.settings import RecordSettings
-assert not {"torch", "datasets", "transformers"} & {*sys.modules}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):

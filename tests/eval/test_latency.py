@@ -358,14 +358,6 @@ def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_pat
     assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
 
 
-@pytest.mark.slow
-def test_trained_aligners_take_the_place_of_untrained(run):
-    names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
-    _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
-    assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
-    assert [row["num_sinks"] for row in rows] == [4, 4, 4]
-
-
 def test_what_a_step_reads_is_weights_entries_and_tables(models):
     """The embedding counts where it is the head, too; what re-encodes has no entries."""
     model, entry = models["gpt2"], 4  # bytes of float32

@@ -2,7 +2,6 @@
 decoding.
 """
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval import streameval
 from kvalign.eval.evaluations.streameval import StreamEvalSettings
@@ -227,17 +225,6 @@ def seen_at(method, stream, query):
     method.feed = spied
     ask(method, stream)
     return held
-
-
-def test_command_prints_one_document_or_a_table(capsys):
-    argv = ["--num-lines", "4", "--query-every", "2", "--distances", "1", "--cache-sizes", "32"]
-    argv = ["eval", "streameval", *argv, "--methods", "recompute"]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "gpt2-mini, C = 32" in printed and "answer NLL, nats" in printed
-    assert main([*argv, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert row["num_queries"] == 2 and 0 < row["answer_nll_nats"] < math.inf
 
 
 def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkeypatch, loaded):

@@ -432,21 +432,3 @@ def test_what_is_no_stream_is_refused(content, gpt2, tmp_path):
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-
-
-@pytest.mark.slow
-def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
-    stream = begin(gpt2)
-    pieces = iter(stream)
-    next(pieces)
-
-    def torn(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stream.method, "feed", torn)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    monkeypatch.undo()
-    for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
-        with pytest.raises(UserError, match="interrupted within a step"):
-            use()

@@ -190,17 +190,6 @@ def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, li
 
 
 @pytest.mark.slow
-def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
-    out = str(tmp_path / "aligner")
-    argv = ["train", "--aligner-kind", "table", "--objective", "projected", *SMALL, "--no-judge"]
-    assert main([*argv, "--out", out]) == 0
-    capfd.readouterr()
-    argv = "eval perplexity --methods kvalign --cache-sizes 32 --num-tokens 9 --json"
-    assert main([*argv.split(), "--aligner", out]) == 0
-    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner_label"] == "table-projected"
-
-
-@pytest.mark.slow
 def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, verdicts):
     """Rotary keys need none: what is saved then changes nothing, and is said to."""
     out = str(tmp_path / "aligner")
