@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, anchored, network, step, tables
+from helpers.methods import CACHE_SIZE, anchored, network, tables
 from helpers.tiny_models import CONTEXT_LEN
 
 from kvalign.cache.realign import check_realign_every, realigner_of
