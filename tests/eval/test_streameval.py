@@ -23,11 +23,6 @@ from kvalign.methods.registry import METHODS
 from kvalign.streaming.loop import stream_tokens
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
-
-
 def as_text(*args):
     return "".join(piece.text for piece in pieces(*args))
 
@@ -244,10 +239,6 @@ WRONG = [
     (dict(distances=(0, 200)), "after line 200, which must exceed the largest of --distances"),
     (dict(num_lines=48), "--num-lines 48 and --query-every 10 put the last query after line 40"),
     (dict(num_lines=5, distances=(0,)), "put the last query after line 0"),
-    (dict(distances=(-1,)), "--distances must be at least 0, got -1"),
-    (dict(distances=()), "--distances needs at least one value"),
-    (dict(query_every=0), "--query-every must be at least 1, got 0"),
-    (dict(num_lines=0), "--num-lines must be at least 1, got 0"),
 ]
 
 

@@ -14,11 +14,6 @@ from kvalign.eval.evaluations.perplexity import PerplexitySettings
 PROMPT = torch.tensor([[5, 6, 7]])
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
-
-
 def generate(loaded, **wrong):
     """`model.generate` as a user calls it."""
     sizes = {"custom_generate": stream_generate, "cache_size": 16, "max_new_tokens": 2}
