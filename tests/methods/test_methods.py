@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step
 from helpers.pairwise import one_of_each
-from helpers.tiny_models import CONTEXT_LEN, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
@@ -15,6 +15,13 @@ from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import hits, score, score_stepwise
+
+
+@pytest.mark.parametrize(("name", "kind"), one_of_each(METHODS, KINDS))
+def test_nothing_evicted_is_dense(name, kind, models, ids):
+    model, ids = models[kind], ids[:, : CACHE_SIZE + 1]
+    dense = model(input_ids=ids).logits[:, 4:].transpose(0, 1)
+    assert torch.allclose(step(make(name, model), ids, 5), dense, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_evicted", [1, 5])
