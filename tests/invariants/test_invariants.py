@@ -15,7 +15,6 @@ import kvalign
 from kvalign.cache import edits
 from kvalign.cache.realign import Rotating
 from kvalign.cache.realigner import rotated
-from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -247,25 +246,12 @@ def mask_short(patch):
     patch(StreamingCache, "get_mask_sizes", wrong)
 
 
-def positions_off_by_one(patch):
-    right = StreamingCache.positions
-    patch(
-        StreamingCache,
-        "positions",
-        lambda self: [p + (n > CACHE_SIZE) for p, n in zip(right(self), self.seen, strict=True)],
-    )
-
-
 def positions_run_on(patch):
     patch(Rotating, "frame", lambda self, sizes, _: replace(sizes, realign_every=10**6))
 
 
 def reorder_ignored(patch):
     patch(StreamingCache, "reorder_cache", lambda self, beam_idx: None)
-
-
-def reorder_without_sinks(patch):
-    patch(SinkKeys, "select", lambda self, rows: None)
 
 
 def repeat_in_rounds(patch):
@@ -282,11 +268,6 @@ def save_drops_sinks(patch):
         return {k: 0 * x if "sinks" in k else x for k, x in right(self).items()}
 
     patch(StreamingCache, "state", wrong)
-
-
-def save_drops_a_row(patch):
-    right = StreamingCache.state
-    patch(StreamingCache, "state", lambda self: {k: x[:1] for k, x in right(self).items()})
 
 
 def an_input_counts_once(patch):
@@ -380,13 +361,10 @@ PLANTED = {
     sinks_lost: ["kept", "moves", "evicting-chunks", "save"],
     sinks_of_the_first_row: ["rows", "reorder", "evicting-chunks"],
     mask_short: ["masks"],
-    positions_off_by_one: ["moves", "evicting-chunks", "save", "repeat", "reorder", "cut"],
     positions_run_on: ["positions"],
     reorder_ignored: ["reorder"],
-    reorder_without_sinks: ["reorder", "repeat"],
     repeat_in_rounds: ["repeat"],
     save_drops_sinks: ["save"],
-    save_drops_a_row: ["save"],
     taken_back_but_counted: ["undo"],
     turned_the_other_way: ["cut"],
     put_in_backwards: ["put-back"],
