@@ -5,8 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
-import pandas as pd
 import pytest
+from helpers.hub_data import write_data_set
 from helpers.results_example import write_folder
 from helpers.smaller import one_trial, output_of
 from helpers.tiny_models import tiny_model
@@ -149,20 +149,15 @@ def hub(tmp_path, monkeypatch, undrawn):
     sizes = {"vocab_size": len(tokenizer)}
     for files in (tiny_model("gpt2", **sizes, n_positions=1024), tokenizer):
         files.save_pretrained(tmp_path / "distilbert/distilgpt2")
+    lines = [{"text": line} for line in LINES]
     talk = [{"messages": [{"role": "user", "content": line}]} for line in LINES]
     asked = [{"category": "x", "prompt": ["Write of an island.", "Again."]}] * 3
-    for name, config, splits, rows in (
-        ("Salesforce/wikitext", "wikitext-103-raw-v1", ("train", "test"), {"text": LINES}),
-        ("HuggingFaceTB/smoltalk", "everyday-conversations", ("train",), talk),
-        ("HuggingFaceH4/mt_bench_prompts", "default", ("train",), asked),
+    for name, config, splits in (
+        ("Salesforce/wikitext", "wikitext-103-raw-v1", {"train": lines, "test": lines}),
+        ("HuggingFaceTB/smoltalk", "everyday-conversations", {"train": talk}),
+        ("HuggingFaceH4/mt_bench_prompts", "default", {"train": asked}),
     ):
-        folder = tmp_path / name / config
-        folder.mkdir(parents=True)
-        card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
-        for split in splits:
-            pd.DataFrame(rows).to_parquet(folder / f"{split}-0.parquet")
-            card += f"  - split: {split}\n    path: {config}/{split}-*\n"
-        (tmp_path / name / "README.md").write_text(f"{card}---\n")
+        write_data_set(tmp_path / name, config, splits)
     return tmp_path
 
 
