@@ -69,8 +69,10 @@ def test_the_file_names_the_model(tmp_path, capsys):
     assert chat(*how, "--state", path, "--say", "Who?") == 0
     capsys.readouterr()
     assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
-    used = json.loads(capsys.readouterr().out)["settings"]
-    assert (used["model"], used["weights"]) == ("llama-mini", "int8")
+    document = json.loads(capsys.readouterr().out)
+    used = document["settings"]
+    assert (used["model"], used["weights"], used["cache_size"]) == ("llama-mini", "int8", 40)
+    assert document["answers"][0]["is_cut"]
     assert main(["chat", "--state", path, "--say", "Why?", "--model", "gpt2-mini"]) == 2
     assert "it is a stream of llama-mini" in capsys.readouterr().err
 

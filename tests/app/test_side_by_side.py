@@ -106,6 +106,23 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
 
 
 @pytest.mark.slow
+def test_kept_positions_end_with_the_context(gpt2, words):
+    """A stream ends there, and says so; a prompt that goes beyond becomes a refusal."""
+    settings = SETTINGS | dict(policy="key-norm", positions="keep", max_new_tokens=600)
+    num_tokens = len(gpt2.tokenizer(PROMPT).input_ids)
+    prompts = (PROMPT * (500 // num_tokens), PROMPT * (530 // num_tokens + 1))
+    lasts = []
+    for prompt in prompts:
+        *_, last = side_by_side(begin(gpt2, prompt, ["window"], **settings), words)
+        lasts += last
+    ended, refusal = lasts
+    assert ended.policy == "policy key-norm, positions kept; the last one is reached"
+    assert ended.is_done and 0 < ended.num_tokens < 600
+    assert refusal.title == "window"
+    assert refusal.line.startswith("positions=keep ends with the 512 positions of this model")
+
+
+@pytest.mark.slow
 def test_read_again_as_recompute_reads(gpt2, run):
     """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""
     ids = run[0][0].ids
