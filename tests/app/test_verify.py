@@ -72,10 +72,7 @@ def test_cache_of_the_users_own(folder, capsys):
         (["--cache", "no_such_module:make"], "No module named 'no_such_module'"),
         (["--cache", "forgetful_cache:makes"], "has no attribute 'makes'"),
         (["--cache", "forgetful_cache:number"], "must be callable with a model, got int"),
-        (["--cache", "builtins:str"], "must return a Cache of transformers or a method"),
         (["--cache", "forgetful_cache:make", "--num-sinks", "2"], "leave out num_sinks"),
-        (["--method", "windows"], "did you mean window?"),
-        (["--invariants", "mask"], "did you mean masks?"),
         (["--cache-size", "5000"], "--cache-size must be at most 511"),
     ],
 )

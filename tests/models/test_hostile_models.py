@@ -219,16 +219,6 @@ def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for", ["{{ x }}"], 3, {"a": "{{ b }}"}])
-def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    settings = json.loads((checkpoints.model_path("recall-gpt2") / TOKENIZER).read_text())
-    text = json.dumps(settings | {"chat_template": template})
-    altered_model(tmp_path / "m", files={TOKENIZER: text})
-    refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["generation_config.json", "chat_template.jinja", TOKENIZER, "tokenizer.json"]
 )

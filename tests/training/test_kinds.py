@@ -26,9 +26,7 @@ from kvalign.training import kinds, train_anchored, train_network, train_table
     [
         ("--data d --objective kl", "--objective is for --aligner-kind table or anchored, not net"),
         ("--data=d --aligner-kind table", "--data is for --aligner-kind network, not table"),
-        ("--aligner-kind=table --devices 2", "--devices is for --aligner-kind network, not table"),
         ("--aligner-kind table --no-resume", "--resume is for --aligner-kind network, not table"),
-        ("--aligner-kind table --key-hidden1 8", "is for --aligner-kind network or anchored, not"),
         ("--aligner-kind tabel", "unknown aligner kind 'tabel'; did you mean table?"),
         ("--aligner-kind", "expected one argument"),
         ("--aligner-kind table --no-such-flag", "unrecognized arguments: --no-such-flag"),
