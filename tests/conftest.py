@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
+from kvalign.models.loading import load_model
 from kvalign.steppers import step_file
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `--device auto` is the CPU; `make test-gpu` is for a GPU
@@ -50,6 +51,12 @@ def models() -> dict[str, PreTrainedModel]:
 def model(request, models) -> PreTrainedModel:
     """Each architecture in turn."""
     return models[request.param]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The default model, with its tokenizer; a file's own, since tests change what it holds."""
+    return load_model("gpt2-mini")
 
 
 @pytest.fixture

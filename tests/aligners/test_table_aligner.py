@@ -1,12 +1,8 @@
 """Position tables: placed from birth, so nothing adds up; and the network on top of them."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, anchored, make, step, tables
-from helpers.pairwise import one_of_each
-from helpers.tiny_models import tiny_model
 
 
 def test_zero_tables_are_streaming_llm(model, ids):
@@ -14,53 +10,6 @@ def test_zero_tables_are_streaming_llm(model, ids):
     zero = make("kvalign", model, aligner=tables(model), num_sinks=4)
     moved = step(zero, ids[:, :90], CACHE_SIZE + 1)
     assert torch.allclose(stale, moved, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("num_evicted", "num_sinks", "dtype"),
-    one_of_each([1, 3, 16], [0, 4], [torch.float32, torch.bfloat16]),
-)
-def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks, dtype, ids):
-    """After 100 tokens every entry is its birth less m[born] plus m[now], rounded twice."""
-    model = tiny_model("gpt2").to(dtype)
-    aligner = tables(model, scale=0.5)
-    sizes = dict(num_evicted=num_evicted, num_sinks=num_sinks)
-    method, births = make("kvalign", model, aligner=aligner, **sizes), []
-    for layer in method.cache.layers:
-        births.append(record_births(layer))
-    for part in ids[:, :100].split([CACHE_SIZE + 1] + [1] * (99 - CACHE_SIZE), 1):
-        method.feed(part)
-    index, stored = method.cache.index(), method.cache.num_stored
-    born = method.sizes.num_stored(index)[num_sinks:]
-    now = torch.arange(num_sinks, stored)
-    assert (born - now).max() >= CACHE_SIZE - num_sinks - num_evicted
-    tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
-    for i, layer in enumerate(method.cache.layers):
-        for target in ("key", "value"):
-            means, scales = (getattr(aligner, target + x)[i] for x in ("", "_scale"))
-            found = getattr(layer, target + "s")
-            birth = torch.cat([getattr(pair, target) for pair in births[i]], 2)[:, :, index]
-            assert torch.equal(found[:, :, :num_sinks], birth[:, :, :num_sinks])
-            anchored = (birth[:, :, num_sinks:].float() - means[:, born]) / scales[:, born, None]
-            moved = means[:, now] + anchored * scales[:, now, None]
-            assert torch.allclose(found[:, :, num_sinks:].float(), moved, **tolerance)
-
-
-class Pair(NamedTuple):
-    key: torch.Tensor
-    value: torch.Tensor
-
-
-def record_births(layer) -> list:
-    """Every key and value that a layer of the cache is given from now on."""
-    given, update = [], layer.update
-
-    def recording(keys, values, *args, **kwargs):
-        given.append(Pair(keys, values))
-        return update(keys, values, *args, **kwargs)
-
-    layer.update = recording
-    return given
 
 
 def test_a_table_says_how_many_sinks_and_takes_any(models):

@@ -69,8 +69,10 @@ def test_the_file_names_the_model(tmp_path, capsys):
     assert chat(*how, "--state", path, "--say", "Who?") == 0
     capsys.readouterr()
     assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
-    used = json.loads(capsys.readouterr().out)["settings"]
-    assert (used["model"], used["weights"]) == ("llama-mini", "int8")
+    document = json.loads(capsys.readouterr().out)
+    used = document["settings"]
+    assert (used["model"], used["weights"], used["cache_size"]) == ("llama-mini", "int8", 40)
+    assert document["answers"][0]["is_cut"]
     assert main(["chat", "--state", path, "--say", "Why?", "--model", "gpt2-mini"]) == 2
     assert "it is a stream of llama-mini" in capsys.readouterr().err
 
@@ -412,19 +414,3 @@ def test_only_a_ctrl_c_at_an_idle_prompt_is_asked_about(monkeypatch, capsys):
         return capsys.readouterr().err.count("Ctrl-C again leaves")
 
     assert [stopped(by) for by in (Killed, KeyboardInterrupt, EOFError)] == [0, 1, 0]
-
-
-@pytest.mark.slow
-def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_path, capsys):
-    path = str(tmp_path / "talk.safetensors")
-    first = ["--system", "You know.", "--method", "discard-half", "--state", path, "--say", "Who?"]
-    assert chat(*first, "--json") == 0
-    begun = json.loads(capsys.readouterr().out)
-    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
-    resumed = json.loads(capsys.readouterr().out)
-    assert begun["settings"] | {"say": ["Why?"]} == resumed["settings"]
-    used = resumed["settings"]
-    assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
-    opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
-    assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
-    assert resumed["answers"][0]["is_cut"]

@@ -393,8 +393,6 @@ def test_phone_has_room(opened):
         (["--port", "PORT"], "is in use: name another with --port, or 0"),
         (["--host", "192.0.2.1", "--without-key"], "cannot listen on --host 192.0.2.1"),
         (["--aligner", "kvalign-llama-mini-table"], "was made for"),
-        (["--memory", "0"], "--memory must be at least 1, got 0"),
-        (["--num-recalled", "0"], "--num-recalled must be at least 1, got 0"),
     ],
 )
 def test_wrong_flags_are_one_line(wrong, expected, address, capfd):

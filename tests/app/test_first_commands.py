@@ -9,7 +9,6 @@ import shutil
 import pytest
 from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
 
-from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.cli import standard_input
 from kvalign.app.cli.main import main
@@ -18,7 +17,6 @@ from kvalign.app.sessions.marks import BEYOND, tokens_past
 from kvalign.training.settings import TuneSettings
 
 NETWORK = "kvalign-data/gpt2-mini/network"
-SHIPPED = "kvalign-gpt2-mini-table-kl"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
 
 
@@ -77,30 +75,6 @@ def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
-    """It says how that compares; `auto` takes what ships, and so does what changes nothing."""
-    config = tmp_path / NETWORK / "config.json"
-    Aligner.from_pretrained("kvalign-gpt2-mini-network").save_pretrained(config.parent)
-    written = json.loads(config.read_text())
-    judged = {"val_nll": 4.0, "shipped": {"aligner": SHIPPED, "val_nll": 3.0}}
-    for judge, said in (
-        (judged, "perplexity 54.6 of held-out text, 20.09 with the shipped"),
-        ({}, ""),
-    ):
-        written["training"]["key"]["judged"] = judge
-        config.write_text(json.dumps(written))
-        printed = kvalign("generate --method kvalign --max-new-tokens 5")
-        assert printed.err.startswith(f"using {NETWORK}, trained here: {said or 'not compared'}")
-        assert f"--aligner {SHIPPED} uses the shipped one\n" in printed.err
-        assert "with kvalign (network" in printed.err
-    assert "with kvalign (table-kl)" in kvalign("generate --max-new-tokens 5").err
-    for part in written["training"].values():
-        part["used"] = False
-    config.write_text(json.dumps(written))
-    assert "(table-kl)" in kvalign("generate --method kvalign --max-new-tokens 5").err
-
-
-@pytest.mark.slow
 def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     printed = kvalign("generate --cache-size 32")
     assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
@@ -155,50 +129,6 @@ def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
     assert (tmp_path / "network/config.json").exists(), "beside the recording"
     kvalign("train --target value --data caches --max-steps 2 --out mine")
     assert (tmp_path / "mine/config.json").exists()
-
-
-@pytest.mark.slow
-def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_path):
-    shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
-    kvalign("generate --model you/mine --method kvalign", code=2)
-    printed = kvalign("generate --model you/mine --max-new-tokens 5")
-    assert "method discard-half: learned positions, and no aligner ships" in printed.err
-    assert says_next(kvalign("gen-data --model you/mine")) == [
-        "next (takes minutes): kvalign train --target key --model you/mine"
-    ]
-    printed = kvalign("train --target key --model you/mine --max-steps 2")
-    without = "next: kvalign generate --model you/mine"
-    assert says_next(printed)[-1] == without, "two steps do not help: the judge drops them"
-    printed = kvalign("generate --model you/mine --max-new-tokens 20 --method kvalign")
-    assert "using kvalign-data/mine/network, trained here" in printed.err
-    assert "with kvalign (network" in printed.err
-    assert "network" not in kvalign("generate --model you/mine --method window").err
-    idle = kvalign("generate --model you/mine --max-new-tokens 20")
-    assert "with discard-half" in idle.err, "two steps do not help: auto leaves the network"
-
-
-@pytest.mark.slow
-def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
-    shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
-    trained = tmp_path / "kvalign-data/mine/table"
-    aligner = Aligner.from_pretrained("kvalign-gpt2-mini-table")
-    aligner.save_pretrained(trained)
-    unjudged = kvalign("generate --model you/mine --max-new-tokens 20")
-    assert "trained here, was never judged by streams and is not used" in unjudged.err
-    assert "with discard-half" in unjudged.err
-    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
-    aligner.save_pretrained(trained)
-    talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
-    for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
-        printed = kvalign(command)
-        assert "using kvalign-data/mine/table, trained here" in printed.err
-        assert "with kvalign (table)" in printed.err and "method " not in printed.err
-    compare = "eval perplexity --model you/mine --num-tokens 8 --json"
-    assert "kvalign" in [row["method"] for row in json.loads(kvalign(compare).out)["rows"]]
-    shutil.rmtree(tmp_path / "you/mine")
-    shutil.copytree(checkpoints.model_path("llama-mini"), tmp_path / "you/mine")
-    other = kvalign("generate --model you/mine --max-new-tokens 20")
-    assert "method streaming-llm: rotary positions need no aligner" in other.err
 
 
 @pytest.mark.slow

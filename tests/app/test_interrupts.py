@@ -6,13 +6,12 @@ import contextlib
 import json
 import shlex
 import signal
-import subprocess
-import sys
-import time
+import threading
 
 import pytest
-from helpers.patience import PATIENCE_S
 from helpers.smaller import TEXT, output_of, run_cell
+
+from kvalign.app.cli.main import main
 
 pytestmark = pytest.mark.slow
 RECORD = "gen-data --corpus text:words.txt --num-tokens 3072 --shard-mb 2 --out {}"
@@ -20,38 +19,33 @@ NETWORK = "train --data caches --target key --max-epochs 2 --no-judge --out part
 PERPLEXITY = "eval perplexity --methods window,recompute --cache-sizes 16,200 --json --num-tokens "
 
 
-def start(command, folder):
-    """A command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvalign", *command.split()],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell in the background hands SIGINT down as ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 def finished(command, folder):
-    """What a command prints that is left alone; in this process."""
+    """What a command prints that is left alone."""
     with contextlib.chdir(folder):
         return output_of(shlex.split(command))
 
 
-def stopped(command, folder, when, by=signal.SIGINT):
-    """The last line of a command that is stopped once a file of that pattern is there."""
-    process = start(command, folder)
+def stopped(command, folder, when, capfd, by=signal.SIGINT):
+    """The last line of a command that is stopped, in this process, once such a file is there."""
+    is_over = threading.Event()
+
+    def stop():
+        while not list(folder.glob(when)):
+            if is_over.wait(0.02):
+                return
+        if not is_over.wait(0.2):  # until what follows has begun
+            signal.pthread_kill(threading.main_thread().ident, by)
+
+    watcher = threading.Thread(target=stop)
+    watcher.start()
     try:
-        while process.poll() is None and not list(folder.glob(when)):
-            time.sleep(0.02)
-        time.sleep(0.2)  # until what follows has begun: a child of it is ended with it
-        process.send_signal(by)
-        _, err = process.communicate(timeout=PATIENCE_S)
+        with contextlib.chdir(folder):
+            code = main(shlex.split(command))
     finally:
-        process.kill()
-    assert process.returncode == 130 and "Traceback" not in err, err
-    return err.splitlines()[-1]
+        is_over.set()
+        watcher.join()
+    assert code == 130
+    return capfd.readouterr().err.splitlines()[-1]
 
 
 def says(command, kept):
@@ -68,9 +62,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_gen_data_keeps_shards(folder):
+def test_gen_data_keeps_shards(folder, capfd):
     command = RECORD.format("stopped")
-    line = stopped(command, folder, "stopped/*-00001.safetensors", by=signal.SIGTERM)
+    line = stopped(command, folder, "stopped/*-00001.safetensors", capfd, by=signal.SIGTERM)
     num_shards = int(line.split("interrupted; ")[1].split()[0])
     assert line == says(command, f"{num_shards} shards are kept in stopped") and num_shards > 0
     finished(command, folder)
@@ -78,24 +72,21 @@ def test_gen_data_keeps_shards(folder):
         assert path.read_bytes() == (folder / "stopped" / path.name).read_bytes()
 
 
-def test_a_network_goes_on_at_its_last_validation(folder):
+def test_a_network_goes_on_at_its_last_validation(folder, capfd):
     """That the weights are then the same, `test_network_run.py` says."""
-    line = stopped(NETWORK, folder, "part/training/key/last.ckpt")
+    line = stopped(NETWORK, folder, "part/training/key/last.ckpt", capfd)
     kept = "the key network is kept as of its last validation in part/training"
     assert line == says(NETWORK, kept)
 
 
-def test_perplexity_keeps_the_losses_of_finished_methods(folder):
+def test_perplexity_keeps_the_losses_of_finished_methods(folder, capfd):
     command = PERPLEXITY + "40 --keep losses"
-    line = stopped(command, folder, "losses/[!.]*")
+    line = stopped(command, folder, "losses/[!.]*", capfd)
     num_kept = int(line.split("the losses of ")[1].split()[0])
     kept = f"the losses of {num_kept} methods and sizes are kept in losses"
     assert line == says(command, kept) and 1 <= num_kept < 4
     on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "40"))
     assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
-
-
-TABLE = "train --aligner-kind table --num-tokens 60000 --out {}"
 
 
 SUITE = """
@@ -107,23 +98,21 @@ cells:
 """
 
 
-def test_a_table_keeps_nothing(folder):
-    with start(TABLE.format("table"), folder) as process:
-        while " tokens computed, " not in process.stderr.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        *_, line = process.stderr
-    assert process.returncode == 130 and not (folder / "table").exists()
-    assert (
-        line
-        == "kvalign train: interrupted; nothing was kept; give the same command to start again\n"
+def test_a_table_keeps_nothing(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(
+        "kvalign.training.table_run.standardise", lambda *_: signal.raise_signal(signal.SIGINT)
     )
+    words = "train --aligner-kind table --num-tokens 6000 --chunk-len 48 --out table"
+    assert main(words.split()) == 130 and not (folder / "table").exists()
+    said = "interrupted; nothing was kept; give the same command to start again"
+    assert capfd.readouterr().err.endswith(f"kvalign train: {said}\n")
 
 
-def test_a_suite_keeps_finished_cells(folder, monkeypatch, undrawn):
+def test_a_suite_keeps_finished_cells(folder, monkeypatch, capfd, undrawn):
     (folder / "two.yaml").write_text(SUITE)
     command = "eval run two.yaml --out results"
-    line = stopped(command, folder, "results/short.json")
+    line = stopped(command, folder, "results/short.json", capfd)
     assert line == says(command, "1 of 2 cells are finished in results")
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)  # in this process
     assert finished(command, folder) == "report: results/report.html\n"

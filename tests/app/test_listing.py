@@ -3,8 +3,6 @@
 import json
 import logging
 import re
-import subprocess
-import sys
 
 import pytest
 from helpers.hub_cache import put_into_cache
@@ -83,21 +81,6 @@ def test_aligners_of_a_model_alone(capsys):
     assert listing.aligners("llama-mini") == listing.aligners("./some/llama-mini/") == of_llama
     assert main(["aligners", "--model", "some/other"]) == 2
     assert "`kvalign train --model some/other` makes one" in capsys.readouterr().err
-
-
-def test_lists_are_printed_without_torch():
-    """It takes seconds to import; configs of what ships, and the sources of methods and policies,
-    tell all without it.
-    """
-    code = (
-        "import sys; from kvalign.app.cli.main import main\n"
-        f"for name in {[*COMMANDS]}: main([name])\n"
-        "assert not {'torch', 'transformers'} & {*sys.modules}"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for names in (checkpoints.MODELS, METHODS, POLICIES, checkpoints.ALIGNERS, corpora.NAMES):
-        assert all(name in done.stdout for name in names)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt"])

@@ -6,7 +6,7 @@ import pytest
 from helpers.methods import tables
 
 import kvalign
-from kvalign import load_model, make_method
+from kvalign import make_method
 from kvalign.app.commands.generate import GenerateSettings
 from kvalign.app.commands.verify import VerifySettings
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
@@ -21,11 +21,6 @@ MERITS = {
     "judged": {"used": True, "judged": {"parts": ["key"]}},
 }
 """What training says of an aligner that was trained here."""
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 @pytest.mark.parametrize("merit", MERITS)

@@ -88,11 +88,9 @@ def test_closing_ends_the_work(gpt2, words, monkeypatch):
     [
         (dict(cache_size=512), ["window", "kvalign"], "cache_size must be at most"),
         (dict(cache_size=300), ["kvalign"], "cache_size must be at most 255"),
-        (dict(num_evicted=22), ["streaming-llm"], "num_evicted must be between 1 and the window"),
         (dict(aligner="nowhere"), ["kvalign"], "no aligner 'nowhere'"),
         (dict(policy="tova", aligner=NETWORK), ["kvalign"], "an aligner of kind network moves"),
         (dict(positions="keep"), ["kvalign"], "positions=keep leaves entries at their original"),
-        (dict(policy="newest"), ["kvalign", "window"], "unknown policy 'newest'"),
     ],
 )
 def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refusing, expected):

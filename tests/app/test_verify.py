@@ -51,19 +51,6 @@ def test_table_of_a_method(capsys):
 
 
 @pytest.mark.slow
-def test_policies(capsys):
-    """Positions that are kept run on: the row says so. Layers that keep other tokens: one too."""
-    words = ["verify", *FEW, "masks,positions,kept", "--cache-size", "12", "--policy", "keydiff"]
-    words += ["--method", "streaming-llm", "--json"]
-    assert main(words) == 0
-    compact = json.loads(capsys.readouterr().out)["outcomes"]
-    assert [one["state"] for one in compact] == ["passed", "passed", "not applicable"]
-    assert main([*words, "--positions", "keep"]) == 1
-    kept = json.loads(capsys.readouterr().out)["outcomes"]
-    assert [one["state"] for one in kept] == ["passed", "failed", "not applicable"]
-
-
-@pytest.mark.slow
 def test_cache_of_the_users_own(folder, capsys):
     """What failed stands with what to look at, in the table and as JSON."""
     words = ["verify", *FEW, "dense,reorder", "--cache", "forgetful_cache:make"]
@@ -85,10 +72,7 @@ def test_cache_of_the_users_own(folder, capsys):
         (["--cache", "no_such_module:make"], "No module named 'no_such_module'"),
         (["--cache", "forgetful_cache:makes"], "has no attribute 'makes'"),
         (["--cache", "forgetful_cache:number"], "must be callable with a model, got int"),
-        (["--cache", "builtins:str"], "must return a Cache of transformers or a method"),
         (["--cache", "forgetful_cache:make", "--num-sinks", "2"], "leave out num_sinks"),
-        (["--method", "windows"], "did you mean window?"),
-        (["--invariants", "mask"], "did you mean masks?"),
         (["--cache-size", "5000"], "--cache-size must be at most 511"),
     ],
 )

@@ -2,36 +2,13 @@
 
 import pytest
 import torch
-from helpers.pairwise import one_of_each
-from helpers.tiny_models import ROTARY_KINDS, VOCAB, tiny_model
+from helpers.tiny_models import VOCAB, tiny_model
 from transformers import DynamicCache
 
-from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods import make_method
-from kvalign.models.architectures import ModelSpec, spec_of
-
-ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
-
-
-def fed(sizes, chunks):
-    """A cache without a model, and what it stored after each of the chunks."""
-    cache, lengths = StreamingCache(ANY, sizes), []
-    for length in chunks:
-        with cache.forward_pass(1, length):
-            cache.update(*2 * [torch.zeros(1, 1, length, 1)], 0)
-        lengths.append(cache.num_stored)
-    return cache, lengths
-
-
-def test_evictions_are_counted_one_in_k():
-    """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
-    token).
-    """
-    cache, lengths = fed(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3), [1] * 40)
-    assert cache.num_evictions == 10
-    assert max(lengths) == 10 and min(lengths[10:]) == 8
+from kvalign.models.architectures import spec_of
 
 
 @pytest.mark.parametrize(
@@ -56,18 +33,6 @@ def test_impossible_sizes_are_refused(models, sizes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_mask_length_is_key_length(models, ids):
-    """What the model is told of the cache's length is what attention gets (VeloxQuant-MLX issue
-    370).
-    """
-    cache = StreamingCache(spec_of(models["gpt2"].config), CacheSizes(16))
-    for i in range(40):
-        told = cache.get_mask_sizes(1, 0)[0]
-        models["gpt2"](input_ids=ids[:, i : i + 1], past_key_values=cache)
-        assert told == min(i, 16) + 1
-        assert {len(layer.keys[0, 0]) for layer in cache.layers} == {min(i + 1, 16)}
-
-
 def test_cropping_is_refused(models):
     with pytest.raises(ValueError, match="cannot be cropped"):
         StreamingCache(spec_of(models["gpt2"].config), CacheSizes(12)).crop(-1)
@@ -84,26 +49,6 @@ def test_rows_that_do_not_fit_are_refused(models, ids):
     assert cache.seen == [3, 3, 5]
     with pytest.raises(ValueError, match="rows of unequal length take one token each, got 2"):
         models["gpt2"](input_ids=ids[[0, 1, 0], :2], past_key_values=cache)
-
-
-@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(ROTARY_KINDS, [1, 3]))
-@pytest.mark.parametrize("long_run", [256, 1])
-def test_rotated_keys_are_the_keys_of_their_new_position(
-    models, ids, kind, num_evicted, long_run, monkeypatch
-):
-    """Layer 0 of a rotary model depends on token and position alone: the cache must hold what
-    re-encoding gives, at positions that have run on.
-    """
-    monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", long_run)
-    model = models[kind]
-    sizes = CacheSizes(14, num_evicted=num_evicted)
-    cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
-    _stream(model, cache, ids, 50)
-    positions = torch.arange(cache.num_stored) + cache.frame.num_behind(50)
-    told = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
-    clean = model(**told, use_cache=True).past_key_values.layers[0]
-    assert torch.allclose(cache.layers[0].keys, clean.keys, atol=2e-5)
-    assert torch.allclose(cache.layers[0].values, clean.values, atol=2e-5)
 
 
 def _stream(model, cache, ids, num_tokens):

@@ -18,14 +18,6 @@ def test_plain_generate_is_refused_at_its_first_call(model, ids):
     assert not cache.seen
 
 
-def test_a_loop_of_ones_own_is_not(model, ids):
-    cache = kvalign.make_cache(model, **SIZES)
-    method = kvalign.make_method("streaming-llm", model, cache_size=20)
-    for n in range(30):
-        logits = model(ids[:1, n : n + 1], past_key_values=cache, use_cache=True).logits[:, -1]
-        assert torch.allclose(logits, method.feed(ids[:1, n : n + 1]), atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 @pytest.mark.parametrize(
     "sizes",

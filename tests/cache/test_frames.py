@@ -4,8 +4,7 @@ computes the same, at positions that it has.
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, make, step, tables
-from helpers.pairwise import one_of_each
+from helpers.methods import make, step
 from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
 from kvalign.models.architectures import rotation_of, spec_of
@@ -74,22 +73,3 @@ def test_a_full_context_leaves_a_quarter_beyond(models, ids, positions):
     method = make("streaming-llm", models["llama"], cache_size=CONTEXT_LEN - 1)
     step(method, ids, CONTEXT_LEN)
     assert max(told) == CONTEXT_LEN - 1 + (CONTEXT_LEN - 1) // 4 - 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "cell"), one_of_each(ROTARY_KINDS, [("streaming-llm", 3), ("kvalign", 1)])
-)
-def test_a_stream_does_not_depend_on_its_frames(kind, cell, ids, monkeypatch):
-    """Five frames of 20 or so are one of all 100 evictions."""
-    name, num_evicted = cell
-    model = tiny_model(kind, max_position_embeddings=1024)
-    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
-    logits = []
-    for long_run in (1, 1000):
-        monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", long_run)
-        method = make(name, model, num_evicted=num_evicted, num_sinks=4, **extra)
-        logits.append(step(method, ids[:, :120], CACHE_SIZE + 1))
-        num_frames = method.cache.frame.num_moved(120) // method.cache.frame.move_size
-        assert num_frames == (0 if long_run > 1 else 4 if num_evicted > 1 else 5)
-    assert torch.allclose(*logits, atol=1e-4)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, anchored, network, step, tables
+from helpers.methods import CACHE_SIZE, anchored, network, tables
 from helpers.tiny_models import CONTEXT_LEN
 
 from kvalign.cache.realign import check_realign_every, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.kvalign import KVAlign
-from kvalign.streaming.scoring import score, score_stepwise
 
 ALIGNERS = {
     "table": lambda model: tables(model, scale=0.5),
@@ -24,27 +23,6 @@ def random_weights(aligner):
     for net in (aligner.key, aligner.value):
         torch.nn.init.normal_(net.fc3.weight, std=0.3)
     return aligner
-
-
-@pytest.mark.parametrize(("num_evicted", "realign_every"), [(1, 3), (2, 3), (16, 20)])
-def test_scoring_is_stepping(num_evicted, realign_every, models, ids):
-    for kind in ("gpt2", "opt"):
-        sizes = CacheSizes(CACHE_SIZE, 4, num_evicted, realign_every)
-        method = KVAlign(models[kind], sizes, aligner=tables(models[kind], scale=0.5))
-        assert method.is_exact
-        expected = score_stepwise(method, ids[:1])
-        assert torch.allclose(score(method, ids[:1]), expected, atol=2e-4)
-
-
-def test_it_changes_what_is_seen(models, ids):
-    model, logits = models["gpt2"], []
-    for realign_every in (1, 3):
-        sizes = CacheSizes(CACHE_SIZE, 4, 1, realign_every)
-        method = KVAlign(model, sizes, aligner=tables(model, scale=0.5))
-        logits.append(step(method, ids[:, :40], CACHE_SIZE + 1))
-    every, third = logits
-    assert torch.allclose(every[0], third[0], atol=1e-5)
-    assert (every[1:] - third[1:]).abs().amax((1, 2)).min() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers.hub_data import write_data_set
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
@@ -178,17 +178,6 @@ def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
 
 
-def test_names_and_abouts_need_no_torch():
-    code = """
-import sys
-from kvalign.data_gen.corpora import SPECS
-from kvalign.data_gen.prompts import NAMES
-from kvalign.data_gen.settings import RecordSettings
-assert not {"torch", "datasets", "transformers"} & {*sys.modules}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):
     marked._moses.cache_clear()
     monkeypatch.setitem(sys.modules, "sacremoses", None)
@@ -200,27 +189,14 @@ def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp
 @pytest.mark.slow
 def test_named_hub_corpora_are_read_from_a_copy(offline, tmp_path, monkeypatch):
     """In the hub's layout: WikiText's configs in the card, conversations as lists of turns."""
-    wikitext = tmp_path / "Salesforce" / "wikitext"
-    _write_parquet(
-        wikitext / "wikitext-103-raw-v1" / "train-00000.parquet", [{"text": " = A = \n"}]
-    )
-    _write_parquet(wikitext / "wikitext-103-raw-v1" / "test-00000.parquet", [{"text": " = B = \n"}])
-    (wikitext / "README.md").write_text(
-        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
-        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
-    )
+    splits = {"train": [{"text": " = A = \n"}], "test": [{"text": " = B = \n"}]}
+    write_data_set(tmp_path / "Salesforce" / "wikitext", "wikitext-103-raw-v1", splits)
     turns = [{"content": "Hi", "role": "user"}, {"content": "Hello!", "role": "assistant"}]
     everyday = tmp_path / "HuggingFaceTB" / "everyday-conversations-llama3.1-2k" / "data"
     for split in ("train_sft", "test_sft"):
         _write_parquet(everyday / f"{split}-00000-of-00001.parquet", [{"messages": turns}])
-    rows = [{"messages": turns}] * 2
-    smoltalk = tmp_path / "HuggingFaceTB" / "smoltalk"
-    _write_parquet(smoltalk / "data" / "everyday-conversations" / "train-0.parquet", rows)
-    (smoltalk / "README.md").write_text(
-        "---\nconfigs:\n- config_name: everyday-conversations\n  data_files:\n"
-        "  - split: train\n    path: data/everyday-conversations/train-*\n---\n"
-    )
+    talk = {"train": [{"messages": turns}] * 2}
+    write_data_set(tmp_path / "HuggingFaceTB" / "smoltalk", "everyday-conversations", talk)
     monkeypatch.chdir(tmp_path)
     assert _text("paper-wikitext") == " = A = \n"
     assert _text("paper-wikitext", "test") == " = B = \n"

@@ -117,16 +117,6 @@ def test_two_runs_into_one_folder_are_refused(argv, capfd):
     assert [p.name for p in Path("out").iterdir()] == [".lock"]
 
 
-def test_a_full_disk_is_one_line_and_code_1(tmp_path, monkeypatch, capfd):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kvalign.data_gen.store.save_file", full)
-    assert main([*ARGV, str(tmp_path / "out")]) == 1
-    error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert "No space left on device; what was finished is kept" in error
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
 def test_a_read_only_folder_is_one_line_and_code_2(tmp_path, capfd):
     tmp_path.chmod(0o500)

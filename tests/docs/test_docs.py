@@ -15,12 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from helpers.browser import watched
 from helpers.doc_pages import PAGES, ROOT, blocks, lines_of
+from helpers.hub_data import write_data_set
 from helpers.published_files import random_network
 from helpers.result_parts import RESULTS
 from helpers.smaller import (
@@ -99,16 +98,8 @@ def hub(tmp_path_factory):
         length = {"gpt2": "n_positions", "bloom": "seq_length"}.get(kind, "max_position_embeddings")
         tiny_model(kind, vocab_size=len(tokenizer), **{length: 1024}).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    config = folder / WIKITEXT / "wikitext-103-raw-v1"
-    config.mkdir(parents=True)
-    for split in ("train", "test"):
-        rows = pyarrow.Table.from_pylist([{"text": line} for line in TEXT.splitlines()])
-        pyarrow.parquet.write_table(rows, config / f"{split}-00000.parquet")
-    (folder / WIKITEXT / "README.md").write_text(
-        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
-        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
-    )
+    rows = [{"text": line} for line in TEXT.splitlines()]
+    write_data_set(folder / WIKITEXT, "wikitext-103-raw-v1", {"train": rows, "test": rows})
     for name in TEXTS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(TEXT)

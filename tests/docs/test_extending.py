@@ -52,7 +52,7 @@ class Copy:
     def __init__(self, folder: Path):
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
-        skip = shutil.ignore_patterns("__pycache__", "checkpoints", "results")
+        skip = shutil.ignore_patterns("checkpoints", "results")
         shutil.copytree(SOURCE, folder / "kvalign", ignore=skip)
         (folder / "kvalign" / "checkpoints").symlink_to((SOURCE / "checkpoints").resolve())
 

@@ -5,7 +5,6 @@ and a new one is a file and a line.
 import json
 import os
 import subprocess
-import sys
 
 import pandas as pd
 import pytest
@@ -92,17 +91,6 @@ def test_a_metric_of_the_paper_that_is_none_is_named():
     text = "{cells: [], paper: {tables: [{title: T, cell: a, metric: speed, rows: {}}]}}"
     with pytest.raises(ValueError, match="names the metric 'speed', which a does not measure"):
         paper_tables(Results({}, parse_suite_text(text, "s")))
-
-
-def test_settings_need_no_torch():
-    code = (
-        "import sys, kvalign.eval\n"
-        "from kvalign.eval.evaluations import EVALUATIONS\n"
-        "assert [e.settings for e in EVALUATIONS.values()]\n"
-        "heavy = {'torch', 'pydantic.main', 'matplotlib', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_commit_is_read_without_a_trace(tmp_path, monkeypatch):

@@ -82,26 +82,6 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.slow
-def test_every_kind_is_timed_beside_the_reference(run_tiny):
-    kinds = ["--aligner-kinds", "table,network,anchored"]
-    rows = run_tiny(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
-    kinds = [f"untrained {kind}" for kind in ("table", "network", "anchored")]
-    names = ["bare", "streaming-llm", *kinds, "recompute"]
-    assert [row["aligner"] or row["method"] for row in rows] == names * 2
-    assert [row["cache_size"] for row in rows] == [12] * 6 + [20] * 6
-    for row in rows:
-        bare, base = rows[:2] if row["cache_size"] == 12 else rows[6:8]
-        assert list(row) == COLUMNS
-        assert row["ratio"] == pytest.approx(row["mean_ms"] / base["mean_ms"])
-        assert row["bare_mean_ratio"] == pytest.approx(row["mean_ms"] / bare["mean_ms"])
-        assert row["bare_ratio"] == pytest.approx(row["median_ms"] / bare["median_ms"])
-        assert row["tokens_per_s"] == pytest.approx(1e3 / row["mean_ms"])
-        assert 0 < row["median_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
-        assert row["ttft_ms"] > 0
-        assert row["peak_mb"] > 0
-
-
 def test_figures_are_those_of_the_clock(run, monkeypatch):
     """On a clock that `feed` and `reset` alone move: a prompt costs its tokens, the k-th single
     token of a stream k squared, a reset much.
@@ -145,6 +125,7 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
         "bare_ratio": 1,
     }
     for row in rows:
+        assert list(row) == COLUMNS
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
@@ -356,14 +337,6 @@ def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_pat
             assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
     assert EVALUATION.batches_figure(run_tiny(*flags)) is None
     assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
-
-
-@pytest.mark.slow
-def test_trained_aligners_take_the_place_of_untrained(run):
-    names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
-    _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
-    assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
-    assert [row["num_sinks"] for row in rows] == [4, 4, 4]
 
 
 def test_what_a_step_reads_is_weights_entries_and_tables(models):

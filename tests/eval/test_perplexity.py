@@ -112,16 +112,6 @@ SHORT = "eval perplexity --corpus python-docs --cache-sizes 16 --num-tokens 40"
 
 
 @pytest.mark.slow
-def test_stepping_on_request_gives_the_same_figures(capsys):
-    methods = ["--model", "llama-mini", "--methods", "window,streaming-llm,kvalign,recompute"]
-    fast, slow = (
-        run_json(capsys, *SHORT.split(), *methods, *extra) for extra in ([], ["--stepwise"])
-    )
-    for one, other in zip(fast["rows"], slow["rows"], strict=True):
-        assert math.isclose(one["perplexity"], other["perplexity"], rel_tol=1e-4)
-
-
-@pytest.mark.slow
 def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv = [*SHORT.split(), "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
     argv += ["--protocol", "paper"]

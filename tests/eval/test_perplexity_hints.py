@@ -6,17 +6,11 @@ import random
 import pytest
 from helpers.tiny_models import tiny_model
 
-from kvalign import load_model
 from kvalign.eval import perplexity
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 def hints(caplog, **settings):

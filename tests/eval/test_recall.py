@@ -8,11 +8,9 @@ import torch
 import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
-from kvalign.eval.evaluations.recall.scores import part_of, read_stream, score_method
+from kvalign.eval.evaluations.recall.scores import part_of, read_stream
 from kvalign.eval.protocol.conclusions import recalled
-from kvalign.eval.protocol.grid import make_grid
 from kvalign.models.loading import load_model
-from kvalign.streaming.scoring import hits, score_stepwise
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +40,6 @@ def test_every_part_of_the_cache_has_its_questions(num_streams):
     assert [part_of(age, 30) for age in (1, 7, 8, 15, 16, 22, 23, 30, 31, 45)] == [
         *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
     ]
-
-
-@pytest.mark.parametrize("num_streams", [1, 2])
-@pytest.mark.parametrize("name", ["recompute", "discard-half", "window", "kvalign"])
-def test_right_answers_are_those_of_stepping(name, num_streams, loaded):
-    settings = RecallSettings(
-        methods=(name,), cache_sizes=(24,), num_questions=5, num_streams=num_streams
-    )
-    (method,) = make_grid(settings, loaded.model)
-    stream = read_stream(24, settings, torch.device("cpu"))
-    told = []
-    row = score_method(method, stream, told.append)
-    right = score_stepwise(method, stream.ids, measure=hits)
-    of_labels = stream.ages.flatten()
-    in_cache = (of_labels > 0) & (of_labels <= 24)
-    assert row["accuracy"] == pytest.approx(right[in_cache].mean().item())
-    assert row["num_questions"] == 25 and sum(told) == len(of_labels)
 
 
 def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):

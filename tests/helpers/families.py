@@ -131,13 +131,6 @@ FAMILIES = {
         "<|eos|><|User|>{}<|Assistant|><think>\n",
         rewrites=True,
     ),
-    "zephyr": Family(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content + eos_token }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        (),
-        "<|endoftext|>",
-        "<|endoftext|>\n<|user|>\n{}<|endoftext|>\n<|assistant|>\n",
-    ),
     "vicuna": Family(
         "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == "
         "'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}"
@@ -146,14 +139,6 @@ FAMILIES = {
         ("</s>",),
         "</s>",
         "</s>USER: {} ASSISTANT:",
-    ),
-    "command-r": Family(
-        "<BOS>{% for m in messages %}<|START_OF_TURN|>{{ {'user': '<|USER|>', 'system': "
-        "'<|SYSTEM|>', 'assistant': '<|CHATBOT|>'}[m.role] }}{{ m.content | trim }}<|END_OF_TURN|>"
-        "{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN|><|CHATBOT|>{% endif %}",
-        ("<BOS>", "<|START_OF_TURN|>", "<|USER|>", "<|SYSTEM|>", "<|CHATBOT|>", "<|END_OF_TURN|>"),
-        "<|END_OF_TURN|>",
-        "<|END_OF_TURN|><|START_OF_TURN|><|USER|>{}<|END_OF_TURN|><|START_OF_TURN|><|CHATBOT|>",
     ),
     # Parts of an answer end with one token, the whole one with another, which only the last has.
     "harmony": Family(
@@ -165,13 +150,6 @@ FAMILIES = {
         "<|return|>",
         "<|end|><|start|>user<|message|>{}<|end|><|start|>assistant",
         rewrites=True,
-    ),
-    "granite": Family(
-        "{% for m in messages %}<|role|>{{ m.role }}<|role_end|>{{ m.content }}<|end_of_text|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|role|>assistant<|role_end|>{% endif %}",
-        ("<|role|>", "<|role_end|>", "<|end_of_text|>"),
-        "<|end_of_text|>",
-        "<|end_of_text|>\n<|role|>user<|role_end|>{}<|end_of_text|>\n<|role|>assistant<|role_end|>",
     ),
     "olmo": Family(
         "{{ eos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"

@@ -11,7 +11,6 @@ from helpers.tiny_models import KINDS, tiny_model
 
 import kvalign
 from kvalign import load_model, make_cache, make_method
-from kvalign.aligners import Aligner
 from kvalign.methods import choice
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import FAMILIES
@@ -176,22 +175,3 @@ def test_what_was_trained_here_is_found_as_on_the_command_line(mine, caplog):
     assert caplog.text.count("using kvalign-data/mine/table, trained here: none ships") == 1
     given = network(model)
     assert make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=given).aligner is given
-
-
-def test_one_that_ships_is_second_to_a_trained_one_where_kvalign_is_named(
-    shipped, tmp_path, monkeypatch
-):
-    """A saved stream finds its own again."""
-    monkeypatch.chdir(tmp_path)
-    one, sizes = shipped["gpt2-mini"], dict(cache_size=16, max_new_tokens=3, seed=0)
-    network = Aligner.from_pretrained("kvalign-gpt2-mini-network-rollout")
-    network.save_pretrained("kvalign-data/gpt2-mini/network")
-    for method, source in (
-        (AUTO, "kvalign-gpt2-mini-table-kl"),
-        ("kvalign", "kvalign-data/gpt2-mini/network"),
-    ):
-        talk = kvalign.stream(one.model, one.tokenizer, "It", method=method, **sizes)
-        assert talk.method.aligner.source == source and list(talk)
-        talk.save("talk")
-        again = kvalign.load_stream("talk", one.model, one.tokenizer)
-        assert again.method.aligner.label == talk.method.aligner.label

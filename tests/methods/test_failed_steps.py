@@ -11,7 +11,6 @@ from helpers.pairwise import covering
 from torch import nn
 
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES
 
 WAYS = [
     *WAYS,
@@ -24,18 +23,6 @@ WAYS = [
 ]
 SEEN = {"the first": (), "filling": (5,), "about full": (21,), "full": (41,), "uneven": (7, 30)}
 FAILURES = {"an exception": RuntimeError, "Ctrl-C": KeyboardInterrupt}
-PLACES = ("a layer", "its last", "the head")
-CASES = covering(
-    [(*way, seen, at, why) for way in WAYS for seen in SEEN for at in PLACES for why in FAILURES],
-    lambda name, kind, sizes, seen, at, why: (name, kind, str(sizes)),
-    lambda name, kind, sizes, seen, at, why: (FAMILIES[kind], at, why),
-    lambda name, kind, sizes, seen, at, why: (seen, at, why),
-)
-INPUTS = covering(
-    [(*way, n, where) for way in WAYS for n in ((), (9,)) for where in ("a pass", "between two")],
-    lambda name, kind, sizes, lens, where: (name, str(sizes)),
-    lambda name, kind, sizes, lens, where: (lens, where),
-)
 OWN = ("window", "streaming-llm", "kvalign", *ALIGNERS)
 LOOPS = covering(
     [(*way, n, why) for way in WAYS if way[0] in OWN for n in SEEN for why in FAILURES],
@@ -105,47 +92,6 @@ def check(method, failed_ids, later, expected, ids):
     alike = method.new()
     method.reset()
     assert all(map(torch.equal, steps(method, ids[:, :8]), steps(alike, ids[:, :8])))
-
-
-@pytest.mark.parametrize(("name", "kind", "sizes", "seen", "at", "why"), CASES)
-def test_a_failed_step_is_tried_again(name, kind, sizes, seen, at, why, models, ids):
-    model = models[kind]
-    if name == "dense" and seen == "uneven":
-        seen = "filling"
-    num = 3 if SEEN[seen] else 0
-    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
-    expected = steps(method, later)
-    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
-    steps(method, later[:, :num])
-    with failing(model, at, why), pytest.raises(FAILURES[why], match="planted"):
-        method.feed(later[:, num : num + 1])
-    check(method, later[:, num : num + 1], later[:, num + 1 :], expected[num:], ids)
-
-
-@pytest.mark.parametrize(("name", "kind", "sizes", "lens", "where"), INPUTS)
-def test_an_input_of_several_passes_fails(name, kind, sizes, lens, where, models, ids):
-    """None of its passes counts alone: who tries again gives it as a whole."""
-    model, long = models[kind], 40 if name != "dense" else 20
-    method, _ = begun(made(name, model, **sizes), ids[:1], lens)
-    start = sum(lens)
-    parts = ids[:1, start : start + long], ids[:1, start + long : start + long + 8]
-    expected = [method.feed(parts[0]), *steps(method, parts[1])]
-    method, _ = begun(made(name, model, **sizes), ids[:1], lens)
-    if where == "a pass":
-        with failing(model, "a layer", "an exception", after=1), suppress(RuntimeError):
-            method.feed(parts[0])
-            return  # by one pass
-    else:
-
-        def fail(num):
-            raise RuntimeError("planted")
-
-        method.on_tokens = fail
-        with suppress(RuntimeError):
-            method.feed(parts[0])
-            return  # which tells nobody
-        method.on_tokens = lambda num: None
-    check(method, *parts, expected, ids[:1])
 
 
 @pytest.mark.parametrize("change", ["select", "join"])

@@ -8,13 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers.methods import WAYS, made
-from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 
 import kvalign
-from kvalign import checkpoints
-from kvalign.models.loading import load_model
-from kvalign.streaming.loop import stream_tokens
 
 WITHIN, OUTSIDE = torch.inference_mode, nullcontext
 BORDERS = {"within": (WITHIN,), "in and out": (WITHIN, OUTSIDE), "out and in": (OUTSIDE, WITHIN)}
@@ -58,47 +54,6 @@ def test_inference_mode_and_its_border(name, kind, sizes, border, models, ids):
 
     found = fed(new, ids, BORDERS[border])
     assert torch.equal(found, fed(new, ids, (torch.no_grad,)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "border"), pairwise(checkpoints.WRITERS, ("within", "in and out"))
-)
-def test_a_text_across_the_border(name, border, tmp_path):
-    """By the default method; loaded in one mode, saved and taken up in the others."""
-    modes, path = BORDERS[border], tmp_path / "stream"
-
-    def text(modes):
-        with modes[0]():
-            loaded = load_model(name)
-            kept = loaded.model, loaded.tokenizer
-            stream = kvalign.stream(*kept, "The history", cache_size=12, top_k=5, seed=0)
-            pieces = iter(stream)
-        for i in range(20):
-            with modes[i % len(modes)]():
-                next(pieces)
-        with modes[-1]():
-            stream.save(path)
-        with modes[0]():
-            again = kvalign.load_stream(path, *kept)
-        with modes[-1]():
-            for _ in zip(range(10), again, strict=False):
-                pass
-        return again.ids
-
-    assert text(modes) == text([torch.no_grad])
-
-
-def test_ids_are_written_across_the_border(models, ids):
-    def tokens():
-        return stream_tokens(made("tables", models["gpt2"]), ids[:, :9])
-
-    expected = [token for _, token in zip(range(40), tokens(), strict=False)]
-    again, found = tokens(), []
-    for i in range(40):
-        with WITHIN() if i % 2 else OUTSIDE():
-            found.append(next(again).clone())
-    assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
 def nodes_of(x):

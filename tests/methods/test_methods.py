@@ -86,16 +86,6 @@ def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, id
         assert torch.equal(stale, aligned)
 
 
-def test_two_moves_of_one_are_one_move_of_two(models):
-    aligner = network(models["gpt2"], train=True)
-    x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
-    first, second = (Move(1, place, torch.arange(place, place + 30)) for place in (5, 4))
-    twice = aligner.realign(1, aligner.realign(1, KV(x, x), first), second)
-    once = aligner.realign(1, KV(x, x), Move(2, first=4, now=second.now))
-    assert torch.equal(twice[0], once[0]) and torch.equal(twice[1], once[1])
-    assert not torch.equal(once[0], x)
-
-
 @pytest.mark.parametrize(("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])])
 def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
     """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest."""
@@ -151,19 +141,6 @@ def test_dense_stops_at_the_context_length(models, ids):
     assert dense.tokens_left == 0
     with pytest.raises(ValueError, match="dense has room for 0 more tokens"):
         dense.feed(ids[:, :1])
-
-
-def test_uniform_logits_give_the_vocabulary_as_perplexity(ids):
-    model = tiny_model("gpt2")
-    model.transformer.wte.weight.zero_()
-    for name in STREAMING:
-        nll = score(make(name, model), ids[:1, :60])
-        assert torch.allclose(nll.exp(), torch.tensor(96.0), rtol=1e-4)
-
-
-def test_unknown_method_names_the_nearest(models):
-    with pytest.raises(ValueError, match="did you mean streaming-llm.*known: auto, dense, window"):
-        make_method("streaming_llm", models["gpt2"], cache_size=8)
 
 
 def test_setting_without_effect_warns(models, caplog):

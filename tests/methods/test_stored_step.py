@@ -85,7 +85,8 @@ def test_of_learned_positions_and_attention_of_its_own():
     assert differ(tiny("gpt_neo")) < 1e-5
 
 
-def test_a_stored_step_reads_and_writes_entries_of_8_bits():
+def test_a_step_reads_and_writes_entries_of_8_bits(monkeypatch):
+    not_compiled(monkeypatch)
     assert differ(tiny(num_hidden_layers=1), cache_dtype="int8") < 0.01
 
 
@@ -150,14 +151,14 @@ def test_steps_that_were_used_last_are_kept(tmp_path, monkeypatch):
     assert left == {x for i in kept for x in (f"{i}.pt2", f"{i}.json", f".{i}.lock")}
 
 
-def test_with_a_window_and_packed_weights(monkeypatch):
-    """Whose products round their inputs: a number beside a border may go the other way."""
+def test_with_a_window_packed_weights_and_entries_of_8_bits(monkeypatch):
+    """Which round their inputs: a number beside a border may go the other way."""
     model = tiny("mistral", num_hidden_layers=1)
     with monkeypatch.context() as uncompiled:
         not_compiled(uncompiled)
         assert differ(model) < 1e-5
     packed.pack(model, "int4")
-    assert differ(model) < 0.05
+    assert differ(model, cache_dtype="int8") < 0.1
 
 
 def test_a_start_takes_what_is_stored_and_makes_nothing(llama, monkeypatch, tmp_path):

@@ -23,11 +23,8 @@ FP8 = {"quant_method": "fp8"}
 CONFIGS = {
     "layers a text": {"n_layer": "six"},
     "layers huge": {"n_layer": HUGE},
-    "positions huge": {"n_positions": HUGE},
-    "activation unknown": {"activation_function": "geluu"},
     "type unknown": {"model_type": "gpt5"},
     "type another's": {"model_type": "llama"},
-    "type no language model": {"model_type": "vit"},
     "type code of theirs": AUTO_MAP | {"model_type": "theirs"},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "quantized, and its weights are not": {"quantization_config": FP8},
@@ -98,7 +95,7 @@ PANIC = {"type": "Precompiled", "precompiled_charsmap": "!!"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "value"),
-    [("model", {}), ("model", []), ("decoder", 3), ("added_tokens", 3)],
+    [("model", {}), ("added_tokens", 3)],
 )
 def test_tokenizers(part, value, tmp_path, capfd):
     values = json.loads((checkpoints.model_path("recall-gpt2") / "tokenizer.json").read_text())
@@ -130,22 +127,16 @@ def test_end_tokens(end, tmp_path, monkeypatch, capfd):
 # These do no harm, and fail or say nothing in this process too.
 BROKEN_TEMPLATES = {
     "divides by zero": "{{ 1 / 0 }}",
-    "unknown filter": "{{ messages | mystery }}",
     "syntax": "{% for m in messages %}{{ m.content }}",
     "refuses": "{{ raise_exception('alternate, please') }}",
-    "not there": "{{ messages[7].content.strip() }}",
-    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a class": "{{ ''.__class__.__mro__ }}",
-    "includes": "{% include '/etc/passwd' %}",
     "a surrogate": "{{ '\\ud800' }}",
-    "json of what is none": "{{ strftime_now | tojson }}",
     "nothing": "{{ '' }}",
 }
 TEMPLATES = {
     "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
     "a constant of years": "{{ 9**(9**9) }}",
     "a constant of gigabytes": "{{ 'x' * 10**9 }}",
-    "a width": "{{ '%1000000000d' % 1 }}",
     "an indent": "{{ messages | tojson(indent=10**9) }}",
     "doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}{{ n.x }}",
@@ -225,16 +216,6 @@ def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
     tokenizer.chat_template = template
     turn_ids(tokenizer, "Hi", True)
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for", ["{{ x }}"], 3, {"a": "{{ b }}"}])
-def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    settings = json.loads((checkpoints.model_path("recall-gpt2") / TOKENIZER).read_text())
-    text = json.dumps(settings | {"chat_template": template})
-    altered_model(tmp_path / "m", files={TOKENIZER: text})
-    refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny_models import CONTEXT_LEN, KINDS, MORE_KINDS, ROTARY_KINDS, SCALINGS, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, KINDS, MORE_KINDS, SCALINGS, tiny_model
 from transformers import AutoConfig
 
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
@@ -20,15 +20,6 @@ def test_spec_is_what_the_cache_holds(model, ids):
     assert len(cache.layers) == spec.num_layers
     assert cache.layers[0].keys.shape == (2, spec.num_kv_heads, 5, spec.head_dim)
     assert spec.context_len == (None if spec.model_type == "bloom" else CONTEXT_LEN)
-
-
-@pytest.mark.parametrize("kind", ROTARY_KINDS)
-def test_rotary_models_have_fewer_kv_heads_than_heads_or_partial_rotation(models, kind):
-    spec, pairs = spec_of(models[kind].config), len(rotation_of(models[kind]).inv_freq)
-    if kind == "gpt_neox":
-        assert 2 * pairs < spec.head_dim
-    else:
-        assert 2 * pairs == spec.head_dim and spec.num_kv_heads == 2
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -87,15 +78,3 @@ def test_shipped_models_load(name):
     assert len(loaded.tokenizer) == 8192
     text = "A tale of ½ café\n\n  = Title = <unk> 世界"
     assert loaded.tokenizer.decode(loaded.tokenizer(text)["input_ids"]) == text
-
-
-def test_unknown_names_and_devices_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
-    with pytest.raises(
-        ValueError, match="no model 'gpt2-mimi' here or on the hub.*; did you mean gpt2-mini"
-    ):
-        load_model("gpt2-mimi")
-    with pytest.raises(ValueError, match="cannot load a model from folder"):
-        load_model(str(tmp_path))
-    with pytest.raises(ValueError, match="device 'warp' is not available here"):
-        load_model("gpt2-mini", device="warp")

@@ -241,24 +241,6 @@ def test_names_of_weights():
         load_model("recall-gpt2", "mps", weights="int8")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(method="streaming-llm"),
-        dict(method="kvalign"),
-        dict(method="discard-half"),
-        dict(method="recompute"),
-        dict(method="streaming-llm", memory=100),
-        dict(method="streaming-llm", policy="h2o"),
-    ],
-    ids=str,
-)
-def test_every_method_streams_with_them(mini, how):
-    sizes = dict(cache_size=16, max_new_tokens=30, seed=0)
-    made = stream(mini.model, mini.tokenizer, "The river", **sizes, **how)
-    assert len("".join(made)) > 20 and len(made.token_ids) == 30
-
-
 def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(mini, tmp_path):
     sizes = dict(cache_size=16, max_new_tokens=30, seed=0, do_sample=True)
     made = stream(mini.model, mini.tokenizer, "The river", **sizes)

@@ -35,18 +35,6 @@ def new(models, place, policy, **changes):
     return make("kvalign" if way == "table" else "streaming-llm", models[kind], **changes)
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-def test_texts_beside_one_another_are_those_alone(policy, shipped):
-    loaded = shipped("gpt2-mini")
-    prompts = ["The", "The history of the island " * 6, "A river runs"]
-    sizes = dict(cache_size=24, policy=policy, max_new_tokens=8, temperature=0)
-    texts = [""] * len(prompts)
-    for row, piece in kvalign.stream_batch(loaded.model, loaded.tokenizer, prompts, **sizes):
-        texts[row] += piece
-    for prompt, text in zip(prompts, texts, strict=True):
-        assert "".join(kvalign.stream(loaded.model, loaded.tokenizer, prompt, **sizes)) == text
-
-
 def test_a_row_ends_where_its_positions_do(models):
     """One after the other, as each does alone; the others go on."""
     method = new(models, "gpt2 keep", "h2o")

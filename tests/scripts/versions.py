@@ -24,7 +24,7 @@ TESTS = [
     "tests/cache/test_relative.py",
     "tests/methods/test_methods.py",
     "tests/models/test_models.py",
-    "tests/models/test_rope.py",
+    "tests/models/test_rotation_trial.py",
     "tests/streaming/test_generation.py",
     "tests/streaming/test_text.py",
 ]

@@ -166,33 +166,20 @@ def test_an_answer_ends_wherever_its_end_is_named(where):
     )
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Folders of tiny models with the habits of a family, made when they are asked for."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(name, kind="qwen3"):
-        path = root / name
-        if not path.exists():
-            tokenizer = of_family(name)
-            model = tiny_model(kind, vocab_size=len(tokenizer))
-            model.generation_config.eos_token_id = model.config.eos_token_id = None
-            model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
-        return path
-
-    return folder
-
-
 SMALL = dict(cache_size=48, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "harmony"])
-def test_chat_goes_through_five_turns(name, folders, tmp_path, capsys):
+def test_chat_goes_through_five_turns(name, tmp_path, capsys):
+    tokenizer = of_family(name)
+    writer = tiny_model("qwen3", vocab_size=len(tokenizer))
+    writer.generation_config.eos_token_id = writer.config.eos_token_id = None
+    for files in (writer, tokenizer):
+        files.save_pretrained(tmp_path / name)
     say = [word for turn in TURNS for word in ("--say", turn)]
     flags = ["--cache-size", "48", "--max-new-tokens", "6", "--temperature", "0"]
     flags += ["--repetition-penalty", "1"]  # as in serve, which has none
-    state, model = tmp_path / "talk", str(folders(name))
+    state, model = tmp_path / "talk", str(tmp_path / name)
     assert main(["chat", "--model", model, *flags, *say, "--json", "--state", str(state)]) == 0
     texts = [one["text"] for one in json.loads(capsys.readouterr().out)["answers"]]
     assert len(texts) == len(TURNS)
@@ -226,33 +213,3 @@ def test_tokens_of_messages_that_come_back_are_known(name):
     tokenizer = of_family(name)
     told = message_ids(tokenizer, said("Why?"), goes_on=True)
     assert told == turn_ids(tokenizer, "Why?", is_first=False)
-
-
-def test_an_answer_does_not_run_on_as_the_user(folders, tmp_path, capsys):
-    """Nothing but the template names its end: one of the tokens that the model writes anyway."""
-    model, turns = (
-        folders("alpaca", "llama"),
-        "{% if m.role == 'user' %}{{ m.content }}\n{% else %}",
-    )
-
-    def answer(end):
-        tokenizer = of_family("alpaca")
-        tokenizer.eos_token = None
-        if end:
-            tokenizer.add_special_tokens({"additional_special_tokens": [end]})
-        tokenizer.chat_template = (
-            "{% for m in messages %}" + turns + "{{ m.content }}" + end + "{% endif %}{% endfor %}"
-        )
-        tokenizer.save_pretrained(model)
-        flags = ["--cache-size", "48", "--max-new-tokens", "40", "--temperature", "0", "--json"]
-        state = tmp_path / f"state{len(end)}"
-        say = ["--say", "Who?", "--state", str(state)]
-        assert main(["chat", "--model", str(model), *flags, *say]) == 0
-        one = json.loads(capsys.readouterr().out)["answers"][0]
-        return load_file(state)["ids"][-one["num_tokens"] :].tolist()
-
-    free = answer("")
-    assert len(free) == 40
-    place = next(i for i in range(2, 40) if free[i] not in free[:i])
-    end = of_family("alpaca").convert_ids_to_tokens(free[place])
-    assert answer(end) == free[: place + 1]

@@ -12,18 +12,12 @@ from transformers import GenerationConfig, LogitsProcessorList
 import kvalign
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.foundation.errors import UserError
-from kvalign.models.loading import load_model
 from kvalign.streaming.answer import StopStrings
 from kvalign.streaming.processors import RecentPenalty, RepetitionPenalty
 from kvalign.streaming.sampling import OF_MODEL, Sampling, SamplingConfig
 
 PROMPT = "The history of the island"
 SIZES = dict(cache_size=24, max_new_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("gpt2-mini")
 
 
 def ids_of(loaded, **options):

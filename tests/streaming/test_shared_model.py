@@ -128,36 +128,3 @@ def test_eight_threads(name, tmp_path):
         together = [done.result() for done in [pool.submit(one) for one in work]]
     for one, expected in zip(together, alone, strict=True):
         assert one.shape == expected.shape and torch.allclose(one, expected, atol=1e-4)
-
-
-@torch.no_grad()
-def greedy(method, prompt, num_tokens):
-    """Logits [num_tokens, V] of a stream that feeds itself."""
-    logits = [method.feed(prompt)]
-    while len(logits) < num_tokens:
-        logits.append(method.feed(logits[-1].argmax(-1, keepdim=True)))
-    return torch.cat(logits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
-def test_scoring_and_streams_in_threads(kind, ids):
-    """Segments of one method run between the steps of others."""
-    model = tiny_model(kind)
-    name = "kvalign" if kind == "gpt2" else "streaming-llm"
-    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
-
-    def new():
-        return make(name, model, **extra)
-
-    work = [
-        lambda: torch.cat([score(new(), ids[:1]) for _ in range(12)]),
-        lambda: greedy(new(), ids[:1, :30], 150),
-        lambda: greedy(new(), ids[1:, :3], 150),
-        lambda: torch.cat([model(input_ids=ids[:, :50]).logits[:, -1] for _ in range(60)]),
-    ]
-    alone = [one() for one in work]
-    with ThreadPoolExecutor(len(work)) as pool:
-        together = [done.result() for done in [pool.submit(one) for one in work]]
-    for one, expected in zip(together, alone, strict=True):
-        assert torch.allclose(one, expected, atol=1e-4)

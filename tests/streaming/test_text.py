@@ -234,7 +234,6 @@ WRONG_FILES = {
     "unknown method": (lambda t, a: a.update(method="sinks"), "unknown method 'sinks'"),
     "too large": (lambda t, a: a.update(cache_size=600), "cache_size must be at most 511"),
     "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
-    "wrong type": (lambda t, a: a.update(num_fed="9"), "num_fed: Input should be a valid integer"),
     "unknown sampling": (lambda t, a: a["sampling"].update(beams=2), "beams"),
     "wrong sampling": (lambda t, a: a["sampling"].update(top_k=-1), "top_k must be at least 0"),
     "ids beyond": (lambda t, a: t.update(ids=t["ids"] + 10**6), "its ids must be below"),
@@ -242,21 +241,9 @@ WRONG_FILES = {
     "no ids": (lambda t, a: t.pop("ids"), "ids"),
     "more fed than there is": (lambda t, a: a.update(num_fed=10**6), "num_fed must be below"),
     "half the layers": (lambda t, a: t.pop("method.3.entries.0"), "3.entries.0 must be"),
-    "other heads": (
-        lambda t, a: t.update({"method.0.entries.0": t["method.0.entries.0"][:, :1].clone()}),
-        "0.entries.0 must be",
-    ),
-    "half precision": (
-        lambda t, a: t.update({"method.1.entries.1": t["method.1.entries.1"].half()}),
-        "1.entries.1 must be",
-    ),
     "nothing seen": (
         lambda t, a: t.update({"method.seen": t["method.seen"] * 0}),
         "each row of a stream must have",
-    ),
-    "fewer seen": (
-        lambda t, a: t.update({"method.seen": t["method.seen"] * 0 + 5}),
-        "0.entries.0 must be",
     ),
     "no sinks": (lambda t, a: t.pop("method.0.sinks.0"), "0.sinks.0 must be"),
     "moved at no time": (lambda t, a: a.update(realign_every=0), "realign_every must be at least"),
@@ -432,21 +419,3 @@ def test_what_is_no_stream_is_refused(content, gpt2, tmp_path):
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-
-
-@pytest.mark.slow
-def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
-    stream = begin(gpt2)
-    pieces = iter(stream)
-    next(pieces)
-
-    def torn(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stream.method, "feed", torn)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    monkeypatch.undo()
-    for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
-        with pytest.raises(UserError, match="interrupted within a step"):
-            use()

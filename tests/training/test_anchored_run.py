@@ -2,30 +2,25 @@
 
 import pytest
 import torch
+from helpers.methods import anchored
 from helpers.tiny_models import VOCAB
 
-from kvalign.aligners import AnchoredAligner, new_config
+from kvalign.aligners import AnchoredAligner
 from kvalign.data_gen.pairs import positionless
 from kvalign.methods import make_method
-from kvalign.models.architectures import spec_of
 from kvalign.training.anchored_run import Streams, loss_of, new_streams, tune_networks
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.text import Text
 
 CHUNK_LEN = 32
-SMALL = {"key_hidden1": 16, "key_hidden2": 16, "value_hidden1": 16, "value_hidden2": 16}
 
 
-def anchored(model) -> AnchoredAligner:
+def aligner_of(model) -> AnchoredAligner:
     torch.manual_seed(0)
-    sizes = {**AnchoredAligner.default_sizes, **SMALL}
-    fields = dict(chunk_len=CHUNK_LEN, num_sinks=0, shifts=(1,), sizes=sizes)
-    aligner = AnchoredAligner(
-        new_config("anchored", model, spec_of(model.config, "tiny"), **fields)
-    )
+    aligner = anchored(model, chunk_len=CHUNK_LEN)
     for net in (aligner.key, aligner.value):
         torch.nn.init.normal_(net.fc3.weight, std=0.05)
-    return aligner.requires_grad_(False)
+    return aligner
 
 
 def random_ids(*shape: int) -> torch.Tensor:
@@ -35,7 +30,7 @@ def random_ids(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "llama"])
 def test_steps_are_those_of_the_method(models, arch):
     model, ids = models[arch], random_ids(3, 40)
-    aligner = anchored(model)
+    aligner = aligner_of(model)
     method = make_method("kvalign", model, aligner=aligner, cache_size=12, num_sinks=0)
     method.feed(ids[:, :13])
     method.feed(ids[:, 13:14])
@@ -54,7 +49,7 @@ def test_streams_begin_with_what_a_cache_holds(models, arch):
     """Untrained tables keep an entry as it was computed, a rotary key without its position."""
     model, ids = models[arch], random_ids(2, 12)
     expected = positionless(model, ids)
-    for layer, stored in enumerate(new_streams(anchored(model), model, ids, 12).stored):
+    for layer, stored in enumerate(new_streams(aligner_of(model), model, ids, 12).stored):
         for found, kv in zip(stored, expected, strict=True):
             assert torch.allclose(found, kv[:, layer], atol=1e-5)
 
@@ -62,14 +57,14 @@ def test_streams_begin_with_what_a_cache_holds(models, arch):
 def test_longer_beginnings_are_streamed(models):
     """Where tables are placed on read, what was evicted has left its mark."""
     model, ids = models["gpt2"], random_ids(2, 30)
-    found = new_streams(anchored(model), model, ids, 12).stored[-1][0]
-    fresh = new_streams(anchored(model), model, ids[:, -12:], 12).stored[-1][0]
+    found = new_streams(aligner_of(model), model, ids, 12).stored[-1][0]
+    fresh = new_streams(aligner_of(model), model, ids[:, -12:], 12).stored[-1][0]
     assert found.shape == fresh.shape and not torch.allclose(found, fresh, atol=1e-3)
 
 
 def test_kl_is_that_to_re_encoding(models):
     """With untrained tables a learned position's entries are stale; at their birth they are not."""
-    model, ids, aligner = models["gpt2"], random_ids(2, 30), anchored(models["gpt2"])
+    model, ids, aligner = models["gpt2"], random_ids(2, 30), aligner_of(models["gpt2"])
     for net in (aligner.key, aligner.value):
         net.clear()
     streams = new_streams(aligner, model, ids[:, :12], 12)
@@ -82,7 +77,7 @@ def test_kl_is_that_to_re_encoding(models):
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kl", "nll"])
 def test_training_lowers_the_validation_loss_and_leaves_the_model(models, objective):
-    model, aligner, ids = models["gpt2"], anchored(models["gpt2"]), random_ids(1, 4000)[0]
+    model, aligner, ids = models["gpt2"], aligner_of(models["gpt2"]), random_ids(1, 4000)[0]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     tables = {name: weight.clone() for name, weight in aligner.table.state_dict().items()}
     settings = AnchoredSettings(out="unused", objective=objective, max_steps=40, lr=3e-3)

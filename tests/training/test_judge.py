@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from helpers.methods import anchored, tables
 from helpers.sink_model import sink_model, sink_text
 from helpers.tiny_models import VOCAB
 
-from kvalign.aligners import AnchoredAligner, TableAligner, new_config
-from kvalign.aligners.network_sizes import NETWORK_SIZES
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import score_stepwise
@@ -28,15 +27,7 @@ NOTHING, KEYS, VALUES, BOTH = (), ("key",), ("value",), KVS
 
 
 def trained_table(model, num_sinks):
-    config = new_config(
-        "table",
-        model,
-        spec_of(model.config, "tiny"),
-        chunk_len=48,
-        num_sinks=num_sinks,
-        shifts=(1,),
-    )
-    table = TableAligner(config).requires_grad_(False)
+    table = tables(model, num_sinks=num_sinks, chunk_len=48)
     untrained = {name: x.clone() for name, x in table.state_dict().items()}
     for x in table.parameters():
         x.fill_(2)
@@ -93,16 +84,7 @@ def test_too_little_text_proves_nothing(models):
 
 
 def test_parts_of_kinds_with_networks(models):
-    config = new_config(
-        "anchored",
-        models["gpt2"],
-        spec_of(models["gpt2"].config, "tiny"),
-        chunk_len=32,
-        num_sinks=0,
-        shifts=(1,),
-        sizes=dict(NETWORK_SIZES),
-    )
-    aligner = AnchoredAligner(config).requires_grad_(False)
+    aligner = anchored(models["gpt2"], chunk_len=32)
     untrained = {name: x.clone() for name, x in aligner.state_dict().items()}
     trained = {name: x + 1 for name, x in untrained.items()}
     use_parts(aligner, trained, untrained, KEYS)

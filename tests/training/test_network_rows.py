@@ -10,7 +10,6 @@ from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Move, NetworkAligner
 from kvalign.aligners.entries import KV
-from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import loss
@@ -103,13 +102,6 @@ def test_too_few_batches_for_the_devices(recorded):
         ValueError, match="--batch-size 1000000 leaves no batch for each of 99 devices"
     ):
         rows.num_batches(99)
-
-
-def test_no_validation_data(recorded, monkeypatch):
-    store = open_store(recorded.folder)
-    monkeypatch.setattr(type(store), "shards", lambda self, split: [] if split == "val" else [1])
-    with pytest.raises(ValueError, match="has no val shards"):
-        RecordedRows(store, "key", 32)
 
 
 def test_moves_of_a_batch_are_those_of_the_aligner(recorded):

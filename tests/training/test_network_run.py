@@ -224,14 +224,6 @@ def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, mo
 
 
 @pytest.mark.slow
-def test_both_after_one_trains_the_other(make_settings):
-    key = train_network(make_settings(max_steps=3, target="key"))["key"]
-    both = train_network(make_settings(max_steps=3))
-    assert list(both) == ["key", "value"] and both["key"] == key
-    assert Aligner.from_pretrained(make_settings().out).config.training == both
-
-
-@pytest.mark.slow
 def test_another_target_needs_the_same_data(make_settings, tmp_path):
     train_network(make_settings(target="key", max_steps=2))
     other = record_tiny(tmp_path / "wide", n_head=4).folder

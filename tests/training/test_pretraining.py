@@ -53,45 +53,39 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
+class CrashError(Exception):
+    pass
+
+
+STOPS = {
+    "Ctrl-C": pytest.raises(Interrupted, match="checkpoint.pt has step 7 of 12"),
+    "a crash": pytest.raises(CrashError),
+}
+
+
 @pytest.mark.slow
-def test_interrupted_run_ends_like_an_undisturbed_one(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", STOPS)
+def test_a_run_that_was_stopped_ends_like_an_undisturbed_one(by, text, tmp_path, monkeypatch):
+    """Ctrl-C keeps the step that it comes in; a crash leaves what was saved before."""
     facts = pretrain(tiny(text, tmp_path / "whole", arch="llama"))
+    often = {"save_minutes": 1e-9} if by == "a crash" else {}
+    settings = tiny(text, tmp_path / "parts", arch="llama", **often)
+    handler = signal.getsignal(signal.SIGINT)
 
-    class StopError(Exception):
-        pass
-
-    def stop_at_seven(run, loss, update=recipe.Run.update):
+    def stop(run, loss, update=recipe.Run.update):
+        if run.step == 6 and by == "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
         if run.step == 7:
-            raise StopError
+            raise CrashError
         update(run, loss)
 
-    often = tiny(text, tmp_path / "parts", arch="llama", save_minutes=1e-9)
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe.Run, "update", stop_at_seven)
-        with pytest.raises(StopError):
-            pretrain(often)
-    again = pretrain(often)
+    with monkeypatch.context() as patch, STOPS[by]:
+        patch.setattr(recipe.Run, "update", stop)
+        pretrain(settings)
+    assert signal.getsignal(signal.SIGINT) is handler
+    again = pretrain(settings)
     assert again["tokens_seen"] == facts["tokens_seen"] == 12 * 64
     assert again["bits_per_byte"] == facts["bits_per_byte"]
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_step_it_is_in(text, tmp_path, monkeypatch):
-    def stop_in_the_seventh(run, loss, update=recipe.Run.update):
-        if run.step == 6:
-            signal.raise_signal(signal.SIGINT)
-        update(run, loss)
-
-    settings, handler = tiny(text, tmp_path / "parts"), signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe.Run, "update", stop_in_the_seventh)
-        with pytest.raises(Interrupted, match="checkpoint.pt has step 7 of 12"):
-            pretrain(settings)
-    assert signal.getsignal(signal.SIGINT) is handler
-    pretrain(tiny(text, tmp_path / "whole"))
-    pretrain(settings)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN, KINDS
 
-from kvalign.aligners import TableAligner, new_config
+from kvalign.aligners import TableAligner
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.training.table_run import project_positions
@@ -13,10 +14,8 @@ LEARNED = [kind for kind in KINDS if FAMILIES[kind] == "learned"]
 
 
 def projected(model) -> TableAligner:
-    spec = spec_of(model.config, "tiny")
-    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,))
-    table = TableAligner(new_config("table", model, spec, **fields)).requires_grad_(False)
-    project_positions(table, model, spec, ("key", "value"))
+    table = tables(model)
+    project_positions(table, model, spec_of(model.config, "tiny"), ("key", "value"))
     return table
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.methods import tables
 from helpers.other_weights import change, copy_of
 from helpers.smaller import ENOUGH_LABELS, INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.aligners import Aligner, TableAligner, new_config
+from kvalign.aligners import Aligner, TableAligner
 from kvalign.app.cli.main import main
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
@@ -24,12 +25,6 @@ from kvalign.training.table_objectives import hat_functions, stream_loss, tune, 
 from kvalign.training.table_run import standardise
 from kvalign.training.text import Text, read
 from kvalign.training.text_run import measure
-
-
-def untrained(model, chunk_len=CONTEXT_LEN) -> TableAligner:
-    fields = dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,))
-    config = new_config("table", model, spec_of(model.config, "tiny"), **fields)
-    return TableAligner(config).requires_grad_(False)
 
 
 def random_text(num_tokens=4000) -> Text:
@@ -53,7 +48,7 @@ def verdicts(little_work, monkeypatch):
 
 def test_moments_are_plain_moments(models):
     model, text = models["gpt2"], random_text()
-    aligner, chunks = untrained(model), text.chunks("train", CONTEXT_LEN)
+    aligner, chunks = tables(model), text.chunks("train", CONTEXT_LEN)
     standardise(aligner, model, chunks, ("key", "value"))
     entries = dict(zip(("key", "value"), encode(model, chunks), strict=True))
     for kv, x in entries.items():
@@ -75,9 +70,9 @@ def test_keys_without_position_have_layer_0_of_any_position(models):
 def test_moving_half_a_chunk_is_measured(models):
     model, text = models["gpt2"], random_text()
     chunks = text.chunks("val", CONTEXT_LEN)
-    none = measure(untrained(model), model, chunks)["key"]
+    none = measure(tables(model), model, chunks)["key"]
     assert none["ratio"] == pytest.approx(1, abs=1e-6)
-    aligner = untrained(model)
+    aligner = tables(model)
     standardise(aligner, model, text.chunks("train", CONTEXT_LEN), ("key", "value"))
     found = measure(aligner, model, chunks)
     assert found["key"]["input_label_mse"] == pytest.approx(none["input_label_mse"])
@@ -120,7 +115,7 @@ def test_kl_is_zero_where_streaming_is_exact():
 @pytest.mark.parametrize(("objective", "target"), [("nll", "both"), ("kl", "key")])
 def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective, target):
     model, text = models["gpt2"], random_text()
-    aligner = untrained(model, chunk_len=32)
+    aligner = tables(model, chunk_len=32)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = validate(aligner, model, text, objective)
     settings = TableSettings(
@@ -187,17 +182,6 @@ def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, li
     assert main(train) == 0
     assert "already has this, finished: nothing to do" in capfd.readouterr().err
     assert "says of its model only 16 embedding weights" in caplog.text
-
-
-@pytest.mark.slow
-def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
-    out = str(tmp_path / "aligner")
-    argv = ["train", "--aligner-kind", "table", "--objective", "projected", *SMALL, "--no-judge"]
-    assert main([*argv, "--out", out]) == 0
-    capfd.readouterr()
-    argv = "eval perplexity --methods kvalign --cache-sizes 32 --num-tokens 9 --json"
-    assert main([*argv.split(), "--aligner", out]) == 0
-    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner_label"] == "table-projected"
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""What needs no torch, which takes seconds to import: names, settings, help, what TAB offers,
+lists, and the judgement of a text. Configs of what ships, and sources of methods and policies, tell
+all of it. One process of its own does one after the other.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvalign import checkpoints
+from kvalign.app.cli.catalogue import COMMANDS
+from kvalign.data_gen import corpora
+from kvalign.methods.registry import METHODS
+from kvalign.policies import POLICIES
+
+HEAVY = ("torch", "transformers", "datasets", "pandas", "gradio")
+LISTS = ("models", "methods", "policies", "aligners", "corpora")
+SETTINGS = f"""
+import sys
+
+def check(*more):
+    found = {{*{HEAVY}, *more}} & {{*sys.modules}}
+    assert not found, found
+
+import kvalign, kvalign.eval
+from kvalign.eval.evaluations import EVALUATIONS
+assert [evaluation.settings for evaluation in EVALUATIONS.values()] and kvalign.__version__
+check("pydantic.main", "matplotlib", "rich")
+
+import kvalign.training
+from kvalign.aligners.kinds import KINDS
+from kvalign.app.cli import completion
+from kvalign.app.commands import train
+from kvalign.data_gen.corpora import SPECS
+from kvalign.data_gen.prompts import NAMES
+from kvalign.data_gen.settings import RecordSettings
+from kvalign.methods import METHODS
+assert "kvalign" in METHODS and [*KINDS] and train.all_settings() and completion.parser()
+assert kvalign.training.train_table.__doc__
+check()
+"""
+DONE = f"""
+from kvalign.app.cli.main import main
+
+for words in {[*(f"{command} --help" for command in ["", *COMMANDS]), *LISTS]}:
+    assert main(words.split()) == 0
+check()
+"""
+
+
+def test_settings_help_and_lists():
+    done = subprocess.run([sys.executable, "-c", SETTINGS + DONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for names in (checkpoints.MODELS, METHODS, POLICIES, checkpoints.ALIGNERS, corpora.NAMES):
+        assert all(name in done.stdout for name in names)
+
+
+@pytest.mark.slow
+def test_a_text_is_judged(tmp_path):
+    (tmp_path / "good.txt").write_text(
+        "The island was settled by people who came from the sea. " * 9
+    )
+    code = (
+        "import sys; from kvalign.app.cli.main import main;"
+        "assert main(['eval', 'readability', '--text', 'good.txt']) == 0;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
