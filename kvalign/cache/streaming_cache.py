@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.edits import CachePart, in_places, taken
@@ -26,6 +27,7 @@ from kvalign.cache.realigner import MASKED
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.autograd import no_autograd_modes
@@ -109,11 +111,12 @@ class StreamingCache(FixedSizeCache):
     @property
     def num_kept(self) -> int:
         """Entries of each row that an edit can move, in rows that are alike."""
-        return self.num_stored
+        return max(map(self.kept.num_stored, self.seen), default=0)
 
-    def _num_over(self, num: int) -> int:
-        """Return how many of so many entries are evicted."""
-        return self.sizes.num_dropped(num)
+    @property
+    def kept(self) -> CacheSizes:
+        """The sizes by which entries are lost for good."""
+        return self.sizes
 
     def part(self, first: int, stop: int) -> CachePart:
         """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
@@ -132,7 +135,7 @@ class StreamingCache(FixedSizeCache):
             num_gone: tokens that were evicted before them; None: those of its own.
         """
         total = sum(part.num for part in parts)
-        num_over = self._num_over(total)
+        num_over = self.kept.num_dropped(total)
         pieces = in_places(parts, self.sizes.num_sinks, num_over)
         if num_gone is None:
             num_gone = self.num_tokens[0] - self.num_kept
@@ -142,13 +145,14 @@ class StreamingCache(FixedSizeCache):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*source.entries.like())
                 if pieces:
-                    self._fill(i, pieces, total - num_over)
+                    layer.replace(self._taken(layer, i, pieces, total - num_over))
             self._hold_in_order([total - num_over] * num_rows, [num_gone + num_over] * num_rows)
 
-    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
-        """Have the i-th layer with attention hold these entries, of rows with so many tokens."""
-        layer = self.attention[i]
-        layer.replace(taken(layer, i, pieces))
+    def _taken(
+        self, layer: WindowLayer, i: int, pieces: Sequence[CachePart], seen: int
+    ) -> list[KV]:
+        """Entries of these pieces for the rings of a layer, in rows of so many tokens."""
+        return taken(layer, i, pieces)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""

@@ -148,15 +148,9 @@ class MemoryCache(StreamingCache):
         super()._end(step)
 
     @property
-    def _most_kept(self) -> int:
-        return self.sizes.num_sinks + self.sizes.num_in_sight + self.sizes.memory
-
-    @property
-    def num_kept(self) -> int:
-        return min(max(self.seen, default=0), self._most_kept)
-
-    def _num_over(self, num: int) -> int:
-        return max(num - self._most_kept, 0)
+    def kept(self) -> CacheSizes:
+        sizes = self.sizes
+        return replace(sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory)
 
     def check_editable(self) -> None:
         super().check_editable()
@@ -169,15 +163,14 @@ class MemoryCache(StreamingCache):
     def part(self, first: int, stop: int) -> CachePart:
         """Entries as of the base, those of the memory included."""
         part = super().part(first, stop)
-        with self.changing():
-            self._put_aside()
         return replace(part, before=self.seen[0] - self.num_kept)
 
-    def _fill(self, i: int, pieces: Sequence[CachePart], seen: int) -> None:
-        layer = self.asking[i]
+    def _taken(
+        self, layer: WindowLayer, i: int, pieces: Sequence[CachePart], seen: int
+    ) -> list[KV]:
         behind, num_sinks = self.frame.num_behind(seen), self.sizes.num_sinks
         num = self.sizes.num_stored(seen) - num_sinks
-        layer.recollect(i, pieces, max(num, 0), num_sinks + behind)
+        return self.asking[i].recollect(i, pieces, max(num, 0), num_sinks + behind)
 
     def state(self) -> dict[str, Tensor]:
         """State as of the base, with digests of the entries of each slot in all layers, [B, S]

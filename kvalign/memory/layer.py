@@ -86,9 +86,9 @@ class MemoryLayer(WindowLayer):
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         self.memory.write(seen, entries)
 
-    def recollect(self, i: int, pieces: Sequence[CachePart], num: int, place: int) -> None:
-        """Hold the entries of these pieces alone, and the last `num` of them in the window, at the
-        positions from `place` on.
+    def recollect(self, i: int, pieces: Sequence[CachePart], num: int, place: int) -> list[KV]:
+        """Hold the entries of these pieces alone; return those for its rings, the last `num` of
+        them in the window, at the positions from `place` on.
         """
         form, num_sinks = self.memory.form, self.sizes.num_sinks
         sinks, others = [], []
@@ -114,7 +114,7 @@ class MemoryLayer(WindowLayer):
             window = [newest] if form.is_int8 else in_window(self, newest, place)
             for ring, stored in zip(rings, window, strict=True):
                 ring.append(stored)
-        self.replace([cat(parts) for parts in rings])
+        return [cat(parts) for parts in rings]
 
     def _recall(self, block: Block, query: Tensor) -> Recalled:
         """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
