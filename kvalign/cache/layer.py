@@ -14,6 +14,7 @@ from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
 from kvalign.cache.saved import ReadTensor
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 
@@ -22,6 +23,7 @@ class Owner(Protocol):
     """The cache as its layers know it (`base.py`)."""
 
     realigner: Realigner
+    frame: CacheSizes
     seen: list[int]
     end: int
     num_guessed: int

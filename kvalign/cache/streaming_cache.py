@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, in_places, taken
-from kvalign.cache.realigner import MASKED
+from kvalign.cache.realigner import MASKED, Realigner
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
@@ -34,6 +35,7 @@ from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
+from kvalign.models.key_bases import KeyBases
 
 
 class Ahead(NamedTuple):
@@ -50,9 +52,13 @@ class Ahead(NamedTuple):
 
 
 class StreamingCache(FixedSizeCache):
-    """Sinks and a window; arguments and errors as of `FixedSizeCache`.
+    """Sinks and a window; other arguments and errors as of `FixedSizeCache`.
+
+    Args:
+        memory: where evicted entries go, made for these sizes; None: they are forgotten.
 
     Attributes:
+        kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
         ahead: result of `read_ahead`, until any other token comes; None: nothing.
         by_kernel: whether our kernel reads entries of 8 bits in decode steps, as they are stored.
     """
@@ -63,6 +69,20 @@ class StreamingCache(FixedSizeCache):
     num_guessed = 0
     """Tokens of the pass that are read ahead."""
 
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None = None,
+        bases: KeyBases | None = None,
+        config: PretrainedConfig | None = None,
+        memory: CacheMemory | None = None,
+    ):
+        self.memory, self.kept = memory, sizes if memory is None else memory.kept
+        super().__init__(spec, sizes, realigner, bases, config)
+        if memory is not None and memory.frame is not None:
+            self.frame = memory.frame
+
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
         # ALiBi's bias, and the mask of a layer that sees only a window, go by the order. So may
@@ -71,7 +91,9 @@ class StreamingCache(FixedSizeCache):
         is_known = spec.model_type in FAMILIES
         self._goes_by_order = spec.family == "alibi" or sees_window or not is_known
         self._takes_marks = spec.model_type in REGISTERED
-        return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
+        behind = dict.fromkeys(self.memory.layers if self.memory else (), self.memory)
+        of_all = self.sinks, self.sizes
+        return [WindowLayer(self, i, *of_all, behind.get(i)) for i in spec.attention]
 
     def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
         super()._hold(seen, gone)
@@ -93,10 +115,10 @@ class StreamingCache(FixedSizeCache):
     def may_be_static(self) -> bool:
         """Return whether attention can be told, in all layers, which slots have no entry yet."""
         is_told = self._takes_marks and not self._goes_by_order and self.config is not None
-        return is_told and len(self.attention) == len(self.layers)
+        return is_told and self.memory is None and len(self.attention) == len(self.layers)
 
     def _parts(self) -> list[Part]:
-        return [self.sinks, *self.layers]
+        return [self.sinks, *self.layers, *([] if self.memory is None else [self.memory])]
 
     def _rings(self) -> Iterator[Ring]:
         return (ring for layer in self.attention for ring in layer.rings)
@@ -112,11 +134,6 @@ class StreamingCache(FixedSizeCache):
     def num_kept(self) -> int:
         """Entries of each row that an edit can move, in rows that are alike."""
         return max(map(self.kept.num_stored, self.seen), default=0)
-
-    @property
-    def kept(self) -> CacheSizes:
-        """The sizes by which entries are lost for good."""
-        return self.sizes
 
     def part(self, first: int, stop: int) -> CachePart:
         """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
@@ -152,7 +169,9 @@ class StreamingCache(FixedSizeCache):
         self, layer: WindowLayer, i: int, pieces: Sequence[CachePart], seen: int
     ) -> list[KV]:
         """Entries of these pieces for the rings of a layer, in rows of so many tokens."""
-        return taken(layer, i, pieces)
+        if self.memory is None:
+            return taken(layer, i, pieces)
+        return self.memory.taken(layer, i, pieces, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""
@@ -162,6 +181,8 @@ class StreamingCache(FixedSizeCache):
                 "this model cannot be edited: the state of its layers without attention is of all "
                 "tokens at once"
             )
+        if self.memory is not None:
+            self.memory.check_editable()
 
     @cached_property
     def turns_sinks(self) -> bool:
@@ -185,6 +206,8 @@ class StreamingCache(FixedSizeCache):
 
     def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
+        if self.memory is not None:
+            self.memory.begin(step, self.attention, self._moved)
         self._move_back(step)
         if step.num_new == 1 and step.end <= self.sizes.cache_size:
             for ring in self._rings():
@@ -218,12 +241,14 @@ class StreamingCache(FixedSizeCache):
     @property
     def is_usual(self) -> bool:
         assert self.step is not None
-        return self.is_decode and self.step.is_alike
+        finds_all = self.memory is None or self.memory.finds_all
+        return self.is_decode and self.step.is_alike and finds_all
 
     @property
     def _asks_for_places(self) -> bool:
         """Return whether attention asks for the places of the slots that it gets."""
-        return self.realigner.strategy == "read" or self.stores_bare
+        reads = self.realigner.strategy == "read" or self.memory is not None
+        return reads or self.stores_bare
 
     def places(self, step: Step) -> Tensor:
         """Places of the entries of all slots of the rings, for our kernel: [B, S] int64, negative
@@ -256,9 +281,20 @@ class StreamingCache(FixedSizeCache):
             own = [layer.entries.data.keys[:, :, :num] for layer in layers]
             torch._foreach_copy_(own, [turned[layer.layer_idx] for layer in layers])
 
+    def _end(self, step: Step) -> None:
+        if self.memory is not None:
+            self.memory.end(step)
+        super()._end(step)
+
     def reset(self) -> None:
         self.sinks.reset()
+        if self.memory is not None:
+            self.memory.reset()
         super().reset()
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = super().state()
+        return tensors if self.memory is None else tensors | self.memory.state()
 
     def segment(self, num_tokens: int, device: torch.device) -> Segment:
         """Positions of the next tokens of rows of equal length, for feeding them as a segment."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,10 +19,20 @@ from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
 
+class Behind(Protocol):
+    """The memory as a layer knows it (`cache_memory.py`)."""
+
+    def take(self, layer: "WindowLayer", step: Step, new: KV, found: KV) -> KV: ...
+    def restore(
+        self, layer: "WindowLayer", read: ReadTensor, seen: list[int], head_dim: int
+    ) -> None: ...
+
+
 class WindowLayer(StreamingLayer):
     """Sinks and a window.
 
     Attributes:
+        memory: what stands behind the window; None: nothing.
         entries: in their stored form, which attention gets; there are none before the first.
         sources: input of a realigner that moves entries: a ring of its own; or `entries`, if
             nothing moves or moves start from the last output in the model's precision.
@@ -30,8 +40,15 @@ class WindowLayer(StreamingLayer):
         ahead: entries that were read ahead, as they are stored, until their tokens come.
     """
 
-    def __init__(self, cache: Owner, layer_idx: int, sinks: SinkKeys, sizes: CacheSizes):
-        self.sinks, self.sizes = sinks, sizes
+    def __init__(
+        self,
+        cache: Owner,
+        layer_idx: int,
+        sinks: SinkKeys,
+        sizes: CacheSizes,
+        memory: Behind | None = None,
+    ):
+        self.sinks, self.sizes, self.memory = sinks, sizes, memory
         super().__init__(cache, layer_idx)
 
     def reset(self) -> None:
@@ -59,15 +76,16 @@ class WindowLayer(StreamingLayer):
         self.is_initialized = True
 
     def take(self, step: Step, new: KV) -> KV:
-        if step.decode is not None:
-            return self._take_one(step, step.decode, new)
-        if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
-            self.sinks.add(self.layer_idx, step, new.keys)
-        if not step.is_single:
-            return self._take_many(step, new)
-        for ring in self.rings:
-            ring.grow(step.size)
-        return self._take_one(step, step.as_decode(True, self.entries.form.is_int8), new)
+        decode = step.decode
+        if decode is None:
+            if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
+                self.sinks.add(self.layer_idx, step, new.keys)
+            if step.is_single:
+                for ring in self.rings:
+                    ring.grow(step.size)
+                decode = step.as_decode(True, self.entries.form.is_int8)
+        found = self._take_many(step, new) if decode is None else self._take_one(step, decode, new)
+        return found if self.memory is None else self.memory.take(self, step, new, found)
 
     def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
         """Write one token of each row, and return what its attention gets."""
@@ -299,6 +317,8 @@ class WindowLayer(StreamingLayer):
         if self.sources is not self.entries:
             sources = read_kv(read, "sources", width, head_dim, self.sources.form)
             self.sources.replace(self._by_slot(sources, stored))
+        if self.memory is not None:
+            self.memory.restore(self, read, seen, head_dim)
 
     def _by_slot(self, entries: KV, stored: list[int]) -> KV:
         """Entries in the order of time, right-aligned, each in its slot."""

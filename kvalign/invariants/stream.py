@@ -12,8 +12,8 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.memory.cache import MemoryCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
@@ -124,6 +124,10 @@ class Stream:
         assert isinstance(self.keeper, Reencoding)
         return len(self.keeper.rows[0]) - 1
 
+    @property
+    def has_memory(self) -> bool:
+        return isinstance(self.cache, StreamingCache) and self.cache.memory is not None
+
     def seen(self, row: int = 0) -> Tensor:
         """The tokens [S] that the last one saw, itself included.
 
@@ -132,7 +136,7 @@ class Stream:
         """
         if isinstance(self.keeper, Reencoding):
             return self.keeper.rows[row]
-        if isinstance(self.cache, MemoryCache):
+        if self.has_memory:
             raise NotApplicableError("its heads take back different entries")
         tokens = self.tokens(row)
         return self.ids[row, [*tokens, self.ids.shape[1] - 1]]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -24,14 +25,14 @@ from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
 
-CACHES: Registry[Any] = Registry(
-    "cache",
+GUESTS: Registry[Any] = Registry(
+    "guest of the cache",
     {
         "any-slot": "kvalign.cache.any_slot_cache:AnySlotCache",
-        "memory": "kvalign.memory.cache:MemoryCache",
+        "memory": "kvalign.memory.memories:Memories",
     },
 )
-"""Caches besides `StreamingCache`. They are imported where sizes ask for them."""
+"""What sizes may ask for; it is imported where they do."""
 
 
 class Cached(Method):
@@ -57,25 +58,24 @@ class Cached(Method):
             install(self.model.config)
 
     def _new_cache(self) -> FixedSizeCache:
-        if self.sizes.memory:
-            return self._memory_cache(self.sizes)
-        if self.sizes.is_oldest:
-            of_model = self._bases, self.model.config
-            cache = StreamingCache(self.spec, self.sizes, self.places_by, *of_model)
-            cache.by_kernel = self._is_read_by_kernel(cache)
-            is_static = self.stepper is not None and self.stepper.is_static
-            cache.is_static = is_static and cache.may_be_static
-            return cache
-        return CACHES["any-slot"](self.spec, self.sizes, self.places_by, self.model.config)
+        of_model = self.spec, self.sizes, self.places_by
+        if not self.sizes.is_oldest:
+            return GUESTS["any-slot"](*of_model, self.model.config)
+        memory = self._memory(self.sizes) if self.sizes.memory else None
+        cache = StreamingCache(*of_model, self._bases, self.model.config, memory)
+        cache.by_kernel = self._is_read_by_kernel(cache)
+        is_static = self.stepper is not None and self.stepper.is_static
+        cache.is_static = is_static and cache.may_be_static
+        return cache
 
-    def _memory_cache(self, sizes: CacheSizes) -> StreamingCache:
-        of_model, grows = (self.model.config, self.num_positions), self.stepper is None
-        return CACHES["memory"](self.spec, sizes, self.places_by, *of_model, grows, self._bases)
+    def _memory(self, sizes: CacheSizes) -> CacheMemory:
+        of_model = self.places_by, self.model.config, self.num_positions
+        return GUESTS["memory"](self.spec, sizes, *of_model, grows=self.stepper is None)
 
     def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
         """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""
         model, reads = self.model, cache.realigner.strategy == "read"
-        if not cache.stores_bare or reads or model.device.type != "cpu":
+        if not cache.stores_bare or reads or cache.memory or model.device.type != "cpu":
             return False
         width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
         is_ours = is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
@@ -90,7 +90,7 @@ class Cached(Method):
     def takes_memory(self, num: int) -> bool:
         """Return whether a stream with these sizes could have a memory of so many tokens."""
         try:
-            self._memory_cache(replace(self.sizes, memory=num, num_recalled=None))
+            self._memory(replace(self.sizes, memory=num, num_recalled=None))
         except UserError:
             return False
         return True

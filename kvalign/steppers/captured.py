@@ -210,9 +210,10 @@ def not_captured(method: Cached) -> str | None:
     cache, devices = method.cache, {x.device for x in method.model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
-    if type(cache) is not StreamingCache:
-        kind = "a memory" if method.sizes.memory else f"policy {method.sizes.policy}"
-        return f"each step of {kind} does something else"
+    if not isinstance(cache, StreamingCache):
+        return f"each step of policy {method.sizes.policy} does something else"
+    if cache.memory is not None:
+        return "each step of a memory does something else"
     if not cache.may_be_static:
         return "attention goes by the order of entries, takes no marks, or is not in all layers"
     return None

@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, Self, TypeGuard, final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 
 CHANGED = "the model was changed: its stored step is no longer taken"
 EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms a step
+
+
+def _is_plain(cache: Cache) -> TypeGuard[StreamingCache]:
+    """Return whether a cache has nothing but sinks and windows."""
+    return isinstance(cache, StreamingCache) and cache.memory is None
 
 
 @final
@@ -61,7 +66,7 @@ class Stored(Stepper):
 
     @classmethod
     def ready(cls, method: Method) -> Self | None:
-        if not isinstance(method, Cached) or type(method.cache) is not StreamingCache:
+        if not isinstance(method, Cached) or not _is_plain(method.cache):
             return None
         if method.model.device.type != "cpu" or step_file.is_empty():
             return None
@@ -110,7 +115,7 @@ class Stored(Stepper):
         return None
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
-        if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):
+        if not _is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
         if step is None or not cache.is_decode or step.in_order or not cache.stays:

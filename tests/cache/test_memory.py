@@ -120,11 +120,12 @@ def test_a_saved_stream_goes_on(ids):
     before.feed(ids[:, 30:110])
     after = new(model)
     after.restore(before.state())
-    for one, other in zip(after.cache.layers, before.cache.layers, strict=True):
-        pairs = zip(one.memory.held, other.memory.held, strict=True)
+    for i, one in after.cache.memory.of.items():
+        other = before.cache.memory.of[i]
+        pairs = zip(one.held, other.held, strict=True)
         assert all(torch.equal(x[:, :, :108], y[:, :, :108]) for x, y in pairs)
-        if one.memory.sketch is not None:  # it estimates the same scores
-            sketches = one.memory.sketch, other.memory.sketch
+        if one.sketch is not None:  # it estimates the same scores
+            sketches = one.sketch, other.sketch
             numbers = [x.numbers[:, :, : 108 // BLOCK] for x in sketches]
             assert torch.equal(*numbers) and numbers[0].any()
     for i in range(110, NUM):
