@@ -27,12 +27,12 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.form import is_finite
+from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
 from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.state_layer import restore_states, with_states
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
@@ -101,7 +101,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self._hold_in_order([])
         self.attention = self._make_layers(spec)
         self.attention[0].is_first = self.attention[-1].is_last = True
-        super().__init__(layers=with_states(self.attention, spec.num_layers))
+        layers = [*self.attention]
+        if spec.states:
+            layers = GUESTS["states"](self.attention, spec.num_layers)
+        super().__init__(layers=layers)
 
     instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     _is_user_defined = False  # transformers' `generate` says that it is, of a cache it was given
@@ -420,7 +423,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
         self.end = int(end)
         spec = spec_of(model.config)
-        restore_states(self.layers, state, num_rows, model)
+        if spec.states:
+            GUESTS["restored-states"](self.layers, state, num_rows, model)
         for layer in self.attention:
             i = layer.layer_idx
 

@@ -23,7 +23,6 @@ from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, as_sinks, bare_sinks, in_window
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, Recalled
 from kvalign.cache.sizes import CacheSizes
@@ -35,6 +34,7 @@ from kvalign.foundation.memory import check_room
 from kvalign.memory.memory import TOGETHER, Memory
 from kvalign.memory.recall import Found, QueryBatch, Recalls
 from kvalign.memory.recall_places import RecallPlaces
+from kvalign.memory.sizes import layers_asked
 from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install, mark
 from kvalign.models.rope import RotationByLayer

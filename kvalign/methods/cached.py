@@ -13,26 +13,17 @@ from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.form import Form, is_read_by_kernel
+from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import typed
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
-
-GUESTS: Registry[Any] = Registry(
-    "guest of the cache",
-    {
-        "any-slot": "kvalign.cache.any_slot_cache:AnySlotCache",
-        "memory": "kvalign.memory.memories:Memories",
-    },
-)
-"""What sizes may ask for; it is imported where they do."""
 
 
 class Cached(Method):

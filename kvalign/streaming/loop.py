@@ -6,21 +6,28 @@ its own.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
-from kvalign.streaming.generate_settings import check_processors
 from kvalign.streaming.health import no_token
 from kvalign.streaming.lookup import Lookup, check_lookup
-from kvalign.streaming.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvalign.streaming.sampling import Sampling
+
+NO_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
 
 
 class Row:
@@ -218,6 +225,15 @@ def stream_tokens(
         batch.step()
 
 
+def check_processors(processors: Any) -> None:
+    """Raise UserError for a logits processor of transformers that calls the model; `processors`: a
+    list of them, one, or None.
+    """
+    for processor in processors if isinstance(processors, list) else [processors]:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            raise UserError(f"streaming {NO_GUIDANCE}: leave out {type(processor).__name__}")
+
+
 @torch.no_grad()  # of which generators are not made: one that is left complains as Python ends
 def _read(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
     """Begin a stream with the prompts of a batch; those with padding are fed alone, without it."""
@@ -250,7 +266,7 @@ def stream_rows(
     method: Method,
     prompts: Iterable[Sequence[int]],
     *,
-    sampling: Sampling,
+    sampling: "Sampling",
     has_ended: Callable[[int], bool] = lambda row: False,
     max_rows: int | None = None,
 ) -> Iterator[tuple[int, int]]:
