@@ -25,12 +25,11 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.form import is_finite
+from kvalign.cache.form import Form
 from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
+from kvalign.cache.saved import expect_tensor
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
@@ -159,13 +158,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """Return whether layers have received entries."""
         return self.end > 0 and self.attention[0].is_initialized
 
-    def bare_keys(self, layer_idx: int) -> BareKeys:
-        """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
-        base.
-        """
-        rotation, bases = self.realigner.rotation, self.bases
-        base = None if bases is None or self.realigner.strategy == "read" else bases.get(layer_idx)
-        return BareKeys(None if rotation is None else rotation.at(layer_idx), base)
+    def form(self, dtype: torch.dtype, layer_idx: int) -> Form:
+        """Form in which a layer stores its entries, which attention reads in this dtype."""
+        if not self.stores_bare:
+            return Form(dtype)
+        return GUESTS["int8"].of_layer(dtype, layer_idx, self.realigner, self.bases)
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""
@@ -436,13 +433,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 i: int = i,
             ) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
-                is_older = dtype == torch.int8 and has_placed_keys(state, i)
-                given = older_name(name) if is_older else name
-                tensor = expect_tensor(state, f"{i}.{given}", of_rows, dtype)
-                if dtype == torch.int8 and not is_finite(tensor):
-                    raise UserError(f"a stream's {i}.{given} has scales that are not finite")
-                if is_older and name.endswith(".0"):
-                    tensor = with_bare_keys(name, tensor, self.bare_keys(i), seen, self.frame)
+                if dtype == torch.int8:
+                    form: Any = self.form(model.dtype, i)
+                    tensor = form.read(state, i, name, of_rows, seen, self.frame)
+                else:
+                    tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
                 return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)

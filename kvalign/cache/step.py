@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.bare_keys import InSight
+from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec, window_of
@@ -57,7 +57,7 @@ class DecodeStep:
     ranks: Tensor | None
     all_at: slice | Tensor | None
     scales: tuple[Tensor, Tensor] | None
-    in_sight: InSight | None
+    in_sight: Sight | None
 
 
 class Counts(NamedTuple):
@@ -260,7 +260,7 @@ class Step:
         return slice(self.births[0], self.births[0] + 1)
 
     def as_decode(
-        self, asks_for_places: bool, are_bare: bool = False, in_sight: InSight | None = None
+        self, asks_for_places: bool, are_bare: bool = False, in_sight: Sight | None = None
     ) -> DecodeStep:
         """The usual pass, described for attention that asks where entries are, for keys that are
         stored bare, or for our kernel.

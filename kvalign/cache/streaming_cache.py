@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.bare_keys import InSight
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, in_places, taken
@@ -31,7 +29,6 @@ from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
@@ -60,12 +57,13 @@ class StreamingCache(FixedSizeCache):
     Attributes:
         kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
         ahead: result of `read_ahead`, until any other token comes; None: nothing.
-        by_kernel: whether our kernel reads entries of 8 bits in decode steps, as they are stored.
+        kernel: says what our kernel reads of stored entries in a decode step (`by_kernel.py`);
+            None: the model's attention reads them.
     """
 
     attention: list[WindowLayer]
     ahead: Ahead | None
-    by_kernel = False
+    kernel: Any = None
     num_guessed = 0
     """Tokens of the pass that are read ahead."""
 
@@ -189,15 +187,6 @@ class StreamingCache(FixedSizeCache):
         """Return whether the keys of sinks are rotated to follow the window."""
         return self.realigner.rotation is not None and not self.stores_bare
 
-    @cached_property
-    @no_autograd_modes()
-    def turns(self) -> Tensor | None:
-        """Turns of keys to all places, as our kernel takes them; None: they do not turn."""
-        if (rotation := self.realigner.rotation) is None:
-            return None
-        turn = rotation.turn_to(slice(0, self.sizes.first_input_len), torch.device("cpu"))
-        return torch.stack([turn.cos, turn.sin])[None]
-
     @property
     def stays(self) -> bool:
         """Return whether a step writes entries as they come and reads them as they lie."""
@@ -226,8 +215,8 @@ class StreamingCache(FixedSizeCache):
             return step
         self._turn_sinks(step)
         in_sight = None
-        if self.by_kernel:
-            in_sight = InSight(self.places(step), step.behind_rows, self.turns)
+        if self.kernel is not None:
+            in_sight = self.kernel.in_sight(step, self.attention[0].entries.num_slots)
         asks = in_sight is None and (self._asks_for_places or step.hides)
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
         step.decode = self.realigner.describe(step, decode)
@@ -249,14 +238,6 @@ class StreamingCache(FixedSizeCache):
         """Return whether attention asks for the places of the slots that it gets."""
         reads = self.realigner.strategy == "read" or self.memory is not None
         return reads or self.stores_bare
-
-    def places(self, step: Step) -> Tensor:
-        """Places of the entries of all slots of the rings, for our kernel: [B, S] int64, negative
-        where a row has none.
-        """
-        places = step.places.expand(len(step.seen), -1)
-        missing = self.attention[0].entries.num_slots - step.size
-        return pad(places, (0, missing), value=-1).contiguous()
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.form import Form, form_of
+from kvalign.cache.form import Form
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.ring import Ring
 from kvalign.cache.saved import ReadTensor
@@ -62,14 +62,14 @@ class WindowLayer(StreamingLayer):
         """Allocate rings for entries like these."""
         like, realigner = KV(key_states, value_states), self.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
+        form = self.cache.form(self.dtype, self.layer_idx)
         most = self.sizes.first_input_len
         self.rings = [Ring(like, most, form)]
         if realigner.strategy == "move" and not (
             realigner.recursive and self.dtype == torch.float32
         ):
             dtype = torch.float32 if realigner.recursive else self.dtype
-            self.rings.append(Ring(like, most, form_of(self.sizes, dtype)))
+            self.rings.append(Ring(like, most, Form(dtype)))
         self.entries, self.sources = self.rings[0], self.rings[-1]
         if self.cache.turns_sinks:
             self.sinks.make(key_states)
@@ -103,7 +103,7 @@ class WindowLayer(StreamingLayer):
         self.entries.data.put_at(slot, stored)
         data = self.entries.data
         if decode.in_sight is not None:
-            attend = partial(form.bare.attend, decode.in_sight)
+            attend = partial(decode.in_sight.attend, form)
             return KV(mark(data.keys.detach(), attend), data.values)
         if decode.read is not None:
             data = data.at(decode.read)
@@ -299,15 +299,15 @@ class WindowLayer(StreamingLayer):
 
         self.entries.grow(num_sinks)
         sinks = self.stored_sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
-        held = dict(zip(_names(self.entries.form), (of_rows(self.entries), sinks), strict=True))
+        held = dict(zip(self.entries.form.names, (of_rows(self.entries), sinks), strict=True))
         if self.sources is not self.entries:
             held["sources"] = of_rows(self.sources)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         stored = [self.sizes.num_stored(n) for n in seen]
-        width, form = max(stored), form_of(self.sizes, dtype)
-        of_entries, of_sinks = _names(form)
+        width, form = max(stored), self.cache.form(dtype, self.layer_idx)
+        of_entries, of_sinks = form.names
         entries = read_kv(read, of_entries, width, head_dim, form)
         self.lazy_initialization(*entries.slots(0, 0).map(form.decode))
         sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
@@ -334,11 +334,6 @@ class WindowLayer(StreamingLayer):
             own = entries.rows(one).slots(width - num_own, first)
             data.rows(one).slots(0, first).put(own)
         return data
-
-
-def _names(form: Form) -> tuple[str, str]:
-    """Names of entries and sinks in a state."""
-    return ("bare", "bare_sinks") if form.is_int8 else ("entries", "sinks")
 
 
 def read_kv(

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.bare_keys import BareKeys
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, as_sinks, bare_sinks, in_window
 from kvalign.cache.realigner import Realigner
@@ -164,10 +163,9 @@ class Memories(CacheMemory):
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
-            form = layer.entries.form
-            form = replace(form, bare=BareKeys(base=form.bare.base))
-            of_cache = self.sizes, form, self.grows
-            self.of[layer.layer_idx] = Memory(layer.entries.like(), *of_cache)
+            form = layer.entries.form.without_position()
+            memory = Memory(layer.entries.like(), self.sizes, form, self.grows)
+            self.of[layer.layer_idx] = memory
         return self.of[layer.layer_idx]
 
     def _recall(self, layer: int, block: Block, query: Tensor) -> Recalled:

@@ -152,7 +152,7 @@ class Memory:
             found = self._find_by_kernel(asked.float(), self.sketch, lost)
         else:
             found = self._find_by_torch(asked.to(self.form.dtype), lost)
-        base = self.form.bare.base
+        base = self.form.base
         if base is not None:
             keys = found.entries.keys + base.to("cpu")[:, None]
             found = found._replace(entries=found.entries._replace(keys=keys))

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.cache_memory import CacheMemory
-from kvalign.cache.form import Form, is_read_by_kernel
 from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
@@ -54,7 +53,9 @@ class Cached(Method):
             return GUESTS["any-slot"](*of_model, self.model.config)
         memory = self._memory(self.sizes) if self.sizes.memory else None
         cache = StreamingCache(*of_model, self._bases, self.model.config, memory)
-        cache.by_kernel = self._is_read_by_kernel(cache)
+        if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
+            of_keys = self.spec.head_dim, cache.realigner.rotation
+            cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
         is_static = self.stepper is not None and self.stepper.is_static
         cache.is_static = is_static and cache.may_be_static
         return cache
@@ -62,17 +63,6 @@ class Cached(Method):
     def _memory(self, sizes: CacheSizes) -> CacheMemory:
         of_model = self.places_by, self.model.config, self.num_positions
         return GUESTS["memory"](self.spec, sizes, *of_model, grows=self.stepper is None)
-
-    def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
-        """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""
-        model, reads = self.model, cache.realigner.strategy == "read"
-        if not cache.stores_bare or reads or cache.memory or model.device.type != "cpu":
-            return False
-        width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
-        is_ours = is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
-        if is_ours:
-            install(model.config)
-        return is_ours
 
     @property
     def _bases(self) -> KeyBases | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.form import is_read_by_kernel
+from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
@@ -124,10 +124,11 @@ class Stored(Stepper):
             return None
         decode, entries = cache.describe().decode, [layer.entries for layer in cache.attention]
         assert decode is not None
-        if decode.in_sight is not None:
-            places = decode.in_sight.places
+        turns = None
+        if isinstance(decode.in_sight, InSight):
+            places, _, turns = decode.in_sight
         elif is_read_by_kernel(self.model, entries[0].data.keys):
-            places = cache.places(step)
+            places = places_of(step, entries[0].num_slots)
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -138,8 +139,8 @@ class Stored(Stepper):
         else:
             return None
         seen = [x for ring in entries for x in ring.data]
-        if cache.stores_bare and cache.turns is not None and cache.by_kernel:
-            seen.append(cache.turns)
+        if turns is not None:
+            seen.append(turns)
         return [ids, decode.position_ids, decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
