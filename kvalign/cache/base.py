@@ -314,8 +314,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         )
 
     def _end(self, step: Step) -> None:
-        self.seen = [n + step.num_new for n in step.seen]
-        self.end += step.num_new
+        self.seen = [n + step.num_lasting for n in step.seen]
+        self.end += step.num_lasting
         self.last_step = step if step.is_single else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -26,7 +26,6 @@ class Owner(Protocol):
     frame: CacheSizes
     seen: list[int]
     end: int
-    num_guessed: int
     step: Step | None
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.band import band, has_band_kernel
@@ -60,8 +61,10 @@ class Segment:
     Args:
         sizes, frame, rotation, tables: of the cache and its realigner.
         num_seen: tokens before the segment.
+        num_ahead: the last of its tokens that are guesses: they do not count.
 
     Attributes:
+        ahead: their entries, as each layer stores them.
         birth: [T] int64, each token's original position: its place.
         at: [T] int64, its position in the frame of the entries before it, to which rotary keys are
             rotated.
@@ -78,7 +81,9 @@ class Segment:
         num_seen: int,
         num_tokens: int,
         device: torch.device,
+        num_ahead: int = 0,
     ):
+        self.num_ahead, self.ahead = num_ahead, list[KV]()
         self.sizes, self.rotation, self.tables, self.num_seen = sizes, rotation, tables, num_seen
         end = num_seen + num_tokens
         self.t = torch.arange(num_seen, end, device=device)

@@ -90,6 +90,7 @@ class Step:
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass, once a layer asks for it.
         is_single: whether it has one token per row, and no segment.
+        num_lasting: tokens of each row that count; the others are guesses.
         num_before: entries that the longest row finds.
         num_visible: entries that the longest row's last new token sees.
         size: slots that are in use after the pass; in a static one all.
@@ -119,6 +120,7 @@ class Step:
     def __post_init__(self) -> None:
         sizes, num_new = self.sizes, self.num_new
         self.is_single = num_new == 1 and self.segment is None
+        self.num_lasting = num_new - (self.segment.num_ahead if self.segment else 0)
         self.num_before, self.position = max(self.stored), max(self.positions)
         self.num_visible = self.num_before + num_new
         most = sizes.first_input_len

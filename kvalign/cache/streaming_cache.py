@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +35,6 @@ from kvalign.models.attention import REGISTERED, install, own_mask
 from kvalign.models.key_bases import KeyBases
 
 
-class Ahead(NamedTuple):
-    """Tokens that a cache has read beyond its last one. Their entries are put aside, and do not
-    count until they come.
-
-    Attributes:
-        ids: the tokens.
-        logits: [T, V] float32, after each of them.
-    """
-
-    ids: list[int]
-    logits: Tensor
-
-
 class StreamingCache(FixedSizeCache):
     """Sinks and a window; other arguments and errors as of `FixedSizeCache`.
 
@@ -56,16 +43,15 @@ class StreamingCache(FixedSizeCache):
 
     Attributes:
         kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
-        ahead: result of `read_ahead`, until any other token comes; None: nothing.
+        ahead: what was read beyond the last token (`kvalign.streaming.lookup`), until any other
+            token comes; None: nothing.
         kernel: says what our kernel reads of stored entries in a decode step (`by_kernel.py`);
             None: the model's attention reads them.
     """
 
     attention: list[WindowLayer]
-    ahead: Ahead | None
+    ahead: Any
     kernel: Any = None
-    num_guessed = 0
-    """Tokens of the pass that are read ahead."""
 
     def __init__(
         self,
@@ -277,20 +263,31 @@ class StreamingCache(FixedSizeCache):
         tensors = super().state()
         return tensors if self.memory is None else tensors | self.memory.state()
 
-    def segment(self, num_tokens: int, device: torch.device) -> Segment:
-        """Positions of the next tokens of rows of equal length, for feeding them as a segment."""
+    def segment(self, num_tokens: int, device: torch.device, num_ahead: int = 0) -> Segment:
+        """Positions of the next tokens of rows of equal length, for feeding them as a segment, of
+        which the last do not count.
+        """
         realigner, num_seen = self.realigner, self.seen[0] if self.seen else 0
         of_cache = (self.sizes, self.frame, realigner.rotation, realigner.tables)
-        return Segment(*of_cache, num_seen, num_tokens, device)
+        return Segment(*of_cache, num_seen, num_tokens, device, num_ahead)
 
-    def feed_segment(self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+    def feed_segment(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        logits_to_keep: int = 0,
+        segment: Segment | None = None,
+    ) -> Tensor:
         """Read ids [B, T] with the same results as feeding them one by one (`segments.py`); only if
         `is_exact`. Memory grows with T * (C + T): cut long inputs.
+
+        Args:
+            segment: from `segment`; None: all of them count.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        segment = self.segment(ids.shape[1], ids.device)
+        segment = segment or self.segment(ids.shape[1], ids.device)
         install(model.config)
         masked = model.config.model_type in MASKED
         with (
@@ -306,50 +303,3 @@ class StreamingCache(FixedSizeCache):
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
-
-    def read_ahead(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
-        `is_exact`, with at most `most_at_once` of them.
-
-        The cache is then as if only the first had been fed: the guesses are put aside.
-        `take_ahead` makes a guess count; any other token lets go of them.
-
-        Returns:
-            logits [1, V] after the first.
-        """
-        num = ids.shape[1]
-        self.num_guessed = num - 1
-        try:
-            with self.changing():
-                logits = self.feed_segment(model, ids).float()
-                self._uncount(num - 1)
-        finally:
-            self.num_guessed = 0
-        self.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:])
-        return logits[:, 0]
-
-    def take_ahead(self, token: int) -> Tensor | None:
-        """Accept a token that was read ahead: logits [1, V] after it; None if it was not."""
-        if self.ahead is None or self.ahead.ids[:1] != [token]:
-            return None
-        ids, logits = self.ahead
-        with self.changing():
-            slot = torch.tensor([self.sizes.slot(self.end)])
-            for layer in self.attention:
-                layer.entries.grow(self.end + 1)
-                layer.take_ahead(slot)
-            self._uncount(-1)
-            self.ahead = Ahead(ids[1:], logits[1:])
-        return logits[:1]
-
-    @property
-    def most_at_once(self) -> int:
-        """Tokens of a segment that stay stored, whatever it evicts; 0 before the sinks are full."""
-        sizes = self.sizes
-        has_sinks = min(self.seen, default=0) >= sizes.num_sinks
-        return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
-
-    def _uncount(self, num: int) -> None:
-        """Count so many tokens fewer, whose entries are not stored."""
-        self.end -= num
-        self.seen = [n - num for n in self.seen]

@@ -37,7 +37,6 @@ class WindowLayer(StreamingLayer):
         sources: input of a realigner that moves entries: a ring of its own; or `entries`, if
             nothing moves or moves start from the last output in the model's precision.
         rings: these two, or the one.
-        ahead: entries that were read ahead, as they are stored, until their tokens come.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class WindowLayer(StreamingLayer):
         self.rings: list[Ring] = []
         for name in ("entries", "sources"):  # there are none before the first
             self.__dict__.pop(name, None)
-        self.ahead: KV | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate rings for entries like these."""
@@ -170,7 +168,7 @@ class WindowLayer(StreamingLayer):
         """Write the entries that stay after a pass of several tokens; if they move, also their
         source.
         """
-        sizes, seen, num_new = self.sizes, step.seen[0], step.num_new - self.cache.num_guessed
+        sizes, seen, num_new = self.sizes, step.seen[0], step.num_lasting
         num_first = min(max(sizes.num_sinks - seen, 0), num_new)  # new sinks
         num_last = min(num_new - num_first, sizes.num_stored(seen + num_new) - sizes.num_sinks)
         num_last = max(num_last, 0)
@@ -186,15 +184,9 @@ class WindowLayer(StreamingLayer):
         put(self.entries, stored)
         if self.sources is not self.entries:
             put(self.sources, self.without_position(step, new))
-        guessed = stored.slots(num_new, self.cache.num_guessed)
-        self.ahead = guessed.map(Tensor.clone) if self.cache.num_guessed else None
-
-    def take_ahead(self, slot: Tensor) -> None:
-        """Write the first of the entries that were read ahead into a slot, [1]."""
-        assert self.ahead is not None
-        num = self.ahead.keys.shape[2]
-        self.entries.data.put_at(slot.to(self.device), self.ahead.slots(0, 1))
-        self.ahead = self.ahead.slots(1, num - 1)
+        if step.segment is not None and step.segment.num_ahead:
+            guessed = stored.slots(num_new, step.segment.num_ahead)
+            step.segment.ahead.append(guessed.map(Tensor.clone))
 
     def pieces(self, step: Step) -> list[KV]:
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the
@@ -242,7 +234,6 @@ class WindowLayer(StreamingLayer):
                 self.sources.data.rows(rows).put_at(slots, placed)
 
     def select(self, rows: Tensor) -> None:
-        self.ahead = None
         for ring in self.rings:
             ring.select(rows)
 

@@ -14,6 +14,7 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
+from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
@@ -244,31 +245,22 @@ class Cached(Method):
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()
-    def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+    def feed_segment(
+        self, ids: Tensor, logits_to_keep: int = 0, segment: Segment | None = None
+    ) -> Tensor:
         """Read ids [B, T] with the same results as feeding them one by one; only if the relative
         form is exact.
+
+        Args:
+            segment: as of `StreamingCache.feed_segment`.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        assert isinstance(self.cache, StreamingCache)
-        with self.in_eval_mode():
-            return self.cache.feed_segment(self.model, ids, logits_to_keep)
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Return whether reading ahead gives the same result as decode steps, and can be undone."""
-        return self.is_exact and not self.sizes.memory
-
-    @torch.no_grad()
-    def read_ahead(self, ids: Tensor) -> Tensor:
-        """Read the first of ids [1, T] and the others, which are guessed, ahead; only if
-        `reads_ahead`. Logits [1, V] after the first.
-        """
         self._before_edit = None
         assert isinstance(self.cache, StreamingCache)
         with self.in_eval_mode():
-            return self.cache.read_ahead(self.model, ids)
+            return self.cache.feed_segment(self.model, ids, logits_to_keep, segment)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted

@@ -22,9 +22,9 @@ from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
 from kvalign.streaming.health import no_token
-from kvalign.streaming.lookup import Lookup, check_lookup
 
 if TYPE_CHECKING:
+    from kvalign.streaming.lookup import Lookup
     from kvalign.streaming.sampling import Sampling
 
 NO_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
@@ -47,6 +47,7 @@ class Row:
     """
 
     pad: int = 0
+    lookup: "Lookup | None" = None
 
     def __init__(
         self,
@@ -57,7 +58,10 @@ class Row:
         lookup: int = 0,
     ):
         self.processors, self.do_sample, self.generator = processors, do_sample, generator
-        self.lookup = Lookup(lookup, ids[0].tolist()) if lookup else None
+        if lookup:
+            from kvalign.streaming.lookup import Lookup
+
+            self.lookup = Lookup(lookup, ids[0].tolist())
         self.token, self._ids, self._len = ids[:, -1], ids, ids.shape[1]
         self.is_over: Tensor | None = None
 
@@ -205,6 +209,8 @@ def stream_tokens(
     check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     if lookup:
+        from kvalign.streaming.lookup import check_lookup
+
         check_lookup(method)
         if len(ids) > 1:
             raise UserError(f"lookup is for one stream, got {len(ids)} rows")

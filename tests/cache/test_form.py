@@ -15,6 +15,7 @@ from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
 from kvalign.models.key_bases import key_bases
+from kvalign.streaming.lookup import read_ahead, take_ahead
 from kvalign.streaming.scoring import score
 
 INT8 = Int8(torch.float32)
@@ -178,9 +179,9 @@ def on_trial(method, ids):
     for i in range(40, NUM, 4):
         guesses = ids[:, i : i + 5].clone()
         guesses[:, 3:] = 1
-        method.read_ahead(guesses)
+        read_ahead(method, guesses)
         for token in ids[0, i + 1 : i + 3].tolist():
-            method.cache.take_ahead(token)
+            take_ahead(method.cache, token)
         method.feed(ids[:, i + 3 : i + 4])
 
 
