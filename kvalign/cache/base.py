@@ -211,18 +211,6 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         assert self.step is not None
         return self.step
 
-    @property
-    def is_decode(self) -> bool:
-        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
-        return False
-
-    @property
-    def is_usual(self) -> bool:
-        """Return whether the layers do the same in the pass that the cache is in as in every step
-        of a full cache.
-        """
-        return False
-
     def leave(self) -> None:
         """The last layer has taken its entries."""
         if self.step is not None and not self._whole.is_changing:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.band import band, has_band_kernel
+from kvalign.models.band import band_and_sinks, has_band_kernel
 from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
@@ -135,7 +135,9 @@ class Segment:
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
         is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
         if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
-            return self._by_band(query, turned, keys, values, scale)
+            of_sinks = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0), self.t
+            of_window = self.sizes.window_size, scale
+            return band_and_sinks(query, turned, keys, values, *of_sinks, *of_window)
         if is_plain and self.turns and self.num_sinks:
             # A CPU is faster without its kernel than with one of twice the size.
             is_plain = not on_cpu
@@ -168,32 +170,6 @@ class Segment:
                 out = block.read(placed, ours, k, v, tables, *of_block)
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
-
-    def _by_band(
-        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
-        """Same as `attend`, in two parts that are merged by the logarithms of their sums of
-        exponentials: the window, a band of fixed width, and the sinks.
-        """
-        num_sinks, num_early = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0)
-        sinks, window = keys.tensor_split([num_sinks], 2)
-        of_sinks, of_window = values.tensor_split([num_sinks], 2)
-        out, sums = band(turned, window, of_window, self.sizes.window_size, scale)
-        if not num_sinks:
-            return out
-        if num_early:  # tokens before the end of the sinks see no window
-            out[:, :num_early], sums[:, :, :num_early] = 0, -torch.inf
-        scores = _by_head(query.unflatten(1, (sinks.shape[1], -1)), sinks.mT[:, :, None]).float()
-        scores = scores.flatten(1, 2) * scale  # [B, H, T, num_sinks]
-        if num_early:
-            unseen = torch.arange(num_sinks, device=scores.device) > self.t[:, None]
-            scores = scores.masked_fill(unseen, -torch.inf)
-        both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
-        weights = (scores - both[..., None]).exp().to(values.dtype)
-        weights = weights.unflatten(1, (sinks.shape[1], -1))
-        given = _by_head(weights, of_sinks[:, :, None]).flatten(1, 2).transpose(1, 2)
-        share = (sums - both).exp().transpose(1, 2)[..., None]
-        return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
 
     def _wide(
         self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.architectures import ModelSpec, window_of
+from kvalign.models.architectures import ModelSpec
+from kvalign.models.attention import rows_mask
 
 
 @dataclass(frozen=True)
@@ -237,23 +237,12 @@ class Step:
         if len(set(self.positions)) > 1 or not self.is_even:
             told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if not self.is_even and self.in_order:
-            mask: Any = self._mask(model, spec, self.visible.to(model.device))
+            visible, before = self.visible.to(model.device), self.position - self.num_before
+            mask: Any = rows_mask(model, spec, visible, before)
             if spec.states:  # which go by no mask: each row has its own token
                 mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
             told["attention_mask"] = mask
         return told
-
-    def _mask(self, model: PreTrainedModel, spec: ModelSpec, visible: Tensor) -> Tensor:
-        """Return the model's mask for the entries that rows see, [B, S] bool."""
-        config = model.config
-        hidden = ~visible[:, None, None]
-        if config.model_type == "mpt":
-            return hidden
-        if spec.family == "alibi":  # from which it counts positions
-            return visible.long()
-        if window_of(config) is not None:  # which it adds to a mask of all its positions
-            return pad(visible.long(), (self.position - self.num_before, 0))
-        return torch.finfo(model.dtype).min * hidden.to(model.dtype)
 
     @property
     def _birth(self) -> slice | Tensor:

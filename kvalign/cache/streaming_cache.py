@@ -45,6 +45,8 @@ class StreamingCache(FixedSizeCache):
         kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
         ahead: what was read beyond the last token (`kvalign.streaming.lookup`), until any other
             token comes; None: nothing.
+        goes_by_order: whether attention needs entries in the order of time.
+        takes_marks: whether it reads keys as their marks say (`mark`).
         kernel: says what our kernel reads of stored entries in a decode step (`by_kernel.py`);
             None: the model's attention reads them.
     """
@@ -73,8 +75,8 @@ class StreamingCache(FixedSizeCache):
         # architectures that we do not know.
         sees_window = spec.window is not None and spec.window <= self.sizes.cache_size
         is_known = spec.model_type in FAMILIES
-        self._goes_by_order = spec.family == "alibi" or sees_window or not is_known
-        self._takes_marks = spec.model_type in REGISTERED
+        self.goes_by_order = spec.family == "alibi" or sees_window or not is_known
+        self.takes_marks = spec.model_type in REGISTERED
         behind = dict.fromkeys(self.memory.layers if self.memory else (), self.memory)
         of_all = self.sinks, self.sizes
         return [WindowLayer(self, i, *of_all, behind.get(i)) for i in spec.attention]
@@ -86,20 +88,14 @@ class StreamingCache(FixedSizeCache):
         self._moved = [*map(self.frame.num_moved, seen)]
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
-        if self._goes_by_order:
+        if self.goes_by_order:
             return True
         if min(stored) + num_new == min(self.end + num_new, self.sizes.first_input_len):
             return False
-        if self.config is None or not self._takes_marks:
+        if self.config is None or not self.takes_marks:
             return True
         install(self.config)
         return False
-
-    @property
-    def may_be_static(self) -> bool:
-        """Return whether attention can be told, in all layers, which slots have no entry yet."""
-        is_told = self._takes_marks and not self._goes_by_order and self.config is not None
-        return is_told and self.memory is None and len(self.attention) == len(self.layers)
 
     def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers, *([] if self.memory is None else [self.memory])]
@@ -173,12 +169,6 @@ class StreamingCache(FixedSizeCache):
         """Return whether the keys of sinks are rotated to follow the window."""
         return self.realigner.rotation is not None and not self.stores_bare
 
-    @property
-    def stays(self) -> bool:
-        """Return whether a step writes entries as they come and reads them as they lie."""
-        layer = self.attention[0]
-        return layer.sources is layer.entries and self.realigner.strategy != "read"
-
     def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
         if self.memory is not None:
@@ -210,14 +200,9 @@ class StreamingCache(FixedSizeCache):
 
     @property
     def is_decode(self) -> bool:
+        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
         assert self.step is not None
         return self._is_decode(self.step)
-
-    @property
-    def is_usual(self) -> bool:
-        assert self.step is not None
-        finds_all = self.memory is None or self.memory.finds_all
-        return self.is_decode and self.step.is_alike and finds_all
 
     @property
     def _asks_for_places(self) -> bool:

@@ -57,8 +57,7 @@ class Cached(Method):
         if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
             of_keys = self.spec.head_dim, cache.realigner.rotation
             cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
-        is_static = self.stepper is not None and self.stepper.is_static
-        cache.is_static = is_static and cache.may_be_static
+        cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         return cache
 
     def _memory(self, sizes: CacheSizes) -> CacheMemory:

@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from torch.nn.functional import pad
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES
+from kvalign.models.architectures import FAMILIES, ModelSpec, window_of
 
 OWN_ATTENTION = {
     "gpt_neo": "a class of its own",
@@ -74,6 +80,21 @@ def own_mask(mask: Tensor) -> Iterator[None]:
         yield
     finally:
         _mask.reset(token)
+
+
+def rows_mask(model: PreTrainedModel, spec: ModelSpec, visible: Tensor, num_before: int) -> Tensor:
+    """Return the model's own form of a mask for one token in each row: the entries that rows see,
+    [B, S] bool, of which the first is at position `num_before` in the longest row.
+    """
+    config = model.config
+    hidden = ~visible[:, None, None]
+    if config.model_type == "mpt":
+        return hidden
+    if spec.family == "alibi":  # from which it counts positions
+        return visible.long()
+    if window_of(config) is not None:  # which it adds to a mask of all its positions
+        return pad(visible.long(), (num_before, 0))
+    return torch.finfo(model.dtype).min * hidden.to(model.dtype)
 
 
 def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Self, TypeGuard, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
-from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
 from kvalign.steppers import step_file
+from kvalign.steppers.caches import is_plain, stays
 from kvalign.steppers.compiled import Compiled
 from kvalign.steppers.step_file import Run, load_or_make, tensors_of
 
@@ -32,11 +32,6 @@ log = logging.getLogger(__name__)
 
 CHANGED = "the model was changed: its stored step is no longer taken"
 EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms a step
-
-
-def _is_plain(cache: Cache) -> TypeGuard[StreamingCache]:
-    """Return whether a cache has nothing but sinks and windows."""
-    return isinstance(cache, StreamingCache) and cache.memory is None
 
 
 @final
@@ -66,7 +61,7 @@ class Stored(Stepper):
 
     @classmethod
     def ready(cls, method: Method) -> Self | None:
-        if not isinstance(method, Cached) or not _is_plain(method.cache):
+        if not isinstance(method, Cached) or not is_plain(method.cache):
             return None
         if method.model.device.type != "cpu" or step_file.is_empty():
             return None
@@ -115,10 +110,10 @@ class Stored(Stepper):
         return None
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
-        if not _is_plain(cache) or len(cache.attention) < len(cache.layers):
+        if not is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or not cache.is_decode or step.in_order or not cache.stays:
+        if step is None or not cache.is_decode or step.in_order or not stays(cache):
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None

@@ -21,7 +21,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
-from kvalign.streaming.health import no_token
 
 if TYPE_CHECKING:
     from kvalign.streaming.lookup import Lookup
@@ -84,6 +83,8 @@ class Row:
             scores = self.processors(self._ids[:, : self._len], logits)
         best, token = scores.max(-1)  # NaN counts as the greatest number
         if not best.isfinite().all():
+            from kvalign.streaming.health import no_token
+
             raise no_token(logits, method)
         if self.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
