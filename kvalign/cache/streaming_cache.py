@@ -8,11 +8,13 @@ window (`ring.py`). Attention gets all C + 1 slots as they lie. The next positio
 however long the stream is.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.cache_memory import CacheMemory
-from kvalign.cache.edits import CachePart, in_places, taken
 from kvalign.cache.realigner import MASKED, Realigner
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
@@ -33,6 +33,10 @@ from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.attention import REGISTERED, install, own_mask
 from kvalign.models.key_bases import KeyBases
+
+if TYPE_CHECKING:  # guests
+    from kvalign.cache.cache_memory import CacheMemory
+    from kvalign.cache.edits import CachePart
 
 
 class StreamingCache(FixedSizeCache):
@@ -119,6 +123,8 @@ class StreamingCache(FixedSizeCache):
         """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
         UserError if rows differ.
         """
+        from kvalign.cache.edits import CachePart
+
         step = self.settle()
         if step is None or not step.is_alike or len(set(self.gone)) > 1:
             raise UserError("rows that differ cannot be edited together: select one")
@@ -131,6 +137,8 @@ class StreamingCache(FixedSizeCache):
         Args:
             num_gone: tokens that were evicted before them; None: those of its own.
         """
+        from kvalign.cache.edits import in_places
+
         total = sum(part.num for part in parts)
         num_over = self.kept.num_dropped(total)
         pieces = in_places(parts, self.sizes.num_sinks, num_over)
@@ -149,6 +157,8 @@ class StreamingCache(FixedSizeCache):
         self, layer: WindowLayer, i: int, pieces: Sequence[CachePart], seen: int
     ) -> list[KV]:
         """Entries of these pieces for the rings of a layer, in rows of so many tokens."""
+        from kvalign.cache.edits import taken
+
         if self.memory is None:
             return taken(layer, i, pieces)
         return self.memory.taken(layer, i, pieces, seen)

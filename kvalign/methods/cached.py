@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
@@ -24,6 +23,9 @@ from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
+
+if TYPE_CHECKING:
+    from kvalign.cache.cache_memory import CacheMemory
 
 
 class Cached(Method):
@@ -60,7 +62,7 @@ class Cached(Method):
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         return cache
 
-    def _memory(self, sizes: CacheSizes) -> CacheMemory:
+    def _memory(self, sizes: CacheSizes) -> "CacheMemory":
         of_model = self.places_by, self.model.config, self.num_positions
         return GUESTS["memory"](self.spec, sizes, *of_model, grows=self.stepper is None)
 
