@@ -17,17 +17,18 @@ BLOOM: through its mask).
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.band import band_and_sinks, has_band_kernel
+from kvalign.models.attention import bloom_mask
+from kvalign.models.band import band_and_sinks, both_forms, has_band_kernel
 from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
@@ -39,16 +40,13 @@ TablesOf = Callable[[int], Tables | None]
 """Tables that place a layer's entries when they are read; None: they are read where they lie."""
 
 
-class Recalled(NamedTuple):
-    """Entries that T queries of a segment take back, as attention gets them.
+class Recalled(Protocol):
+    """Entries that the queries of a block take back from a memory."""
 
-    Attributes:
-        scores: [B, H, G, T, R] float32, -inf of what is not there.
-        values: [B, H, T, R, D], where each query finds them.
-    """
-
-    scores: Tensor
-    values: Tensor
+    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the others for their scores [B, H, G, T, S'], of which they take a share, and
+        their own output [B, H, G, T, D].
+        """
 
 
 Recall = Callable[["Block", Tensor], Recalled]
@@ -142,7 +140,7 @@ class Segment:
             # A CPU is faster without its kernel than with one of twice the size.
             is_plain = not on_cpu
             if is_plain:
-                turned, keys, values = self._wide(query, turned, keys, values)
+                turned, keys, values = both_forms(query, turned, keys, values, self.num_sinks)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
         for block in self.blocks(num_recalled):
             ours = turned[:, :, block.queries]
@@ -171,27 +169,12 @@ class Segment:
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
 
-    def _wide(
-        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of twice the size, whose one product has both forms of a query:
-        its place beside the sinks, and its turn beside the window.
-        """
-        sinks, window = keys.tensor_split([self.num_sinks], 2)
-        keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
-        return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
-
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among
         the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
         """
-        turn, dtype = self.dropped - self.dropped[0], model.dtype
         visible = Block(self, 0, len(self.t), 0).visible
-        ones = torch.ones(1, 2, dtype=torch.float32, device=turn.device)
-        slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
-        mask = slopes.new_zeros(1, len(slopes), *visible.shape)
-        mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]
-        return mask.masked_fill(~visible, torch.finfo(dtype).min)
+        return bloom_mask(model, visible, self.dropped - self.dropped[0], self.num_sinks)
 
 
 class Block:
@@ -280,11 +263,7 @@ class Block:
     def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
         """Weights of entries [B, H, G, T, S'], and the output of recalled ones [B, H, G, T, D]."""
         scores = scores.masked_fill(~self.visible, -torch.inf)
-        if recalled is None:
-            return scores.softmax(-1), 0.0
-        both = torch.cat([scores, recalled.scores], -1).softmax(-1)
-        weights, of_recalled = both.tensor_split([scores.shape[-1]], -1)
-        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)
+        return (scores.softmax(-1), 0.0) if recalled is None else recalled.weights(scores)
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:

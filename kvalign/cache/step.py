@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners.entries import KV
 from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -181,14 +180,6 @@ class Step:
         """Slots of the newest entries before the pass (see `order_of`)."""
         return order_of(self.sizes, self.stored, self.end, num, self.device)
 
-    def by_time(self, found: KV) -> KV:
-        """Entries that attention got for one new token, in the order of time, right-aligned."""
-        if self.in_order or not self.is_single:
-            return found
-        stored = [n + 1 for n in self.stored]
-        order = order_of(self.sizes, stored, self.end + 1, self.num_visible, found.keys.device)
-        return found.at(order)
-
     def oldest(self, num: int) -> Tensor:
         """Slots [num] of the oldest entries after the sinks in the longest row, of those that one
         new token sees.
@@ -217,10 +208,6 @@ class Step:
         first = self._count.positions - self._count.stored
         assert places is not None
         return (places.clamp_min(0) + first[:, None])[:, None]
-
-    def alike_rows(self) -> list[slice]:
-        """All rows if their entries have equal positions, else each."""
-        return [slice(None)] if self.is_alike else [slice(i, i + 1) for i in range(len(self.seen))]
 
     @property
     def evicts(self) -> bool:

@@ -23,7 +23,7 @@ from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, as_sinks, bare_sinks, in_window
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saved import ReadTensor
-from kvalign.cache.segments import Block, Recalled
+from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
@@ -31,9 +31,11 @@ from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
 from kvalign.memory.memory import TOGETHER, Memory
-from kvalign.memory.recall import Found, QueryBatch, Recalls
+from kvalign.memory.recall import Found, QueryBatch, Recalled, Recalls
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sizes import layers_asked
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
 from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install, mark
 from kvalign.models.rope import RotationByLayer
@@ -301,6 +303,19 @@ class Memories(CacheMemory):
                 ring.append(stored)
         memory.seen = [seen] * len(memory.held.keys)
         return [cat(parts) for parts in rings]
+
+
+def takes_memory(method: Method, num: int) -> bool:
+    """Return whether a method with these sizes could have a memory of so many tokens."""
+    if not isinstance(method, Cached):
+        return False
+    try:
+        sizes = replace(method.sizes, memory=num, num_recalled=None)
+        of_model = method.places_by, method.model.config, method.num_positions
+        Memories(method.spec, sizes, *of_model)
+    except UserError:
+        return False
+    return True
 
 
 def fill(cache: StreamingCache, rng: torch.Generator) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
-from kvalign.cache.segments import Block, Recalled
+from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
@@ -41,6 +41,24 @@ class Found(NamedTuple):
         """The same there, entries in this dtype."""
         entries = self.entries.map(lambda x: x.to(device, dtype))
         return Found(entries, self.ages.to(device), self.visible.to(device))
+
+
+class Recalled(NamedTuple):
+    """Entries that T queries of a segment take back, as attention gets them.
+
+    Attributes:
+        scores: [B, H, G, T, R] float32, -inf of what is not there.
+        values: [B, H, T, R, D], where each query finds them.
+    """
+
+    scores: Tensor
+    values: Tensor
+
+    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kvalign.cache.segments.Recalled`."""
+        both = torch.cat([scores, self.scores], -1).softmax(-1)
+        weights, own = both.tensor_split([scores.shape[-1]], -1)
+        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", own, self.values)
 
 
 class EvictedSlots:
@@ -262,7 +280,8 @@ class Recalls:
         if realigner.strategy != "read":
             return placed
         parts = []
-        for rows in step.alike_rows():
+        each = [slice(i, i + 1) for i in range(len(step.seen))]
+        for rows in [slice(None)] if step.is_alike else each:  # those with equal positions
             first = self.slots.start + step.births[rows][0] - step.stored[rows][0]
             places = slice(first, first + placed.keys.shape[2])
             at = torch.arange(first, places.stop, device=placed.keys.device)

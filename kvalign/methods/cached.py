@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -54,7 +53,7 @@ class Cached(Method):
         of_model = self.spec, self.sizes, self.places_by
         if not self.sizes.is_oldest:
             return GUESTS["any-slot"](*of_model, self.model.config)
-        memory = self._memory(self.sizes) if self.sizes.memory else None
+        memory = self._memory() if self.sizes.memory else None
         cache = StreamingCache(*of_model, self._bases, self.model.config, memory)
         if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
             of_keys = self.spec.head_dim, cache.realigner.rotation
@@ -62,21 +61,13 @@ class Cached(Method):
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         return cache
 
-    def _memory(self, sizes: CacheSizes) -> "CacheMemory":
+    def _memory(self) -> "CacheMemory":
         of_model = self.places_by, self.model.config, self.num_positions
-        return GUESTS["memory"](self.spec, sizes, *of_model, grows=self.stepper is None)
+        return GUESTS["memory"](self.spec, self.sizes, *of_model, grows=self.stepper is None)
 
     @property
     def _bases(self) -> KeyBases | None:
         return key_bases(self.model) if self.sizes.cache_dtype == "int8" else None
-
-    def takes_memory(self, num: int) -> bool:
-        """Return whether a stream with these sizes could have a memory of so many tokens."""
-        try:
-            self._memory(replace(self.sizes, memory=num, num_recalled=None))
-        except UserError:
-            return False
-        return True
 
     @abstractmethod
     def realigner(self) -> Realigner | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def has_band_kernel(query: Tensor) -> bool:
@@ -80,6 +81,17 @@ def band_and_sinks(
     given = given.flatten(1, 2).transpose(1, 2)
     share = (sums - both).exp().transpose(1, 2)[..., None]
     return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
+
+
+def both_forms(
+    query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, num_sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of twice the size, whose one product has both forms of a query: its
+    place beside the sinks, and its turn beside the window.
+    """
+    sinks, window = keys.tensor_split([num_sinks], 2)
+    keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
+    return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
 
 
 @functools.cache
