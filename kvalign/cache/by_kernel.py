@@ -15,8 +15,9 @@ from kvalign.cache.int8 import Int8
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
-from kvalign.models import attention, kernel
-from kvalign.models.architectures import rotation_of, window_of
+from kvalign.models import kernel
+from kvalign.models.architectures import REGISTERED, rotation_of, window_of
+from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
 
 
@@ -46,7 +47,7 @@ class InSight(NamedTuple):
 
 
 class KernelReader:
-    """What our kernel is told of the entries of 8 bits of a cache.
+    """Reader of the entries of 8 bits of a cache by our kernel.
 
     Args:
         sizes: of the cache.
@@ -81,7 +82,7 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
     is_int8 = keys.dtype == torch.int8
     form = Int8(model.dtype) if is_int8 else Form(model.dtype)
     return (
-        model.config.model_type in attention.REGISTERED
+        model.config.model_type in REGISTERED
         and window_of(model.config) is None
         and keys.shape[3] in map(form.width, kernel.DIMS)
         and model.dtype == torch.float32
@@ -98,5 +99,5 @@ def reader_of(
     stored = torch.empty(1, 1, 1, width, dtype=torch.int8)
     if model.device.type != "cpu" or not is_read_by_kernel(model, stored):
         return None
-    attention.install(model.config)
+    install(model.config)
     return KernelReader(sizes, rotation)

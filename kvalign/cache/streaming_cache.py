@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.realigner import MASKED, Realigner
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
@@ -30,8 +30,8 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES, ModelSpec
-from kvalign.models.attention import REGISTERED, install, own_mask
+from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
+from kvalign.models.attention import install, own_mask
 from kvalign.models.key_bases import KeyBases
 
 if TYPE_CHECKING:  # guests

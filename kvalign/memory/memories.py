@@ -36,8 +36,8 @@ from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sizes import layers_asked
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
-from kvalign.models.architectures import ModelSpec, window_of
-from kvalign.models.attention import REGISTERED, install, mark
+from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
+from kvalign.models.attention import install, mark
 from kvalign.models.rope import RotationByLayer
 
 _OF_LAYER = 0x5851F42D4C957F2D  # a factor of Knuth's for numbers of 64 bits

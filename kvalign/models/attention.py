@@ -26,23 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES, ModelSpec, window_of
-
-OWN_ATTENTION = {
-    "gpt_neo": "a class of its own",
-    "bloom": "ALiBi in a class of its own",
-    "mpt": "ALiBi in a class of its own",
-    "codegen": "a class of its own",
-    "falcon": "classes of its own",
-    "gemma2": "scores with a cap",
-    "gpt_oss": "learned sink logits",
-    "gptj": "a class of its own",
-    "lfm2": "convolutions beside it",
-}
-"""Architectures whose attention is not a plain function of the registry, with the reason."""
-
-REGISTERED = tuple(kind for kind in FAMILIES if kind not in OWN_ATTENTION)
-"""Architectures whose attention is a function of the registry."""
+from kvalign.models.architectures import ModelSpec, window_of
 
 ReadKeys = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a query [B, H, T, D], keys, values [B, H_kv, S, D] and the scale: [B, T, H, D]."""

@@ -15,8 +15,7 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
-from kvalign.models.architectures import FAMILIES
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import FAMILIES, REGISTERED
 from kvalign.policies import POLICIES
 
 FACTOR = 4  # times as far from float64 as the plain loop of the same precision is
