@@ -126,9 +126,9 @@ class Memories(CacheMemory):
                     if layer.layer_idx in self.of:
                         self._put_newest(layer, seen, num, at.to(layer.device))
         self.recalls.begin(step, step.seen if first is None else first.seen)
-        if asking := self.recalls.of_step:
+        if batch := self.recalls.of_step:
             for memory in self.of.values():
-                memory.prepare(asking)
+                memory.prepare(batch)
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -157,10 +157,10 @@ class Memories(CacheMemory):
             recall = partial(self._recall, layer.layer_idx)
             attend = partial(step.segment.attend, layer.layer_idx, recall=recall)
             return found._replace(keys=mark(found.keys, attend))
-        if (asking := self.recalls.of_step) is None:
+        if (batch := self.recalls.of_step) is None:
             return found
         # A tensor of its own: the ring keeps the keys, and would keep the mark.
-        keys = mark(found.keys.detach(), partial(self._attend, layer, step, asking))
+        keys = mark(found.keys.detach(), partial(self._attend, layer, step, batch))
         return found._replace(keys=keys)
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
@@ -174,16 +174,16 @@ class Memories(CacheMemory):
         """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
         back, each as it would alone.
         """
-        asking = self.recalls.of_block(block)
-        asked = self.recalls.asked(query, asking)
-        found = self.of[layer].find(asked, asking)
-        return self.recalls.recalled(layer, asked, asking, found)
+        batch = self.recalls.of_block(block)
+        asked = self.recalls.asked(query, batch)
+        found = self.of[layer].find(asked, batch)
+        return self.recalls.recalled(layer, asked, batch, found)
 
     def _attend(
         self,
         layer: WindowLayer,
         step: Step,
-        asking: QueryBatch,
+        batch: QueryBatch,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -193,23 +193,23 @@ class Memories(CacheMemory):
         ones instead of the window's oldest: [B, 1, H, D].
         """
         number, realigner = layer.layer_idx, layer.realigner
-        asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
-        found = self.of[number].find(asked, asking)
-        stored = self.recalls.stored(number, realigner, step, asking, found)
+        asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
+        found = self.of[number].find(asked, batch)
+        stored = self.recalls.stored(number, realigner, step, batch, found)
         slots = step.oldest(stored.keys.shape[2]).to(keys.device)
-        seen, bias = KV(keys, values), self._bias(asking, found, keys, slots)
+        seen, bias = KV(keys, values), self._bias(batch, found, keys, slots)
         if torch.is_grad_enabled():  # which keeps what attention sees
             seen = seen.map(torch.clone)
         own = seen.at(slots)
-        if asking.has_lost is not None:
-            stored = own.unless(asking.has_lost[:, 0].to(keys.device), stored)
+        if batch.has_lost is not None:
+            stored = own.unless(batch.has_lost[:, 0].to(keys.device), stored)
         seen.put_at(slots, stored)
         given = realigner.attend(step, number, query, *seen, scale, bias)
         if not torch.is_grad_enabled():
             seen.put_at(slots, own)
         return given
 
-    def _bias(self, asking: QueryBatch, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
+    def _bias(self, batch: QueryBatch, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
         """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
         None: nothing.
         """
@@ -217,8 +217,8 @@ class Memories(CacheMemory):
         if of_found is None:
             return None
         of_found = of_found[:, :, 0]
-        if asking.has_lost is not None:
-            of_found = of_found.masked_fill(~asking.has_lost[:, :1, None].to(keys.device), 0.0)
+        if batch.has_lost is not None:
+            of_found = of_found.masked_fill(~batch.has_lost[:, :1, None].to(keys.device), 0.0)
         bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         return bias.index_copy(2, slots, of_found)
 

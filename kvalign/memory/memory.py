@@ -138,16 +138,16 @@ class Memory:
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
-    def prepare(self, asking: QueryBatch) -> EvictedSlots:
+    def prepare(self, batch: QueryBatch) -> EvictedSlots:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
-        lost = asking.lost(self.num_slots)
+        lost = batch.lost(self.num_slots)
         if self.sketch is None:
             _ = lost.worth, lost.newer
         return lost
 
-    def find(self, queries: Tensor, asking: QueryBatch) -> Found:
+    def find(self, queries: Tensor, batch: QueryBatch) -> Found:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        asked, lost = queries.to("cpu"), self.prepare(asking)
+        asked, lost = queries.to("cpu"), self.prepare(batch)
         if self.sketch is not None:
             found = self._find_by_kernel(asked.float(), self.sketch, lost)
         else:
