@@ -8,9 +8,9 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal
 
-from kvalign.cache.recall_layers import usual_recalled
 from kvalign.eval.protocol.evaluation import FLOOR, PEER, SIZES, Column, Row, Table
 from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, comparable, is_reference
+from kvalign.memory.sizes import usual_recalled
 from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)

@@ -22,8 +22,8 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import ModelSpec, window_of
-from kvalign.models.attention import REGISTERED, install
+from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
+from kvalign.models.attention import install
 from kvalign.policies import POLICIES
 
 

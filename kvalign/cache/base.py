@@ -25,14 +25,13 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.bare_keys import BareKeys
-from kvalign.cache.form import is_finite
+from kvalign.cache.form import Form
+from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import expect_tensor, has_placed_keys, older_name, with_bare_keys
+from kvalign.cache.saved import expect_tensor
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.state_layer import restore_states, with_states
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
@@ -101,7 +100,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self._hold_in_order([])
         self.attention = self._make_layers(spec)
         self.attention[0].is_first = self.attention[-1].is_last = True
-        super().__init__(layers=with_states(self.attention, spec.num_layers))
+        layers = [*self.attention]
+        if spec.states:
+            layers = GUESTS["states"](self.attention, spec.num_layers)
+        super().__init__(layers=layers)
 
     instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     _is_user_defined = False  # transformers' `generate` says that it is, of a cache it was given
@@ -156,13 +158,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """Return whether layers have received entries."""
         return self.end > 0 and self.attention[0].is_initialized
 
-    def bare_keys(self, layer_idx: int) -> BareKeys:
-        """Form of a layer's keys in 8 bits. Those that a table reads have no mean, and so no
-        base.
-        """
-        rotation, bases = self.realigner.rotation, self.bases
-        base = None if bases is None or self.realigner.strategy == "read" else bases.get(layer_idx)
-        return BareKeys(None if rotation is None else rotation.at(layer_idx), base)
+    def form(self, dtype: torch.dtype, layer_idx: int) -> Form:
+        """Form in which a layer stores its entries, which attention reads in this dtype."""
+        if not self.stores_bare:
+            return Form(dtype)
+        return GUESTS["int8"].of_layer(dtype, layer_idx, self.realigner, self.bases)
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""
@@ -210,18 +210,6 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """Describe to layers the pass that the cache is in, once a pass."""
         assert self.step is not None
         return self.step
-
-    @property
-    def is_decode(self) -> bool:
-        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
-        return False
-
-    @property
-    def is_usual(self) -> bool:
-        """Return whether the layers do the same in the pass that the cache is in as in every step
-        of a full cache.
-        """
-        return False
 
     def leave(self) -> None:
         """The last layer has taken its entries."""
@@ -314,8 +302,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         )
 
     def _end(self, step: Step) -> None:
-        self.seen = [n + step.num_new for n in step.seen]
-        self.end += step.num_new
+        self.seen = [n + step.num_lasting for n in step.seen]
+        self.end += step.num_lasting
         self.last_step = step if step.is_single else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -420,7 +408,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
         self.end = int(end)
         spec = spec_of(model.config)
-        restore_states(self.layers, state, num_rows, model)
+        if spec.states:
+            GUESTS["restored-states"](self.layers, state, num_rows, model)
         for layer in self.attention:
             i = layer.layer_idx
 
@@ -432,13 +421,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 i: int = i,
             ) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
-                is_older = dtype == torch.int8 and has_placed_keys(state, i)
-                given = older_name(name) if is_older else name
-                tensor = expect_tensor(state, f"{i}.{given}", of_rows, dtype)
-                if dtype == torch.int8 and not is_finite(tensor):
-                    raise UserError(f"a stream's {i}.{given} has scales that are not finite")
-                if is_older and name.endswith(".0"):
-                    tensor = with_bare_keys(name, tensor, self.bare_keys(i), seen, self.frame)
+                if dtype == torch.int8:
+                    form: Any = self.form(model.dtype, i)
+                    tensor = form.read(state, i, name, of_rows, seen, self.frame)
+                else:
+                    tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
                 return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)

@@ -42,6 +42,7 @@ def default_size(
         cache_dtype: as of `CacheSizes`.
     """
     from kvalign.cache.form import Form
+    from kvalign.cache.guests import GUESTS
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
@@ -52,7 +53,7 @@ def default_size(
     if longest is not None:
         limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
     if (free := _free_bytes(model)) is not None:
-        form = Form(model.dtype, cache_dtype == "int8")
+        form = GUESTS["int8"](model.dtype) if cache_dtype == "int8" else Form(model.dtype)
         of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
         held = int(free * _SHARE / num_streams / of_an_entry)

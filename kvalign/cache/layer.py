@@ -10,10 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.bare_keys import BareKeys
+from kvalign.cache.form import Form
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
 from kvalign.cache.saved import ReadTensor
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 
@@ -22,16 +23,16 @@ class Owner(Protocol):
     """The cache as its layers know it (`base.py`)."""
 
     realigner: Realigner
+    frame: CacheSizes
     seen: list[int]
     end: int
-    num_guessed: int
     step: Step | None
 
     @property
     def num_stored(self) -> int: ...
     @property
     def turns_sinks(self) -> bool: ...
-    def bare_keys(self, layer_idx: int) -> BareKeys: ...
+    def form(self, dtype: torch.dtype, layer_idx: int) -> Form: ...
     def enter(self, new: KV) -> None: ...
     def leave(self) -> None: ...
     def settle(self) -> Step | None: ...

@@ -21,8 +21,7 @@ from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, 
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import rotation_of
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import REGISTERED, rotation_of
 from kvalign.models.rope import Rotation
 
 

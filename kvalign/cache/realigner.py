@@ -19,14 +19,10 @@ from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
-from kvalign.models.architectures import window_of
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import MASKED, REGISTERED, window_of
 from kvalign.models.rope import Rotation
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
-MASKED = ("bloom",)
-"""Architectures whose attention is not in the registry, but accepts our mask."""
-
 
 Strategy = Literal["keep", "move", "read"]
 """Way to keep entries right. `keep`: attention gets them as they were written. `move`: it gets

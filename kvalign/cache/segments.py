@@ -17,16 +17,18 @@ BLOOM: through its mask).
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.band import band, has_band_kernel
+from kvalign.models.attention import bloom_mask
+from kvalign.models.band import band_and_sinks, both_forms, has_band_kernel
 from kvalign.models.rope import Rotation
 
 SEGMENT_LEN = 512  # tokens of a forward pass
@@ -38,16 +40,13 @@ TablesOf = Callable[[int], Tables | None]
 """Tables that place a layer's entries when they are read; None: they are read where they lie."""
 
 
-class Recalled(NamedTuple):
-    """Entries that T queries of a segment take back, as attention gets them.
+class Recalled(Protocol):
+    """Entries that the queries of a block take back from a memory."""
 
-    Attributes:
-        scores: [B, H, G, T, R] float32, -inf of what is not there.
-        values: [B, H, T, R, D], where each query finds them.
-    """
-
-    scores: Tensor
-    values: Tensor
+    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the others for their scores [B, H, G, T, S'], of which they take a share, and
+        their own output [B, H, G, T, D].
+        """
 
 
 Recall = Callable[["Block", Tensor], Recalled]
@@ -60,8 +59,10 @@ class Segment:
     Args:
         sizes, frame, rotation, tables: of the cache and its realigner.
         num_seen: tokens before the segment.
+        num_ahead: the last of its tokens that are guesses: they do not count.
 
     Attributes:
+        ahead: their entries, as each layer stores them.
         birth: [T] int64, each token's original position: its place.
         at: [T] int64, its position in the frame of the entries before it, to which rotary keys are
             rotated.
@@ -78,7 +79,9 @@ class Segment:
         num_seen: int,
         num_tokens: int,
         device: torch.device,
+        num_ahead: int = 0,
     ):
+        self.num_ahead, self.ahead = num_ahead, list[KV]()
         self.sizes, self.rotation, self.tables, self.num_seen = sizes, rotation, tables, num_seen
         end = num_seen + num_tokens
         self.t = torch.arange(num_seen, end, device=device)
@@ -130,12 +133,14 @@ class Segment:
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
         is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
         if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
-            return self._by_band(query, turned, keys, values, scale)
+            of_sinks = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0), self.t
+            of_window = self.sizes.window_size, scale
+            return band_and_sinks(query, turned, keys, values, *of_sinks, *of_window)
         if is_plain and self.turns and self.num_sinks:
             # A CPU is faster without its kernel than with one of twice the size.
             is_plain = not on_cpu
             if is_plain:
-                turned, keys, values = self._wide(query, turned, keys, values)
+                turned, keys, values = both_forms(query, turned, keys, values, self.num_sinks)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
         for block in self.blocks(num_recalled):
             ours = turned[:, :, block.queries]
@@ -164,53 +169,12 @@ class Segment:
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
 
-    def _by_band(
-        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
-        """Same as `attend`, in two parts that are merged by the logarithms of their sums of
-        exponentials: the window, a band of fixed width, and the sinks.
-        """
-        num_sinks, num_early = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0)
-        sinks, window = keys.tensor_split([num_sinks], 2)
-        of_sinks, of_window = values.tensor_split([num_sinks], 2)
-        out, sums = band(turned, window, of_window, self.sizes.window_size, scale)
-        if not num_sinks:
-            return out
-        if num_early:  # tokens before the end of the sinks see no window
-            out[:, :num_early], sums[:, :, :num_early] = 0, -torch.inf
-        scores = _by_head(query.unflatten(1, (sinks.shape[1], -1)), sinks.mT[:, :, None]).float()
-        scores = scores.flatten(1, 2) * scale  # [B, H, T, num_sinks]
-        if num_early:
-            unseen = torch.arange(num_sinks, device=scores.device) > self.t[:, None]
-            scores = scores.masked_fill(unseen, -torch.inf)
-        both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
-        weights = (scores - both[..., None]).exp().to(values.dtype)
-        weights = weights.unflatten(1, (sinks.shape[1], -1))
-        given = _by_head(weights, of_sinks[:, :, None]).flatten(1, 2).transpose(1, 2)
-        share = (sums - both).exp().transpose(1, 2)[..., None]
-        return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
-
-    def _wide(
-        self, query: Tensor, turned: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of twice the size, whose one product has both forms of a query:
-        its place beside the sinks, and its turn beside the window.
-        """
-        sinks, window = keys.tensor_split([self.num_sinks], 2)
-        keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
-        return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
-
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among
         the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
         """
-        turn, dtype = self.dropped - self.dropped[0], model.dtype
         visible = Block(self, 0, len(self.t), 0).visible
-        ones = torch.ones(1, 2, dtype=torch.float32, device=turn.device)
-        slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
-        mask = slopes.new_zeros(1, len(slopes), *visible.shape)
-        mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]
-        return mask.masked_fill(~visible, torch.finfo(dtype).min)
+        return bloom_mask(model, visible, self.dropped - self.dropped[0], self.num_sinks)
 
 
 class Block:
@@ -299,11 +263,7 @@ class Block:
     def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
         """Weights of entries [B, H, G, T, S'], and the output of recalled ones [B, H, G, T, D]."""
         scores = scores.masked_fill(~self.visible, -torch.inf)
-        if recalled is None:
-            return scores.softmax(-1), 0.0
-        both = torch.cat([scores, recalled.scores], -1).softmax(-1)
-        weights, of_recalled = both.tensor_split([scores.shape[-1]], -1)
-        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)
+        return (scores.softmax(-1), 0.0) if recalled is None else recalled.weights(scores)
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from kvalign.cache.recall_layers import numbers_in, usual_recalled
+from kvalign.cache.guests import GUESTS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import typed
@@ -126,42 +126,10 @@ class CacheSizes:
             )
 
     def _check_memory(self) -> None:
-        if self.memory < 0:
-            raise UserError(f"memory must be at least 0, got {self.memory}")
-        if self.recall_places not in (None, *get_args(RecallBy)):
-            raise UserError(f"recall_places must be age or rank, got {self.recall_places!r:.80}")
-        if not self.memory:
-            if self.num_recalled or self.recall_places or self.recall_layers:
-                names = "num_recalled, recall_places and recall_layers"
-                raise UserError(f"{names} need a memory: give memory, too")
-            object.__setattr__(self, "num_recalled", 0)
-            return
-        if not self.is_oldest or self.num_evicted != 1:
-            raise UserError(
-                "memory needs policy oldest, which evicts one entry at a time: leave out policy, "
-                "positions and num_evicted"
-            )
-        if self.window_size < 2:
-            raise UserError(
-                "memory needs a window of at least 2 entries: give cache_size above "
-                f"{self.num_sinks + 1} with num_sinks {self.num_sinks}, got {self.cache_size}"
-            )
-        if self.recall_layers is not None:
-            numbers_in(self.recall_layers)
-        most = self.window_size - 1
-        if self.num_recalled is None:
-            usual = usual_recalled(self.cache_size, self.num_sinks)
-            object.__setattr__(self, "num_recalled", usual)
-        assert self.num_recalled is not None
-        if not 1 <= self.num_recalled <= most:
-            raise UserError(
-                f"num_recalled must be between 1 and {most} with cache_size {self.cache_size} and "
-                f"num_sinks {self.num_sinks}, got {self.num_recalled}"
-            )
-        if self.memory < self.num_recalled:
-            raise UserError(
-                f"memory must be at least num_recalled ({self.num_recalled}), got {self.memory}"
-            )
+        of_memory = (self.memory, self.num_recalled or None, self.recall_places, self.recall_layers)
+        asks = of_memory != (0, None, None, None)
+        num_recalled = GUESTS["memory-sizes"](self) if asks else 0
+        object.__setattr__(self, "num_recalled", num_recalled)
 
     @property
     def num_in_sight(self) -> int:

@@ -78,8 +78,6 @@ def restore_states(
     """Restore the state of the cache's layers that have one from `state`, checked against
     transformers' own cache after one token.
     """
-    if not any(isinstance(layer, StateLayer) for layer in layers):
-        return
     cache = DynamicCache(config=model.config)
     ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with in_eval_mode([*model.modules()]):

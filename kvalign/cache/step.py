@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from kvalign.aligners.entries import KV
-from kvalign.cache.bare_keys import InSight
+from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.architectures import ModelSpec, window_of
+from kvalign.models.architectures import ModelSpec
+from kvalign.models.attention import rows_mask
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class DecodeStep:
     ranks: Tensor | None
     all_at: slice | Tensor | None
     scales: tuple[Tensor, Tensor] | None
-    in_sight: InSight | None
+    in_sight: Sight | None
 
 
 class Counts(NamedTuple):
@@ -90,6 +89,7 @@ class Step:
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass, once a layer asks for it.
         is_single: whether it has one token per row, and no segment.
+        num_lasting: tokens of each row that count; the others are guesses.
         num_before: entries that the longest row finds.
         num_visible: entries that the longest row's last new token sees.
         size: slots that are in use after the pass; in a static one all.
@@ -119,6 +119,7 @@ class Step:
     def __post_init__(self) -> None:
         sizes, num_new = self.sizes, self.num_new
         self.is_single = num_new == 1 and self.segment is None
+        self.num_lasting = num_new - (self.segment.num_ahead if self.segment else 0)
         self.num_before, self.position = max(self.stored), max(self.positions)
         self.num_visible = self.num_before + num_new
         most = sizes.first_input_len
@@ -179,14 +180,6 @@ class Step:
         """Slots of the newest entries before the pass (see `order_of`)."""
         return order_of(self.sizes, self.stored, self.end, num, self.device)
 
-    def by_time(self, found: KV) -> KV:
-        """Entries that attention got for one new token, in the order of time, right-aligned."""
-        if self.in_order or not self.is_single:
-            return found
-        stored = [n + 1 for n in self.stored]
-        order = order_of(self.sizes, stored, self.end + 1, self.num_visible, found.keys.device)
-        return found.at(order)
-
     def oldest(self, num: int) -> Tensor:
         """Slots [num] of the oldest entries after the sinks in the longest row, of those that one
         new token sees.
@@ -216,10 +209,6 @@ class Step:
         assert places is not None
         return (places.clamp_min(0) + first[:, None])[:, None]
 
-    def alike_rows(self) -> list[slice]:
-        """All rows if their entries have equal positions, else each."""
-        return [slice(None)] if self.is_alike else [slice(i, i + 1) for i in range(len(self.seen))]
-
     @property
     def evicts(self) -> bool:
         """Return whether an entry is evicted before the next pass."""
@@ -235,23 +224,12 @@ class Step:
         if len(set(self.positions)) > 1 or not self.is_even:
             told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if not self.is_even and self.in_order:
-            mask: Any = self._mask(model, spec, self.visible.to(model.device))
+            visible, before = self.visible.to(model.device), self.position - self.num_before
+            mask: Any = rows_mask(model, spec, visible, before)
             if spec.states:  # which go by no mask: each row has its own token
                 mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
             told["attention_mask"] = mask
         return told
-
-    def _mask(self, model: PreTrainedModel, spec: ModelSpec, visible: Tensor) -> Tensor:
-        """Return the model's mask for the entries that rows see, [B, S] bool."""
-        config = model.config
-        hidden = ~visible[:, None, None]
-        if config.model_type == "mpt":
-            return hidden
-        if spec.family == "alibi":  # from which it counts positions
-            return visible.long()
-        if window_of(config) is not None:  # which it adds to a mask of all its positions
-            return pad(visible.long(), (self.position - self.num_before, 0))
-        return torch.finfo(model.dtype).min * hidden.to(model.dtype)
 
     @property
     def _birth(self) -> slice | Tensor:
@@ -260,7 +238,7 @@ class Step:
         return slice(self.births[0], self.births[0] + 1)
 
     def as_decode(
-        self, asks_for_places: bool, are_bare: bool = False, in_sight: InSight | None = None
+        self, asks_for_places: bool, are_bare: bool = False, in_sight: Sight | None = None
     ) -> DecodeStep:
         """The usual pass, described for attention that asks where entries are, for keys that are
         stored bare, or for our kernel.

@@ -8,58 +8,71 @@ window (`ring.py`). Attention gets all C + 1 slots as they lie. The next positio
 however long the stream is.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from kvalign.cache.bare_keys import InSight
+from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import CachePart, EntryPart, in_places, taken
-from kvalign.cache.realigner import MASKED
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES, ModelSpec
-from kvalign.models.attention import REGISTERED, install, own_mask
+from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
+from kvalign.models.attention import install, own_mask
+from kvalign.models.key_bases import KeyBases
 
-
-class Ahead(NamedTuple):
-    """Tokens that a cache has read beyond its last one. Their entries are put aside, and do not
-    count until they come.
-
-    Attributes:
-        ids: the tokens.
-        logits: [T, V] float32, after each of them.
-    """
-
-    ids: list[int]
-    logits: Tensor
+if TYPE_CHECKING:  # guests
+    from kvalign.cache.cache_memory import CacheMemory
+    from kvalign.cache.edits import CachePart, EntryPart
 
 
 class StreamingCache(FixedSizeCache):
-    """Sinks and a window; arguments and errors as of `FixedSizeCache`.
+    """Sinks and a window; other arguments and errors as of `FixedSizeCache`.
+
+    Args:
+        memory: where evicted entries go, made for these sizes; None: they are forgotten.
 
     Attributes:
-        ahead: result of `read_ahead`, until any other token comes; None: nothing.
-        by_kernel: whether our kernel reads entries of 8 bits in decode steps, as they are stored.
+        kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
+        ahead: what was read beyond the last token (`kvalign.streaming.lookup`), until any other
+            token comes; None: nothing.
+        goes_by_order: whether attention needs entries in the order of time.
+        takes_marks: whether it reads keys as their marks say (`mark`).
+        kernel: says what our kernel reads of stored entries in a decode step (`by_kernel.py`);
+            None: the model's attention reads them.
     """
 
     attention: list[WindowLayer]
-    ahead: Ahead | None
-    by_kernel = False
-    num_guessed = 0
-    """Tokens of the pass that are read ahead."""
+    ahead: Any
+    kernel: Any = None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None = None,
+        bases: KeyBases | None = None,
+        config: PretrainedConfig | None = None,
+        memory: CacheMemory | None = None,
+    ):
+        self.memory, self.kept = memory, sizes if memory is None else memory.kept
+        super().__init__(spec, sizes, realigner, bases, config)
+        if memory is not None and memory.frame is not None:
+            self.frame = memory.frame
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
@@ -67,9 +80,11 @@ class StreamingCache(FixedSizeCache):
         # architectures that we do not know.
         sees_window = spec.window is not None and spec.window <= self.sizes.cache_size
         is_known = spec.model_type in FAMILIES
-        self._goes_by_order = spec.family == "alibi" or sees_window or not is_known
-        self._takes_marks = spec.model_type in REGISTERED
-        return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
+        self.goes_by_order = spec.family == "alibi" or sees_window or not is_known
+        self.takes_marks = spec.model_type in REGISTERED
+        behind = dict.fromkeys(self.memory.layers if self.memory else (), self.memory)
+        of_all = self.sinks, self.sizes
+        return [WindowLayer(self, i, *of_all, behind.get(i)) for i in spec.attention]
 
     def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
         super()._hold(seen, gone)
@@ -78,23 +93,17 @@ class StreamingCache(FixedSizeCache):
         self._moved = [*map(self.frame.num_moved, seen)]
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
-        if self._goes_by_order:
+        if self.goes_by_order:
             return True
         if min(stored) + num_new == min(self.end + num_new, self.sizes.first_input_len):
             return False
-        if self.config is None or not self._takes_marks:
+        if self.config is None or not self.takes_marks:
             return True
         install(self.config)
         return False
 
-    @property
-    def may_be_static(self) -> bool:
-        """Return whether attention can be told, in all layers, which slots have no entry yet."""
-        is_told = self._takes_marks and not self._goes_by_order and self.config is not None
-        return is_told and len(self.attention) == len(self.layers)
-
     def _parts(self) -> list[Part]:
-        return [self.sinks, *self.layers]
+        return [self.sinks, *self.layers, *([] if self.memory is None else [self.memory])]
 
     def _rings(self) -> Iterator[Ring]:
         return (ring for layer in self.attention for ring in layer.rings)
@@ -109,16 +118,14 @@ class StreamingCache(FixedSizeCache):
     @property
     def num_kept(self) -> int:
         """Entries of each row that an edit can move, in rows that are alike."""
-        return self.num_stored
-
-    def _num_over(self, num: int) -> int:
-        """Return how many of so many entries are evicted."""
-        return self.sizes.num_dropped(num)
+        return max(map(self.kept.num_stored, self.seen), default=0)
 
     def part(self, first: int, stop: int) -> CachePart:
         """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
         UserError if rows differ.
         """
+        from kvalign.cache.edits import CachePart
+
         step = self.settle()
         if step is None or not step.is_alike or len(set(self.gone)) > 1:
             raise UserError("rows that differ cannot be edited together: select one")
@@ -133,8 +140,10 @@ class StreamingCache(FixedSizeCache):
         Args:
             num_gone: tokens that were evicted before them; None: those of its own.
         """
+        from kvalign.cache.edits import in_places
+
         total = sum(part.num for part in parts)
-        num_over = self._num_over(total)
+        num_over = self.kept.num_dropped(total)
         pieces = in_places(parts, self.sizes.num_sinks, num_over)
         if num_gone is None:
             num_gone = self.num_tokens[0] - self.num_kept
@@ -143,14 +152,19 @@ class StreamingCache(FixedSizeCache):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*parts[0].like(i))
                 if pieces:
-                    self._fill(i, pieces, total - num_over)
+                    layer.replace(self._taken(layer, i, pieces, total - num_over))
             rows = parts[0].num_rows
             self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 
-    def _fill(self, i: int, pieces: Sequence[EntryPart], seen: int) -> None:
-        """Have the i-th layer with attention hold these entries, of rows with so many tokens."""
-        layer = self.attention[i]
-        layer.replace(taken(layer, i, pieces))
+    def _taken(
+        self, layer: WindowLayer, i: int, pieces: Sequence[EntryPart], seen: int
+    ) -> list[KV]:
+        """Entries of these pieces for the rings of a layer, in rows of so many tokens."""
+        from kvalign.cache.edits import taken
+
+        if self.memory is None:
+            return taken(layer, i, pieces)
+        return self.memory.taken(layer, i, pieces, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""
@@ -160,29 +174,18 @@ class StreamingCache(FixedSizeCache):
                 "this model cannot be edited: the state of its layers without attention is of all "
                 "tokens at once"
             )
+        if self.memory is not None:
+            self.memory.check_editable()
 
     @cached_property
     def turns_sinks(self) -> bool:
         """Return whether the keys of sinks are rotated to follow the window."""
         return self.realigner.rotation is not None and not self.stores_bare
 
-    @cached_property
-    @no_autograd_modes()
-    def turns(self) -> Tensor | None:
-        """Turns of keys to all places, as our kernel takes them; None: they do not turn."""
-        if (rotation := self.realigner.rotation) is None:
-            return None
-        turn = rotation.turn_to(slice(0, self.sizes.first_input_len), torch.device("cpu"))
-        return torch.stack([turn.cos, turn.sin])[None]
-
-    @property
-    def stays(self) -> bool:
-        """Return whether a step writes entries as they come and reads them as they lie."""
-        layer = self.attention[0]
-        return layer.sources is layer.entries and self.realigner.strategy != "read"
-
     def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
+        if self.memory is not None:
+            self.memory.begin(step, self.attention, self._moved)
         self._move_back(step)
         if step.num_new == 1 and step.end <= self.sizes.cache_size:
             for ring in self._rings():
@@ -201,8 +204,8 @@ class StreamingCache(FixedSizeCache):
             return step
         self._turn_sinks(step)
         in_sight = None
-        if self.by_kernel:
-            in_sight = InSight(self.places(step), step.behind_rows, self.turns)
+        if self.kernel is not None:
+            in_sight = self.kernel.in_sight(step, self.attention[0].entries.num_slots)
         asks = in_sight is None and (self._asks_for_places or step.hides)
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
         step.decode = self.realigner.describe(step, decode)
@@ -210,26 +213,15 @@ class StreamingCache(FixedSizeCache):
 
     @property
     def is_decode(self) -> bool:
+        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
         assert self.step is not None
         return self._is_decode(self.step)
 
     @property
-    def is_usual(self) -> bool:
-        assert self.step is not None
-        return self.is_decode and self.step.is_alike
-
-    @property
     def _asks_for_places(self) -> bool:
         """Return whether attention asks for the places of the slots that it gets."""
-        return self.realigner.strategy == "read" or self.stores_bare
-
-    def places(self, step: Step) -> Tensor:
-        """Places of the entries of all slots of the rings, for our kernel: [B, S] int64, negative
-        where a row has none.
-        """
-        places = step.places.expand(len(step.seen), -1)
-        missing = self.attention[0].entries.num_slots - step.size
-        return pad(places, (0, missing), value=-1).contiguous()
+        reads = self.realigner.strategy == "read" or self.memory is not None
+        return reads or self.stores_bare
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
@@ -254,24 +246,46 @@ class StreamingCache(FixedSizeCache):
             own = [layer.entries.data.keys[:, :, :num] for layer in layers]
             torch._foreach_copy_(own, [turned[layer.layer_idx] for layer in layers])
 
+    def _end(self, step: Step) -> None:
+        if self.memory is not None:
+            self.memory.end(step)
+        super()._end(step)
+
     def reset(self) -> None:
         self.sinks.reset()
+        if self.memory is not None:
+            self.memory.reset()
         super().reset()
 
-    def segment(self, num_tokens: int, device: torch.device) -> Segment:
-        """Positions of the next tokens of rows of equal length, for feeding them as a segment."""
+    def state(self) -> dict[str, Tensor]:
+        tensors = super().state()
+        return tensors if self.memory is None else tensors | self.memory.state()
+
+    def segment(self, num_tokens: int, device: torch.device, num_ahead: int = 0) -> Segment:
+        """Positions of the next tokens of rows of equal length, for feeding them as a segment, of
+        which the last do not count.
+        """
         realigner, num_seen = self.realigner, self.seen[0] if self.seen else 0
         of_cache = (self.sizes, self.frame, realigner.rotation, realigner.tables)
-        return Segment(*of_cache, num_seen, num_tokens, device)
+        return Segment(*of_cache, num_seen, num_tokens, device, num_ahead)
 
-    def feed_segment(self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+    def feed_segment(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        logits_to_keep: int = 0,
+        segment: Segment | None = None,
+    ) -> Tensor:
         """Read ids [B, T] with the same results as feeding them one by one (`segments.py`); only if
         `is_exact`. Memory grows with T * (C + T): cut long inputs.
+
+        Args:
+            segment: from `segment`; None: all of them count.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        segment = self.segment(ids.shape[1], ids.device)
+        segment = segment or self.segment(ids.shape[1], ids.device)
         install(model.config)
         masked = model.config.model_type in MASKED
         with (
@@ -287,50 +301,3 @@ class StreamingCache(FixedSizeCache):
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
-
-    def read_ahead(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
-        `is_exact`, with at most `most_at_once` of them.
-
-        The cache is then as if only the first had been fed: the guesses are put aside.
-        `take_ahead` makes a guess count; any other token lets go of them.
-
-        Returns:
-            logits [1, V] after the first.
-        """
-        num = ids.shape[1]
-        self.num_guessed = num - 1
-        try:
-            with self.changing():
-                logits = self.feed_segment(model, ids).float()
-                self._uncount(num - 1)
-        finally:
-            self.num_guessed = 0
-        self.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:])
-        return logits[:, 0]
-
-    def take_ahead(self, token: int) -> Tensor | None:
-        """Accept a token that was read ahead: logits [1, V] after it; None if it was not."""
-        if self.ahead is None or self.ahead.ids[:1] != [token]:
-            return None
-        ids, logits = self.ahead
-        with self.changing():
-            slot = torch.tensor([self.sizes.slot(self.end)])
-            for layer in self.attention:
-                layer.entries.grow(self.end + 1)
-                layer.take_ahead(slot)
-            self._uncount(-1)
-            self.ahead = Ahead(ids[1:], logits[1:])
-        return logits[:1]
-
-    @property
-    def most_at_once(self) -> int:
-        """Tokens of a segment that stay stored, whatever it evicts; 0 before the sinks are full."""
-        sizes = self.sizes
-        has_sinks = min(self.seen, default=0) >= sizes.num_sinks
-        return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
-
-    def _uncount(self, num: int) -> None:
-        """Count so many tokens fewer, whose entries are not stored."""
-        self.end -= num
-        self.seen = [n - num for n in self.seen]

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.form import Form, form_of
+from kvalign.cache.form import Form
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.ring import Ring
 from kvalign.cache.saved import ReadTensor
@@ -19,19 +19,35 @@ from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
 
+class Behind(Protocol):
+    """The memory as a layer knows it (`cache_memory.py`)."""
+
+    def take(self, layer: "WindowLayer", step: Step, new: KV, found: KV) -> KV: ...
+    def restore(
+        self, layer: "WindowLayer", read: ReadTensor, seen: list[int], head_dim: int
+    ) -> None: ...
+
+
 class WindowLayer(StreamingLayer):
     """Sinks and a window.
 
     Attributes:
+        memory: what stands behind the window; None: nothing.
         entries: in their stored form, which attention gets; there are none before the first.
         sources: input of a realigner that moves entries: a ring of its own; or `entries`, if
             nothing moves or moves start from the last output in the model's precision.
         rings: these two, or the one.
-        ahead: entries that were read ahead, as they are stored, until their tokens come.
     """
 
-    def __init__(self, cache: Owner, layer_idx: int, sinks: SinkKeys, sizes: CacheSizes):
-        self.sinks, self.sizes = sinks, sizes
+    def __init__(
+        self,
+        cache: Owner,
+        layer_idx: int,
+        sinks: SinkKeys,
+        sizes: CacheSizes,
+        memory: Behind | None = None,
+    ):
+        self.sinks, self.sizes, self.memory = sinks, sizes, memory
         super().__init__(cache, layer_idx)
 
     def reset(self) -> None:
@@ -39,35 +55,35 @@ class WindowLayer(StreamingLayer):
         self.rings: list[Ring] = []
         for name in ("entries", "sources"):  # there are none before the first
             self.__dict__.pop(name, None)
-        self.ahead: KV | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate rings for entries like these."""
         like, realigner = KV(key_states, value_states), self.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        form = form_of(self.sizes, self.dtype, self.cache.bare_keys(self.layer_idx))
+        form = self.cache.form(self.dtype, self.layer_idx)
         most = self.sizes.first_input_len
         self.rings = [Ring(like, most, form)]
         if realigner.strategy == "move" and not (
             realigner.recursive and self.dtype == torch.float32
         ):
             dtype = torch.float32 if realigner.recursive else self.dtype
-            self.rings.append(Ring(like, most, form_of(self.sizes, dtype)))
+            self.rings.append(Ring(like, most, Form(dtype)))
         self.entries, self.sources = self.rings[0], self.rings[-1]
         if self.cache.turns_sinks:
             self.sinks.make(key_states)
         self.is_initialized = True
 
     def take(self, step: Step, new: KV) -> KV:
-        if step.decode is not None:
-            return self._take_one(step, step.decode, new)
-        if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
-            self.sinks.add(self.layer_idx, step, new.keys)
-        if not step.is_single:
-            return self._take_many(step, new)
-        for ring in self.rings:
-            ring.grow(step.size)
-        return self._take_one(step, step.as_decode(True, self.entries.form.is_int8), new)
+        decode = step.decode
+        if decode is None:
+            if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
+                self.sinks.add(self.layer_idx, step, new.keys)
+            if step.is_single:
+                for ring in self.rings:
+                    ring.grow(step.size)
+                decode = step.as_decode(True, self.entries.form.is_int8)
+        found = self._take_many(step, new) if decode is None else self._take_one(step, decode, new)
+        return found if self.memory is None else self.memory.take(self, step, new, found)
 
     def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
         """Write one token of each row, and return what its attention gets."""
@@ -85,7 +101,7 @@ class WindowLayer(StreamingLayer):
         self.entries.data.put_at(slot, stored)
         data = self.entries.data
         if decode.in_sight is not None:
-            attend = partial(form.bare.attend, decode.in_sight)
+            attend = partial(decode.in_sight.attend, form)
             return KV(mark(data.keys.detach(), attend), data.values)
         if decode.read is not None:
             data = data.at(decode.read)
@@ -152,7 +168,7 @@ class WindowLayer(StreamingLayer):
         """Write the entries that stay after a pass of several tokens; if they move, also their
         source.
         """
-        sizes, seen, num_new = self.sizes, step.seen[0], step.num_new - self.cache.num_guessed
+        sizes, seen, num_new = self.sizes, step.seen[0], step.num_lasting
         num_first = min(max(sizes.num_sinks - seen, 0), num_new)  # new sinks
         num_last = min(num_new - num_first, sizes.num_stored(seen + num_new) - sizes.num_sinks)
         num_last = max(num_last, 0)
@@ -168,15 +184,9 @@ class WindowLayer(StreamingLayer):
         put(self.entries, stored)
         if self.sources is not self.entries:
             put(self.sources, self.without_position(step, new))
-        guessed = stored.slots(num_new, self.cache.num_guessed)
-        self.ahead = guessed.map(Tensor.clone) if self.cache.num_guessed else None
-
-    def take_ahead(self, slot: Tensor) -> None:
-        """Write the first of the entries that were read ahead into a slot, [1]."""
-        assert self.ahead is not None
-        num = self.ahead.keys.shape[2]
-        self.entries.data.put_at(slot.to(self.device), self.ahead.slots(0, 1))
-        self.ahead = self.ahead.slots(1, num - 1)
+        if step.segment is not None and step.segment.num_ahead:
+            guessed = stored.slots(num_new, step.segment.num_ahead)
+            step.segment.ahead.append(guessed.map(Tensor.clone))
 
     def pieces(self, step: Step) -> list[KV]:
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the
@@ -224,7 +234,6 @@ class WindowLayer(StreamingLayer):
                 self.sources.data.rows(rows).put_at(slots, placed)
 
     def select(self, rows: Tensor) -> None:
-        self.ahead = None
         for ring in self.rings:
             ring.select(rows)
 
@@ -281,15 +290,15 @@ class WindowLayer(StreamingLayer):
 
         self.entries.grow(num_sinks)
         sinks = self.stored_sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
-        held = dict(zip(_names(self.entries.form), (of_rows(self.entries), sinks), strict=True))
+        held = dict(zip(self.entries.form.names, (of_rows(self.entries), sinks), strict=True))
         if self.sources is not self.entries:
             held["sources"] = of_rows(self.sources)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         stored = [self.sizes.num_stored(n) for n in seen]
-        width, form = max(stored), form_of(self.sizes, dtype)
-        of_entries, of_sinks = _names(form)
+        width, form = max(stored), self.cache.form(dtype, self.layer_idx)
+        of_entries, of_sinks = form.names
         entries = read_kv(read, of_entries, width, head_dim, form)
         self.lazy_initialization(*entries.slots(0, 0).map(form.decode))
         sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
@@ -299,6 +308,8 @@ class WindowLayer(StreamingLayer):
         if self.sources is not self.entries:
             sources = read_kv(read, "sources", width, head_dim, self.sources.form)
             self.sources.replace(self._by_slot(sources, stored))
+        if self.memory is not None:
+            self.memory.restore(self, read, seen, head_dim)
 
     def _by_slot(self, entries: KV, stored: list[int]) -> KV:
         """Entries in the order of time, right-aligned, each in its slot."""
@@ -314,11 +325,6 @@ class WindowLayer(StreamingLayer):
             own = entries.rows(one).slots(width - num_own, first)
             data.rows(one).slots(0, first).put(own)
         return data
-
-
-def _names(form: Form) -> tuple[str, str]:
-    """Names of entries and sinks in a state."""
-    return ("bare", "bare_sinks") if form.is_int8 else ("entries", "sinks")
 
 
 def read_kv(

@@ -11,7 +11,6 @@ from kvalign.foundation import progress
 from kvalign.invariants.base import Measured, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream
 from kvalign.invariants.subject import Subject, in_precision, once
-from kvalign.memory.cache import MemoryCache
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over
@@ -165,7 +164,7 @@ def half_entries(subject: Subject) -> Measured:
 )
 def half_logits(subject: Subject) -> Measured:
     run = _comparable(subject)
-    if isinstance(subject.stream().cache, MemoryCache):
+    if subject.stream().has_memory:
         raise NotApplicableError("in half precision it takes back other entries from its memory")
     config = subject.model.config
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):

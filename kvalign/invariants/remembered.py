@@ -16,7 +16,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Subject, once
-from kvalign.memory.cache import MemoryCache
+from kvalign.memory.memories import Memories
 from kvalign.memory.recall import Found
 from kvalign.models.attention import MARK, mark
 
@@ -51,55 +51,58 @@ class Remembered:
         times: number of comparisons.
     """
 
-    cache: MemoryCache
+    cache: StreamingCache
+    memories: Memories
     watched: Watched
     apart: float = 0.0
     where: tuple[int, int] = (0, 0)
     times: int = 0
 
 
-def _memory_of(stream: Stream) -> MemoryCache:
-    if not isinstance(stream.cache, MemoryCache):
+def _with_memory(stream: Stream) -> tuple[StreamingCache, Memories]:
+    """The cache of a stream, and its memories."""
+    cache = stream.cache
+    if not isinstance(cache, StreamingCache) or not isinstance(cache.memory, Memories):
         raise NotApplicableError("it has no memory")
-    return stream.cache
+    return cache, cache.memory
 
 
 @once
 def remember(subject: Subject) -> Remembered:
     """Feed a stream token by token, and compare what it takes back."""
     subject.needs_eviction()
-    _memory_of(subject.stream())
+    _with_memory(subject.stream())
     stream = subject.stream(is_watched=True)
-    cache, watched = _memory_of(stream), cast(Watched, stream.watched)
+    (cache, memories), watched = _with_memory(stream), cast(Watched, stream.watched)
     begin = cache.sizes.first_input_len
     num = begin + min(MOST_LOST, 4 * subject.capacity)
-    remembered, ids = Remembered(cache, watched), subject.ids(NUM_ROWS, num)
+    remembered, ids = Remembered(cache, memories, watched), subject.ids(NUM_ROWS, num)
     stream.feed_singly(ids[:, :begin])
     for t in range(begin, num):
-        with _record(cache) as steps:
+        with _record(cache, memories) as steps:
             stream.feed(ids[:, t : t + 1])
         if (num - 1 - t) % max(1, (num - begin) // NUM_TIMES):
             continue
         remembered.times += 1
         for layer, one in steps.items():
-            apart = difference(one.output, _attention(cache, watched, layer, one))
+            apart = difference(one.output, _attention(remembered, layer, one))
             if not apart <= remembered.apart:
                 remembered.apart, remembered.where = apart, (t, layer)
     return remembered
 
 
 @contextmanager
-def _record(cache: MemoryCache) -> Iterator[dict[int, AttentionStep]]:
+def _record(cache: StreamingCache, memories: Memories) -> Iterator[dict[int, AttentionStep]]:
     """Record the queries and outputs of each layer for one token."""
     steps: dict[int, AttentionStep] = {}
-    update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
+    update = cache.update
 
     def listening(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         entries = update(keys, values, layer, *args, **kwargs)
-        if layer not in asking:
+        if layer not in memories.layers:
             return entries
         read = getattr(entries[0], MARK, None)
-        memory: Any = asking[layer].memory
+        memory: Any = memories.of[layer]
         assert read is not None
         find, took = memory.find, []
 
@@ -131,24 +134,27 @@ def _record(cache: MemoryCache) -> Iterator[dict[int, AttentionStep]]:
         cache.update = update
 
 
-def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[KV, Tensor]:
+def _at_birth(remembered: Remembered, layer: int) -> tuple[KV, Tensor]:
     """Entries [B, H, N, D] of all tokens without their position, and the original position [N] of
     each.
     """
+    cache, watched = remembered.cache, remembered.watched
     at = torch.tensor(watched.positions)
     place = at
     if cache.realigner.runs_on:
         place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
-    return cache.recalls.born.anchor(layer, watched.born(layer), place, at), place
+    born = remembered.memories.recalls.born
+    return born.anchor(layer, watched.born(layer), place, at), place
 
 
-def _attention(cache: MemoryCache, watched: Watched, layer: int, step: AttentionStep) -> Tensor:
+def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tensor:
     """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
     original form.
     """
-    sizes, recalls = cache.sizes, cache.recalls
+    sizes, recalls = remembered.cache.sizes, remembered.memories.recalls
+    watched = remembered.watched
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
-    entries, place = _at_birth(cache, watched, layer)
+    entries, place = _at_birth(remembered, layer)
     last, device = len(place) - 1, entries.keys.device
     ages = step.hits.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
@@ -185,16 +191,15 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, step: Attention
 )
 def stored(subject: Subject) -> Measured:
     remembered = remember(subject)
-    cache, watched = remembered.cache, remembered.watched
+    cache, memories = remembered.cache, remembered.memories.of
     cache.settle()
     sizes, num = cache.sizes, cache.seen[0]
     lost = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
     num_other = 0
-    for layer in cache.asking:
-        at_birth, _ = _at_birth(cache, watched, layer.layer_idx)
-        slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
-        entries = layer.memory.held.map(lambda x: x[:, :, slots])  # noqa: B023
-        read = layer.memory.form.decode_at(entries, slice(0))
+    for layer, memory in memories.items():
+        at_birth, _ = _at_birth(remembered, layer)
+        slots = (torch.arange(num)[lost] - sizes.num_sinks) % memory.num_slots
+        read = memory.form.decode_at(memory.held.at(slots), slice(0))
         for born, actual in zip(at_birth, read, strict=True):
             born, actual = born[:, :, lost], actual.to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
@@ -204,7 +209,7 @@ def stored(subject: Subject) -> Measured:
                 same = (born - actual).abs() <= subject.same * most
             num_other += int((~same.all(-1)).sum())
     num_lost = num - (lost.start or 0)
-    return Measured(num_other, 0, f"{num_lost} tokens, {len(cache.asking)} layers, each head")
+    return Measured(num_other, 0, f"{num_lost} tokens, {len(memories)} layers, each head")
 
 
 @invariant(
@@ -226,20 +231,22 @@ def recalled(subject: Subject) -> Measured:
 def all_recalled(subject: Subject) -> Measured:
     """When all is recalled, the entries lie side by side: by rank and by age alike."""
     subject.needs_eviction()
-    cache, spec = _memory_of(subject.stream()), subject.spec
+    (cache, memories), spec = _with_memory(subject.stream()), subject.spec
     assert spec is not None
     most = cache.sizes.num_recalled
     assert most is not None
     few = replace(cache.sizes, memory=most)
     none = replace(few, memory=0, num_recalled=None, recall_places=None, recall_layers=None)
-    of_model = subject.model.config, cache.recalls.places.num_positions
-    with_memory = MemoryCache(spec, few, cache.realigner, *of_model, bases=cache.bases)
+    config, num_positions = subject.model.config, memories.recalls.places.num_positions
+    memory = Memories(spec, few, cache.realigner, config, num_positions)
+    of_cache = cache.realigner, cache.bases, config
+    with_memory = StreamingCache(spec, few, *of_cache, memory)
     without = StreamingCache(spec, none, cache.realigner, cache.bases)
     without.frame = with_memory.frame
     one, other = (Stream(subject.model, x) for x in (with_memory, without))
     first, *tokens = subject.ids(NUM_ROWS, subject.num_tokens).split(1, 1)
     apart = difference(one.feed(first), other.feed(first))
-    for layer in with_memory.asking:
-        layer.memory.alike = 2  # of all that is lost, nothing is left out for a newer one
+    for one_memory in memory.of.values():
+        one_memory.alike = 2  # of all that is lost, nothing is left out for a newer one
     apart = max(apart, *(difference(one.feed(x), other.feed(x)) for x in tokens))
     return Measured(apart, subject.exact, f"{most} of {most} entries, {len(tokens) + 1} tokens")

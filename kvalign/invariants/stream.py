@@ -12,8 +12,9 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.step import Step, order_of
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.memory.cache import MemoryCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
@@ -69,7 +70,7 @@ class Watched:
         own = self.cache if isinstance(self.cache, FixedSizeCache) else None
         step = own and (own.step or own.last_step)
         if step is not None:
-            self.entries[number] = step.by_time(KV(*entries))
+            self.entries[number] = by_time(step, KV(*entries))
         return entries
 
     @property
@@ -124,6 +125,10 @@ class Stream:
         assert isinstance(self.keeper, Reencoding)
         return len(self.keeper.rows[0]) - 1
 
+    @property
+    def has_memory(self) -> bool:
+        return isinstance(self.cache, StreamingCache) and self.cache.memory is not None
+
     def seen(self, row: int = 0) -> Tensor:
         """The tokens [S] that the last one saw, itself included.
 
@@ -132,7 +137,7 @@ class Stream:
         """
         if isinstance(self.keeper, Reencoding):
             return self.keeper.rows[row]
-        if isinstance(self.cache, MemoryCache):
+        if self.has_memory:
             raise NotApplicableError("its heads take back different entries")
         tokens = self.tokens(row)
         return self.ids[row, [*tokens, self.ids.shape[1] - 1]]
@@ -249,3 +254,11 @@ def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, 
 def is_exact(stream: Stream) -> bool:
     """Return whether an input of several tokens should equal its tokens one by one."""
     return not isinstance(stream.keeper, Cached) or stream.keeper.is_exact
+
+
+def by_time(step: Step, found: KV) -> KV:
+    """Entries that attention got for one new token, in the order of time, right-aligned."""
+    if step.in_order or not step.is_single:
+        return found
+    stored, end = [n + 1 for n in step.stored], step.end + 1
+    return found.at(order_of(step.sizes, stored, end, step.num_visible, found.keys.device))

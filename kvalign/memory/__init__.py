@@ -1,6 +1,8 @@
-"""Memory behind the window: a guest of the cache, which does not know it.
+"""Memory behind the window: a guest of the cache, which knows it by a socket
+(`kvalign.cache.cache_memory`).
 
-- `cache`: a streaming cache whose window passes evicted entries on; `layer` is its kind of layer.
-- `memory`: where they are stored and found; `search` and `sketch` make that fast.
+- `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
+- `memory`: where a layer's entries are stored and found; `search` and `sketch` make that fast.
+- `sizes`: how many entries a step takes back, and in which layers.
 - `recall`, `recall_places`: which are taken back, and the positions that they get.
 """

@@ -15,8 +15,10 @@ exact ones of the best. A single old fact is found so; it is missed if whole gro
 ranked first (eval/results/memory.md). Without the kernel all scores are exact.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,7 +26,6 @@ from torch.nn.functional import pad
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
-from kvalign.cache.ring import Part
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
@@ -45,7 +46,7 @@ READ_AT_ONCE = 2**22
 _SHORTEST = 256
 
 
-class Memory(Part):
+class Memory:
     """Entries of one layer after the sinks: those in the window, and as many evicted ones as
     `sizes.memory` says. Beyond that the oldest are lost.
 
@@ -57,6 +58,7 @@ class Memory(Part):
             step.
 
     Attributes:
+        seen: number of tokens of each row that it has taken in, sinks included.
         held: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
@@ -69,6 +71,7 @@ class Memory(Part):
         # A segment is written before its first query looks for what its last tokens overwrite.
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
+        self.seen = [0] * len(like.keys)
         self.held = like.map(lambda x: self.form.empty(x, 0))
         with no_autograd_modes():
             self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64)
@@ -89,6 +92,7 @@ class Memory(Part):
         for row, start in [(slice(None), seen[0])] if alike else enumerate(seen):
             rows = row if isinstance(row, slice) else slice(row, row + 1)
             self._write_rows(rows, start, new.rows(rows))
+        self.seen = [n + num_new for n in seen]
 
     def _write_rows(self, rows: slice, start: int, new: KV) -> None:
         num_new = new.keys.shape[2]
@@ -134,21 +138,21 @@ class Memory(Part):
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
-    def prepare(self, asking: QueryBatch) -> EvictedSlots:
+    def prepare(self, batch: QueryBatch) -> EvictedSlots:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
-        lost = asking.lost(self.num_slots)
+        lost = batch.lost(self.num_slots)
         if self.sketch is None:
             _ = lost.worth, lost.newer
         return lost
 
-    def find(self, queries: Tensor, asking: QueryBatch) -> Found:
+    def find(self, queries: Tensor, batch: QueryBatch) -> Found:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        asked, lost = queries.to("cpu"), self.prepare(asking)
+        asked, lost = queries.to("cpu"), self.prepare(batch)
         if self.sketch is not None:
             found = self._find_by_kernel(asked.float(), self.sketch, lost)
         else:
             found = self._find_by_torch(asked.to(self.form.dtype), lost)
-        base = self.form.bare.base
+        base = self.form.base
         if base is not None:
             keys = found.entries.keys + base.to("cpu")[:, None]
             found = found._replace(entries=found.entries._replace(keys=keys))
@@ -202,25 +206,37 @@ class Memory(Part):
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.seen = [self.seen[row] for row in rows.tolist()]
         rows = rows.to("cpu")
         self.held, self.base = self.held.rows(rows), self.base[rows]
         self.digests = self.digests[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
 
+    @classmethod
     @no_autograd_modes()
-    def join(self, others: Sequence["Memory"]) -> None:
-        for other in others:
-            other._lengthen(max(x.num_slots for x in others))
-        self.held = cat((x.held for x in others), dim=0)
-        self.base = torch.cat([x.base for x in others])
-        self.digests = torch.cat([x.digests for x in others])
-        if self.sketch is not None:
-            self.sketch.join([x.sketch for x in others if x.sketch is not None])
+    def joined(cls, memories: Sequence[Self]) -> Self:
+        """Memory of the rows of all these."""
+        for one in memories:
+            one._lengthen(max(x.num_slots for x in memories))
+        joined = copy.copy(memories[0])
+        joined.seen = [n for one in memories for n in one.seen]
+        joined.held = cat((one.held for one in memories), dim=0)
+        joined.base = torch.cat([one.base for one in memories])
+        joined.digests = torch.cat([one.digests for one in memories])
+        if joined.sketch is not None:
+            joined.sketch = Sketch.joined([x.sketch for x in memories if x.sketch is not None])
+        return joined
 
     def used(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use."""
+        return self.used(self.seen)
 
 
 def _digests(stored: KV) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
-from kvalign.cache.segments import Block, Recalled
+from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
@@ -41,6 +41,24 @@ class Found(NamedTuple):
         """The same there, entries in this dtype."""
         entries = self.entries.map(lambda x: x.to(device, dtype))
         return Found(entries, self.ages.to(device), self.visible.to(device))
+
+
+class Recalled(NamedTuple):
+    """Entries that T queries of a segment take back, as attention gets them.
+
+    Attributes:
+        scores: [B, H, G, T, R] float32, -inf of what is not there.
+        values: [B, H, T, R, D], where each query finds them.
+    """
+
+    scores: Tensor
+    values: Tensor
+
+    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kvalign.cache.segments.Recalled`."""
+        both = torch.cat([scores, self.scores], -1).softmax(-1)
+        weights, own = both.tensor_split([scores.shape[-1]], -1)
+        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", own, self.values)
 
 
 class EvictedSlots:
@@ -166,24 +184,24 @@ class Recalls:
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._given_way = torch.arange(self.slots.start, self.slots.stop)  # their places
-        self._asking: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
+        self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
 
     def begin(self, step: Step, num_aside: list[int]) -> None:
         """Another pass: other queries, of rows of which so many tokens have been put aside."""
-        self._step, self._num_aside, self._asking = step, num_aside, {}
+        self._step, self._num_aside, self._batches = step, num_aside, {}
         is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
         self.of_step = self._of_pass(step, None) if is_asked else None
 
     def end(self) -> None:
         """The pass has ended: let go of its queries."""
-        self._asking, self.of_step = {}, None
+        self._batches, self.of_step = {}, None
 
     def of_block(self, block: Block) -> QueryBatch:
         """The queries of a block of this pass, for whichever layer."""
         first = block.queries.start
-        if first not in self._asking:
-            self._asking[first] = self._of_pass(self._step, block)
-        return self._asking[first]
+        if first not in self._batches:
+            self._batches[first] = self._of_pass(self._step, block)
+        return self._batches[first]
 
     def _of_pass(self, step: Step, block: Block | None) -> QueryBatch:
         seen, end = torch.tensor(step.seen)[:, None], torch.tensor(self._num_aside)
@@ -200,20 +218,20 @@ class Recalls:
             turn = rotation.turn(positions - self.places.near)
         return QueryBatch(self.sizes, seen, end, self.places.recency, positions, turn)
 
-    def asked(self, query: Tensor, asking: QueryBatch) -> Tensor:
+    def asked(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], turned as if what they ask for lay right before the
         window, for entries without a position.
         """
-        return query if asking.turn is None else asking.turn.to(query.device)(query)
+        return query if batch.turn is None else batch.turn.to(query.device)(query)
 
-    def place_without_rotation(self, layer: int, asking: QueryBatch, found: Found) -> KV:
+    def place_without_rotation(self, layer: int, batch: QueryBatch, found: Found) -> KV:
         """Return the found entries, [B, H, T, R, D] each, at their places, before what is rotary
         turns. If any place is free, a table is read at the places of the entries that give way.
         """
         if self.born.rotation is not None:
             at = self._given_way.to(found.ages.device)
         else:
-            now = asking.positions
+            now = batch.positions
             if isinstance(now, Tensor):
                 now = now.view(-1, 1, found.ages.shape[2], 1).to(found.ages.device)
             at = self.places.at(found.ages, now)  # [R] or [B, H, T, R]
@@ -223,9 +241,9 @@ class Recalls:
         of_rows = len(found.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
-    def recalled(self, layer: int, asked: Tensor, asking: QueryBatch, found: Found) -> Recalled:
+    def recalled(self, layer: int, asked: Tensor, batch: QueryBatch, found: Found) -> Recalled:
         """Return what the queries of a segment take back, as each sees it."""
-        keys, values = self.place_without_rotation(layer, asking, found).map(
+        keys, values = self.place_without_rotation(layer, batch, found).map(
             lambda x: x.to(asked.dtype)
         )
         if self.born.rotation is not None:
@@ -247,22 +265,23 @@ class Recalls:
         return age_bias.masked_fill(~found.visible, -torch.inf)
 
     def stored(
-        self, layer: int, realigner: Realigner, step: Step, asking: QueryBatch, found: Found
+        self, layer: int, realigner: Realigner, step: Step, batch: QueryBatch, found: Found
     ) -> KV:
         """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
         has it stored in the slots of the entries that give way.
         """
         if realigner.strategy == "read" and self.places.are_ranks:
             return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
-        placed = self.place_without_rotation(layer, asking, found)
+        placed = self.place_without_rotation(layer, batch, found)
         if self.born.rotation is not None:
             away = self.places.beyond(found.ages) + self.places.near
-            placed = rotated(self.born.rotation, layer, placed, away - asking.positions)
+            placed = rotated(self.born.rotation, layer, placed, away - batch.positions)
         placed = placed.map(lambda x: x.squeeze(2))
         if realigner.strategy != "read":
             return placed
         parts = []
-        for rows in step.alike_rows():
+        each = [slice(i, i + 1) for i in range(len(step.seen))]
+        for rows in [slice(None)] if step.is_alike else each:  # those with equal positions
             first = self.slots.start + step.births[rows][0] - step.stored[rows][0]
             places = slice(first, first + placed.keys.shape[2])
             at = torch.arange(first, places.stop, device=placed.keys.device)

@@ -6,7 +6,9 @@ A key less its head's base (`Memory`), divided by a scale of its own, is rounded
 -7.5 to 7.5. The base adds the same to all scores, so it is not kept in them.
 """
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,7 +61,11 @@ class Sketch:
     def select(self, rows: Tensor) -> None:
         self.numbers, self.scales = self.numbers[rows], self.scales[rows]
 
+    @classmethod
     @no_autograd_modes()
-    def join(self, others: Sequence["Sketch"]) -> None:
-        self.numbers = torch.cat([x.numbers for x in others])
-        self.scales = torch.cat([x.scales for x in others])
+    def joined(cls, sketches: Sequence[Self]) -> Self:
+        """Sketch of the rows of all these."""
+        joined = copy.copy(sketches[0])
+        joined.numbers = torch.cat([one.numbers for one in sketches])
+        joined.scales = torch.cat([one.scales for one in sketches])
+        return joined

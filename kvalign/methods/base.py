@@ -1,9 +1,11 @@
 """Base of every streaming method: read tokens, give the logits of the next one."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,7 +13,6 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import EncodedPart
 from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
@@ -20,6 +21,9 @@ from kvalign.methods.stepper import STEPPERS, Stepper, last_logits, ready_steppe
 from kvalign.models.architectures import spec_of
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.wrapped import unwrapped
+
+if TYPE_CHECKING:  # a guest
+    from kvalign.cache.edits import EncodedPart
 
 
 class Method(NotPickled, ABC):
@@ -139,7 +143,7 @@ class Method(NotPickled, ABC):
     def reset(self) -> None:
         """Forget the stream."""
 
-    def check_alike(self, others: Sequence["Method"]) -> None:
+    def check_alike(self, others: Sequence[Method]) -> None:
         """Raise UserError unless others are methods with the same arguments, as `join` needs."""
         expect("others", others, Sequence, "methods made alike")
         for one in others:

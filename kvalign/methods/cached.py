@@ -1,9 +1,10 @@
 """Methods that keep entries in a streaming cache."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -11,28 +12,21 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import EncodedPart, EntryPart
-from kvalign.cache.form import Form, is_read_by_kernel
+from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
+from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import Registry
-from kvalign.foundation.settings import typed
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 from kvalign.models.key_bases import KeyBases, key_bases
 
-CACHES: Registry[Any] = Registry(
-    "cache",
-    {
-        "any-slot": "kvalign.cache.any_slot_cache:AnySlotCache",
-        "memory": "kvalign.memory.cache:MemoryCache",
-    },
-)
-"""Caches besides `StreamingCache`. They are imported where sizes ask for them."""
+if TYPE_CHECKING:  # guests
+    from kvalign.cache.cache_memory import CacheMemory
+    from kvalign.cache.edits import EncodedPart
 
 
 class Cached(Method):
@@ -49,7 +43,7 @@ class Cached(Method):
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
         self.places_by = self.realigner()
-        self.cache = self._new_cache()
+        self.cache = self.new_cache()
         self._before_edit: FixedSizeCache | None = None
         self.is_exact = sizes.is_oldest and is_exact(
             self.model, sizes.cache_size, self.cache.realigner
@@ -57,44 +51,26 @@ class Cached(Method):
         if self.is_exact:
             install(self.model.config)
 
-    def _new_cache(self) -> FixedSizeCache:
-        if self.sizes.memory:
-            return self._memory_cache(self.sizes)
-        if self.sizes.is_oldest:
-            of_model = self._bases, self.model.config
-            cache = StreamingCache(self.spec, self.sizes, self.places_by, *of_model)
-            cache.by_kernel = self._is_read_by_kernel(cache)
-            is_static = self.stepper is not None and self.stepper.is_static
-            cache.is_static = is_static and cache.may_be_static
-            return cache
-        return CACHES["any-slot"](self.spec, self.sizes, self.places_by, self.model.config)
+    def new_cache(self) -> FixedSizeCache:
+        """Return an empty cache of this method."""
+        of_model = self.spec, self.sizes, self.places_by
+        if not self.sizes.is_oldest:
+            return GUESTS["any-slot"](*of_model, self.model.config)
+        memory = self._memory() if self.sizes.memory else None
+        cache = StreamingCache(*of_model, self._bases, self.model.config, memory)
+        if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
+            of_keys = self.spec.head_dim, cache.realigner.rotation
+            cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
+        cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
+        return cache
 
-    def _memory_cache(self, sizes: CacheSizes) -> StreamingCache:
-        of_model, grows = (self.model.config, self.num_positions), self.stepper is None
-        return CACHES["memory"](self.spec, sizes, self.places_by, *of_model, grows, self._bases)
-
-    def _is_read_by_kernel(self, cache: StreamingCache) -> bool:
-        """Return whether decode steps leave entries of 8 bits to our kernel as they are stored."""
-        model, reads = self.model, cache.realigner.strategy == "read"
-        if not cache.stores_bare or reads or model.device.type != "cpu":
-            return False
-        width = Form(model.dtype, is_int8=True).width(self.spec.head_dim)
-        is_ours = is_read_by_kernel(model, torch.empty(1, 1, 1, width, dtype=torch.int8))
-        if is_ours:
-            install(model.config)
-        return is_ours
+    def _memory(self) -> CacheMemory:
+        of_model = self.places_by, self.model.config, self.num_positions
+        return GUESTS["memory"](self.spec, self.sizes, *of_model, grows=self.stepper is None)
 
     @property
     def _bases(self) -> KeyBases | None:
         return key_bases(self.model) if self.sizes.cache_dtype == "int8" else None
-
-    def takes_memory(self, num: int) -> bool:
-        """Return whether a stream with these sizes could have a memory of so many tokens."""
-        try:
-            self._memory_cache(replace(self.sizes, memory=num, num_recalled=None))
-        except UserError:
-            return False
-        return True
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
@@ -139,7 +115,7 @@ class Cached(Method):
         return self.cache.num_stored
 
     def reset(self) -> None:
-        self.cache, self._before_edit = self._new_cache(), None
+        self.cache, self._before_edit = self.new_cache(), None
 
     def select(self, rows: Sequence[int]) -> None:
         self._before_edit = None
@@ -162,89 +138,12 @@ class Cached(Method):
         return max(self.cache.num_tokens, default=0)
 
     def edit(self, start: int, stop: int, *new: Tensor | EncodedPart) -> int:
-        cache = self._editable(start, stop)
-        num_new = sum(self._num_of(part) for part in new)
-        num_kept, num_sinks = cache.num_kept, self.sizes.num_sinks
-        num_gone = self.num_tokens - num_kept  # between the sinks and the others
-        first, behind = (
-            x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop)
-        )
-        num_lost = stop - start - (behind - first)
-        if num_gone and start < num_sinks:
-            raise UserError(
-                f"an edit must begin behind the {num_sinks} sinks once tokens have been evicted, "
-                f"got {start}"
-            )
-        if start == stop and not num_new:
-            return 0
-        if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
-            num_gone, new = num_gone + num_new - num_lost, ()
-        elif num_gone:
-            num_gone = min(start - num_sinks, num_gone)
-        parts: list[Tensor | EntryPart] = [*new]
-        if cache.seen:
-            parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
-        edited = self._edited(parts, num_gone)
-        if not edited.num_stored:
-            edited.reset()
-        self.cache, self._before_edit = edited, cache
+        from kvalign.methods.edits import edited_cache
+
+        edited, num_lost = edited_cache(self, start, stop, new)
+        if edited is not self.cache:
+            self.cache, self._before_edit = edited, self.cache
         return num_lost
-
-    def _edited(self, parts: Sequence[Tensor | EntryPart], num_gone: int) -> StreamingCache:
-        """New cache with all that is encoded in these parts, and the ids among them encoded after
-        what stands before them.
-        """
-        before, edited = self.cache, self._new_cache()
-        assert isinstance(edited, StreamingCache)
-        waiting: list[EntryPart] = []
-
-        def take() -> None:
-            if waiting:
-                edited.take(waiting, None if edited.seen else num_gone)
-            waiting.clear()
-
-        self.cache = edited
-        try:
-            for part in parts:
-                if isinstance(part, Tensor):
-                    take()
-                    self.feed(part)
-                    continue
-                if edited.seen and not waiting and part.num:
-                    waiting.append(edited.part(0, edited.num_kept))
-                if part.num or not edited.seen:
-                    waiting.append(part)
-            take()
-        finally:
-            self.cache = before
-        return edited
-
-    def _editable(self, start: int, stop: int) -> StreamingCache:
-        """The cache, if these tokens of it can be edited."""
-        cache, start, stop = self.cache, typed("start", start, int), typed("stop", stop, int)
-        if not self.sizes.is_oldest:
-            raise UserError(
-                f"policy {self.sizes.policy} with {self.sizes.positions} positions cannot be "
-                "edited: entries of a layer are of different tokens"
-            )
-        assert isinstance(cache, StreamingCache)
-        cache.check_editable()
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise UserError(
-                f"start and stop must be tokens of the stream, which has {self.num_tokens}, got "
-                f"{start} and {stop}"
-            )
-        return cache
-
-    def _num_of(self, new: Tensor | EncodedPart) -> int:
-        """Number of tokens of each row that an edit puts in."""
-        if isinstance(new, EncodedPart):
-            num_rows, num = new.num_rows, new.num
-        else:
-            check_ids(new, self.model.config.vocab_size)
-            num_rows, num = new.shape
-        self.cache.check_input(num_rows, num)
-        return num
 
     def undo_edit(self) -> None:
         if self._before_edit is None:
@@ -283,31 +182,22 @@ class Cached(Method):
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()
-    def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+    def feed_segment(
+        self, ids: Tensor, logits_to_keep: int = 0, segment: Segment | None = None
+    ) -> Tensor:
         """Read ids [B, T] with the same results as feeding them one by one; only if the relative
         form is exact.
+
+        Args:
+            segment: as of `StreamingCache.feed_segment`.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        assert isinstance(self.cache, StreamingCache)
-        with self.in_eval_mode():
-            return self.cache.feed_segment(self.model, ids, logits_to_keep)
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Return whether reading ahead gives the same result as decode steps, and can be undone."""
-        return self.is_exact and not self.sizes.memory
-
-    @torch.no_grad()
-    def read_ahead(self, ids: Tensor) -> Tensor:
-        """Read the first of ids [1, T] and the others, which are guessed, ahead; only if
-        `reads_ahead`. Logits [1, V] after the first.
-        """
         self._before_edit = None
         assert isinstance(self.cache, StreamingCache)
         with self.in_eval_mode():
-            return self.cache.read_ahead(self.model, ids)
+            return self.cache.feed_segment(self.model, ids, logits_to_keep, segment)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted

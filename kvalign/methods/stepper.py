@@ -5,7 +5,7 @@ of them; each is a file of `kvalign.steppers` and a line here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -14,13 +14,7 @@ from kvalign.foundation.registry import Registry
 
 
 class Stepper(ABC):
-    """Maker of decode steps of one model. `Method`s on the model may share it.
-
-    Attributes:
-        is_static: whether caches have the shapes of a full one from their first token on.
-    """
-
-    is_static: ClassVar[bool] = False
+    """Maker of decode steps of one model. `Method`s on the model may share it."""
 
     @classmethod
     def ready(cls, method: Any) -> Self | None:
@@ -41,6 +35,10 @@ class Stepper(ABC):
     @abstractmethod
     def word_for(self, num_rows: int) -> str | None:
         """Word for its steps of so many rows: compiled, stored, captured; None: it makes none."""
+
+    def is_static(self, cache: Any) -> bool:
+        """Return whether a new cache is to have the shapes of a full one from its first token."""
+        return False
 
     def prepare_next(self, cache: FixedSizeCache) -> None:  # noqa: B027
         """Prepare the step after one that was just made, while the device makes that one."""

@@ -13,7 +13,7 @@ The family says how a cached entry is moved:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvalign import checkpoints
@@ -27,56 +27,78 @@ if TYPE_CHECKING:  # they take seconds to import, and a list of models needs non
 
 Family = Literal["learned", "rotary", "alibi"]
 
-FAMILIES: dict[str, Family] = {
-    "gpt2": "learned",
-    "opt": "learned",
-    "gpt_neo": "learned",
-    "gpt_bigcode": "learned",
-    "bloom": "alibi",
-    "mpt": "alibi",
-    "llama": "rotary",
-    "mistral": "rotary",
-    "qwen2": "rotary",
-    "qwen3": "rotary",
-    "gpt_neox": "rotary",
-    "apertus": "rotary",
-    "arcee": "rotary",
-    "codegen": "rotary",
-    "cohere": "rotary",
-    "cohere2": "rotary",
-    "ernie4_5": "rotary",
-    "exaone4": "rotary",
-    "falcon": "rotary",
-    "gemma": "rotary",
-    "gemma2": "rotary",
-    "gemma3_text": "rotary",
-    "glm": "rotary",
-    "glm4": "rotary",
-    "gpt_oss": "rotary",
-    "gptj": "rotary",
-    "granite": "rotary",
-    "granitemoe": "rotary",
-    "helium": "rotary",
-    "lfm2": "rotary",
-    "llama4_text": "rotary",
-    "ministral": "rotary",
-    "ministral3": "rotary",
-    "mixtral": "rotary",
-    "nemotron": "rotary",
-    "olmo": "rotary",
-    "olmo2": "rotary",
-    "olmo3": "rotary",
-    "olmoe": "rotary",
-    "persimmon": "rotary",
-    "phi": "rotary",
-    "phi3": "rotary",
-    "qwen2_moe": "rotary",
-    "qwen3_moe": "rotary",
-    "seed_oss": "rotary",
-    "smollm3": "rotary",
-    "stablelm": "rotary",
-    "starcoder2": "rotary",
+
+class Architecture(NamedTuple):
+    """Architecture that is known.
+
+    Attributes:
+        family: how it encodes positions.
+        own_attention: reason for which its attention is not a plain function of transformers'
+            registry; empty: it is one.
+        takes_mask: whether an attention of its own accepts our mask.
+    """
+
+    family: Family
+    own_attention: str = ""
+    takes_mask: bool = False
+
+
+ARCHITECTURES = {
+    "gpt2": Architecture("learned"),
+    "opt": Architecture("learned"),
+    "gpt_neo": Architecture("learned", "a class of its own"),
+    "gpt_bigcode": Architecture("learned"),
+    "bloom": Architecture("alibi", "ALiBi in a class of its own", takes_mask=True),
+    "mpt": Architecture("alibi", "ALiBi in a class of its own"),
+    "llama": Architecture("rotary"),
+    "mistral": Architecture("rotary"),
+    "qwen2": Architecture("rotary"),
+    "qwen3": Architecture("rotary"),
+    "gpt_neox": Architecture("rotary"),
+    "apertus": Architecture("rotary"),
+    "arcee": Architecture("rotary"),
+    "codegen": Architecture("rotary", "a class of its own"),
+    "cohere": Architecture("rotary"),
+    "cohere2": Architecture("rotary"),
+    "ernie4_5": Architecture("rotary"),
+    "exaone4": Architecture("rotary"),
+    "falcon": Architecture("rotary", "classes of its own"),
+    "gemma": Architecture("rotary"),
+    "gemma2": Architecture("rotary", "scores with a cap"),
+    "gemma3_text": Architecture("rotary"),
+    "glm": Architecture("rotary"),
+    "glm4": Architecture("rotary"),
+    "gpt_oss": Architecture("rotary", "learned sink logits"),
+    "gptj": Architecture("rotary", "a class of its own"),
+    "granite": Architecture("rotary"),
+    "granitemoe": Architecture("rotary"),
+    "helium": Architecture("rotary"),
+    "lfm2": Architecture("rotary", "convolutions beside it"),
+    "llama4_text": Architecture("rotary"),
+    "ministral": Architecture("rotary"),
+    "ministral3": Architecture("rotary"),
+    "mixtral": Architecture("rotary"),
+    "nemotron": Architecture("rotary"),
+    "olmo": Architecture("rotary"),
+    "olmo2": Architecture("rotary"),
+    "olmo3": Architecture("rotary"),
+    "olmoe": Architecture("rotary"),
+    "persimmon": Architecture("rotary"),
+    "phi": Architecture("rotary"),
+    "phi3": Architecture("rotary"),
+    "qwen2_moe": Architecture("rotary"),
+    "qwen3_moe": Architecture("rotary"),
+    "seed_oss": Architecture("rotary"),
+    "smollm3": Architecture("rotary"),
+    "stablelm": Architecture("rotary"),
+    "starcoder2": Architecture("rotary"),
 }
+"""By `model_type` of the config."""
+
+FAMILIES = {name: one.family for name, one in ARCHITECTURES.items()}
+REGISTERED = tuple(name for name, one in ARCHITECTURES.items() if not one.own_attention)
+"""Those whose attention is a function of the registry."""
+MASKED = tuple(name for name, one in ARCHITECTURES.items() if one.takes_mask)
 
 # Types of layers: with entries, and with a state in their place.
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")

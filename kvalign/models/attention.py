@@ -14,29 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from torch.nn.functional import pad
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES
-
-OWN_ATTENTION = {
-    "gpt_neo": "a class of its own",
-    "bloom": "ALiBi in a class of its own",
-    "mpt": "ALiBi in a class of its own",
-    "codegen": "a class of its own",
-    "falcon": "classes of its own",
-    "gemma2": "scores with a cap",
-    "gpt_oss": "learned sink logits",
-    "gptj": "a class of its own",
-    "lfm2": "convolutions beside it",
-}
-"""Architectures whose attention is not a plain function of the registry, with the reason."""
-
-REGISTERED = tuple(kind for kind in FAMILIES if kind not in OWN_ATTENTION)
-"""Architectures whose attention is a function of the registry."""
+from kvalign.models.architectures import ModelSpec, window_of
 
 ReadKeys = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a query [B, H, T, D], keys, values [B, H_kv, S, D] and the scale: [B, T, H, D]."""
@@ -74,6 +64,32 @@ def own_mask(mask: Tensor) -> Iterator[None]:
         yield
     finally:
         _mask.reset(token)
+
+
+def rows_mask(model: PreTrainedModel, spec: ModelSpec, visible: Tensor, num_before: int) -> Tensor:
+    """Return the model's own form of a mask for one token in each row: the entries that rows see,
+    [B, S] bool, of which the first is at position `num_before` in the longest row.
+    """
+    config = model.config
+    hidden = ~visible[:, None, None]
+    if config.model_type == "mpt":
+        return hidden
+    if spec.family == "alibi":  # from which it counts positions
+        return visible.long()
+    if window_of(config) is not None:  # which it adds to a mask of all its positions
+        return pad(visible.long(), (num_before, 0))
+    return torch.finfo(model.dtype).min * hidden.to(model.dtype)
+
+
+def bloom_mask(model: PreTrainedModel, visible: Tensor, turn: Tensor, num_sinks: int) -> Tensor:
+    """Return BLOOM's mask for entries [T, S'] that queries see or do not, sinks first, whose bias
+    is that of `turn` [T] positions less.
+    """
+    dtype, ones = model.dtype, torch.ones(1, 2, dtype=torch.float32, device=turn.device)
+    slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
+    mask = slopes.new_zeros(1, len(slopes), *visible.shape)
+    mask[..., :num_sinks] = slopes[:, :, 1:] * turn[:, None]
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

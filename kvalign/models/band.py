@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def has_band_kernel(query: Tensor) -> bool:
@@ -38,6 +39,59 @@ def band(
     assert kernel is not None
     out, sums = kernel(*packed, *ends, num, num_keys, scale=scale, window_size=(width, 0))
     return out.unflatten(0, (num_rows, num)), sums.unflatten(1, (num_rows, num)).transpose(0, 1)
+
+
+def band_and_sinks(
+    query: Tensor,
+    turned: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_sinks: int,
+    num_early: int,
+    at: Tensor,
+    width: int,
+    scale: float,
+) -> Tensor:
+    """Attention of queries [B, H, T, D] over sinks and a band, in two parts that are merged by the
+    logarithms of their sums of exponentials: [B, T, H, D].
+
+    Args:
+        query, turned: in one form for the sinks and one for the band.
+        keys, values: [B, H_kv, S, D], sinks first.
+        num_early: queries before the end of the sinks, which see no band.
+        at: [T] int64, the token of each query.
+    """
+    sinks, window = keys.tensor_split([num_sinks], 2)
+    of_sinks, of_window = values.tensor_split([num_sinks], 2)
+    out, sums = band(turned, window, of_window, width, scale)
+    if not num_sinks:
+        return out
+    if num_early:
+        out[:, :num_early], sums[:, :, :num_early] = 0, -torch.inf
+    grouped = query.unflatten(1, (sinks.shape[1], -1))
+    scores = (grouped.flatten(2, 3) @ sinks.mT).unflatten(2, grouped.shape[2:4]).float()
+    scores = scores.flatten(1, 2) * scale  # [B, H, T, num_sinks]
+    if num_early:
+        unseen = torch.arange(num_sinks, device=scores.device) > at[:, None]
+        scores = scores.masked_fill(unseen, -torch.inf)
+    both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
+    weights = (scores - both[..., None]).exp().to(values.dtype)
+    weights = weights.unflatten(1, (sinks.shape[1], -1))
+    given = (weights.flatten(2, 3) @ of_sinks).unflatten(2, weights.shape[2:4])
+    given = given.flatten(1, 2).transpose(1, 2)
+    share = (sums - both).exp().transpose(1, 2)[..., None]
+    return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
+
+
+def both_forms(
+    query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, num_sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of twice the size, whose one product has both forms of a query: its
+    place beside the sinks, and its turn beside the window.
+    """
+    sinks, window = keys.tensor_split([num_sinks], 2)
+    keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
+    return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
 
 
 @functools.cache

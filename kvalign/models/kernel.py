@@ -177,7 +177,7 @@ def attend(
             if it sees none there.
         query: [B, H, 1, D] float32; D is one of `DIMS`.
         keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
-            (`kvalign.cache.form`).
+            (`kvalign.cache.int8`).
         turns: [1, 2, P, N] float32: cosines and sines with which a key of int8 turns N pairs of its
             numbers, `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do not
             turn.
@@ -212,7 +212,7 @@ def find(
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
-            (`kvalign.cache.form`); numbers and scales of their sketch (`kvalign.memory.sketch`);
+            (`kvalign.cache.int8`); numbers and scales of their sketch (`kvalign.memory.sketch`);
             worths [A] float32 of ages, added to scores. And int64, of one row where all are alike:
             newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end; since
             [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry that is

@@ -25,6 +25,7 @@ from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Snapshot
+from kvalign.steppers.caches import is_plain, may_be_static, stays
 from kvalign.steppers.compiled import Compiled, has_compiler
 from kvalign.steppers.regions import Regions
 
@@ -99,8 +100,6 @@ class Captured(Stepper):
         record: records a step as a graph.
     """
 
-    is_static = True
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -127,6 +126,9 @@ class Captured(Stepper):
         if isinstance(method, Cached) and not_captured(method):
             return Compiled.compiling(method, **options)
         return cls(method.model, Regions(method.model, **options) if has_compiler() else None)
+
+    def is_static(self, cache: Any) -> bool:
+        return is_plain(cache) and may_be_static(cache)
 
     def word_for(self, num_rows: int) -> str | None:
         if self.is_refused:
@@ -159,7 +161,7 @@ class Captured(Stepper):
         if self.is_refused or not isinstance(cache, StreamingCache):
             return None
         # Where entries are not written as they come, rows must have the same positions.
-        if not (step.is_static and cache.is_decode and (cache.stays or step.is_alike)):
+        if not (step.is_static and cache.is_decode and (stays(cache) or step.is_alike)):
             return None
         key = _key_of(step, cache)
         if key not in self.graphs:
@@ -210,10 +212,11 @@ def not_captured(method: Cached) -> str | None:
     cache, devices = method.cache, {x.device for x in method.model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
-    if type(cache) is not StreamingCache:
-        kind = "a memory" if method.sizes.memory else f"policy {method.sizes.policy}"
-        return f"each step of {kind} does something else"
-    if not cache.may_be_static:
+    if not isinstance(cache, StreamingCache):
+        return f"each step of policy {method.sizes.policy} does something else"
+    if cache.memory is not None:
+        return "each step of a memory does something else"
+    if not may_be_static(cache):
         return "attention goes by the order of entries, takes no marks, or is not in all layers"
     return None
 

@@ -14,6 +14,7 @@ from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.attention import install
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Code
+from kvalign.steppers.caches import is_usual
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Compiled(Stepper):
 
     def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
         sizes = cache.sizes
-        if not cache.is_usual or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
+        if not is_usual(cache) or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
             return None
         decode = cache.describe().decode
         assert decode is not None

@@ -21,9 +21,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.entries import KV
-from kvalign.cache import bare_keys, form
-from kvalign.cache.bare_keys import BareKeys, InSight
-from kvalign.cache.form import Form, is_read_by_kernel
+from kvalign.cache import by_kernel, form, int8
+from kvalign.cache.by_kernel import InSight, is_read_by_kernel
+from kvalign.cache.form import Form
+from kvalign.cache.int8 import BareKeys, Int8
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
@@ -95,7 +96,7 @@ class _Layer(CacheLayerMixin):
             x.index_copy_(2, self.slot, new)
         if self.seen is None:
             return self.form.decode_at(self.entries, self.all_at)
-        attention.mark(self.entries[0], partial(self.form.bare.attend, self.seen))
+        attention.mark(self.entries[0], partial(self.seen.attend, self.form))
         return self.entries
 
     def get_seq_length(self) -> int:
@@ -143,8 +144,8 @@ class _Step(nn.Module):
         is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
         seen = InSight(places, behind, turns) if is_ours else None
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
-            bare = self._bare_keys(i) if self.is_int8 else BareKeys()
-            form = Form(self.model.dtype, self.is_int8, bare)
+            dtype = self.model.dtype
+            form = Int8(dtype, self._bare_keys(i)) if self.is_int8 else Form(dtype)
             layers.append(
                 _Layer(KV(*pair), form, slot, position_ids, places[:, None] + behind, seen)
             )
@@ -268,7 +269,7 @@ def _about(
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = form, bare_keys, rope, packed, packed_linear, kernel
+    modules = by_kernel, form, int8, rope, packed, packed_linear, kernel
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,

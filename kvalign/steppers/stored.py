@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.form import is_read_by_kernel
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
 from kvalign.steppers import step_file
+from kvalign.steppers.caches import is_plain, stays
 from kvalign.steppers.compiled import Compiled
 from kvalign.steppers.step_file import Run, load_or_make, tensors_of
 
@@ -61,7 +61,7 @@ class Stored(Stepper):
 
     @classmethod
     def ready(cls, method: Method) -> Self | None:
-        if not isinstance(method, Cached) or type(method.cache) is not StreamingCache:
+        if not isinstance(method, Cached) or not is_plain(method.cache):
             return None
         if method.model.device.type != "cpu" or step_file.is_empty():
             return None
@@ -110,19 +110,20 @@ class Stored(Stepper):
         return None
 
     def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
-        if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):
+        if not is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or not cache.is_decode or step.in_order or not cache.stays:
+        if step is None or not cache.is_decode or step.in_order or not stays(cache):
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
         decode, entries = cache.describe().decode, [layer.entries for layer in cache.attention]
         assert decode is not None
-        if decode.in_sight is not None:
-            places = decode.in_sight.places
+        turns = None
+        if isinstance(decode.in_sight, InSight):
+            places, _, turns = decode.in_sight
         elif is_read_by_kernel(self.model, entries[0].data.keys):
-            places = cache.places(step)
+            places = places_of(step, entries[0].num_slots)
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -133,8 +134,8 @@ class Stored(Stepper):
         else:
             return None
         seen = [x for ring in entries for x in ring.data]
-        if cache.stores_bare and cache.turns is not None and cache.by_kernel:
-            seen.append(cache.turns)
+        if turns is not None:
+            seen.append(turns)
         return [ids, decode.position_ids, decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:

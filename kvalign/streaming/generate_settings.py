@@ -10,19 +10,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers import GenerationConfig, GenerationMixin
 
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import nearest
+from kvalign.streaming.loop import NO_GUIDANCE
 
 _ASSISTED = "has no assisted generation"
 _BEAMS = "has no beam search"
 _CONSTRAINTS = "has no constrained beam search"
-_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
 _ONLY_IDS = "gives the model its ids and no other input"
 _OWN_CACHE = "has its own cache"
 
@@ -35,12 +31,12 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "constraints": (_CONSTRAINTS, None),
     "dola_layers": ("has no DoLa generation", None),
     "force_words_ids": (_CONSTRAINTS, None),
-    "guidance_scale": (_GUIDANCE, 1),
+    "guidance_scale": (NO_GUIDANCE, 1),
     "inputs_embeds": ("needs token ids, input_ids instead of inputs_embeds", None),
     "is_assistant": ("cannot assist another model", False),
     "max_cache_len": (_OWN_CACHE, None),
-    "negative_prompt_attention_mask": (_GUIDANCE, None),
-    "negative_prompt_ids": (_GUIDANCE, None),
+    "negative_prompt_attention_mask": (NO_GUIDANCE, None),
+    "negative_prompt_ids": (NO_GUIDANCE, None),
     "num_beam_groups": (_BEAMS, 1),
     "num_beams": (_BEAMS, 1),
     "past_key_values": (f"begins anew and {_OWN_CACHE}", None),
@@ -122,15 +118,6 @@ def check_config(config: GenerationConfig, of_model: GenerationConfig) -> None:
         value = getattr(config, name, None)
         if name not in GIVE_WAY or value != getattr(of_model, name, None):
             _check(name, value)
-
-
-def check_processors(processors: Any) -> None:
-    """Raise UserError for a logits processor of transformers that calls the model; `processors`: a
-    list of them, one, or None.
-    """
-    for processor in processors if isinstance(processors, list) else [processors]:
-        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            raise UserError(f"streaming {_GUIDANCE}: leave out {type(processor).__name__}")
 
 
 def arguments_of_generate() -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """Lookup decoding: text that repeats earlier text of the stream is written several tokens per pass.
 
 The last few tokens may have occurred before. Then the tokens that followed them are guessed to
-follow again. The model reads the guesses together with the last token, as one segment, and the
-cache stores them beyond its end. Each token is chosen as usual from the logits after the one
-before. If it equals the guess, the next logits are already there. So the text is the same under any
-sampling. (Prompt lookup decoding, Saxena 2023, is a case of speculative decoding, Leviathan et al.
-2023, with the stream itself as draft.)
+follow again. The model reads the guesses together with the last token, as one segment, and their
+entries are put aside until their tokens come. Each token is chosen as usual from the logits after
+the one before. If it equals the guess, the next logits are already there. So the text is the same
+under any sampling. (Prompt lookup decoding, Saxena 2023, is a case of speculative decoding,
+Leviathan et al. 2023, with the stream itself as draft.)
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
@@ -74,17 +76,78 @@ class Lookup:
         assert isinstance(method, Cached)
         assert isinstance(method.cache, StreamingCache)
         token = self._ids[-1]
-        logits = method.cache.take_ahead(token)
+        logits = take_ahead(method.cache, token)
         if logits is not None:
             return logits
-        fed = [token, *self.guess()][: max(1, method.cache.most_at_once)]
+        fed = [token, *self.guess()][: max(1, most_at_once(method.cache))]
         ids = torch.tensor([fed], device=method.model.device)
-        return method.feed(ids) if len(fed) == 1 else method.read_ahead(ids)
+        return method.feed(ids) if len(fed) == 1 else read_ahead(method, ids)
+
+
+class Ahead(NamedTuple):
+    """Tokens that a cache has read beyond its last one. They do not count until they come.
+
+    Attributes:
+        ids: the tokens.
+        logits: [T, V] float32, after each of them.
+        entries: theirs, as each layer with attention stores them.
+    """
+
+    ids: list[int]
+    logits: Tensor
+    entries: list[KV]
+
+
+def read_ahead(method: Cached, ids: Tensor) -> Tensor:
+    """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
+    `reads_ahead`, with at most `most_at_once` of them.
+
+    The cache is then as if only the first had been fed. `take_ahead` makes a guess count; any other
+    token lets go of them.
+
+    Returns:
+        logits [1, V] after the first.
+    """
+    cache, num = method.cache, ids.shape[1]
+    assert isinstance(cache, StreamingCache)
+    segment = cache.segment(num, ids.device, num_ahead=num - 1)
+    logits = method.feed_segment(ids, segment=segment).float()
+    cache.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:], segment.ahead)
+    return logits[:, 0]
+
+
+def take_ahead(cache: StreamingCache, token: int) -> Tensor | None:
+    """Accept a token that was read ahead: logits [1, V] after it; None if it was not."""
+    if cache.ahead is None or cache.ahead.ids[:1] != [token]:
+        return None
+    ids, logits, entries = cache.ahead
+    with cache.changing():
+        slot = torch.tensor([cache.sizes.slot(cache.end)])
+        for layer, own in zip(cache.attention, entries, strict=True):
+            layer.entries.grow(cache.end + 1)
+            layer.entries.data.put_at(slot.to(layer.device), own.slots(0, 1))
+        cache.end += 1
+        cache.seen = [n + 1 for n in cache.seen]
+        others = [own.slots(1, len(ids) - 1) for own in entries]
+        cache.ahead = Ahead(ids[1:], logits[1:], others)
+    return logits[:1]
+
+
+def most_at_once(cache: StreamingCache) -> int:
+    """Tokens of a segment that stay stored, whatever it evicts; 0 before the sinks are full."""
+    sizes = cache.sizes
+    has_sinks = min(cache.seen, default=0) >= sizes.num_sinks
+    return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
+
+
+def reads_ahead(method: Method) -> bool:
+    """Return whether reading ahead gives the same result as decode steps, and can be undone."""
+    return isinstance(method, Cached) and method.is_exact and not method.sizes.memory
 
 
 def check_lookup(method: Method) -> None:
     """Raise UserError unless a method can undo guesses."""
-    if not (isinstance(method, Cached) and method.reads_ahead):
+    if not reads_ahead(method):
         raise UserError(
             f"lookup does not work with {method.in_words}, which cannot undo a wrong guess: use "
             "kvalign with tables, streaming-llm or window, without a memory or another policy"

@@ -6,21 +6,27 @@ its own.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
-from kvalign.streaming.generate_settings import check_processors
-from kvalign.streaming.health import no_token
-from kvalign.streaming.lookup import Lookup, check_lookup
-from kvalign.streaming.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvalign.streaming.lookup import Lookup
+    from kvalign.streaming.sampling import Sampling
+
+NO_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
 
 
 class Row:
@@ -40,6 +46,7 @@ class Row:
     """
 
     pad: int = 0
+    lookup: "Lookup | None" = None
 
     def __init__(
         self,
@@ -50,7 +57,10 @@ class Row:
         lookup: int = 0,
     ):
         self.processors, self.do_sample, self.generator = processors, do_sample, generator
-        self.lookup = Lookup(lookup, ids[0].tolist()) if lookup else None
+        if lookup:
+            from kvalign.streaming.lookup import Lookup
+
+            self.lookup = Lookup(lookup, ids[0].tolist())
         self.token, self._ids, self._len = ids[:, -1], ids, ids.shape[1]
         self.is_over: Tensor | None = None
 
@@ -73,6 +83,8 @@ class Row:
             scores = self.processors(self._ids[:, : self._len], logits)
         best, token = scores.max(-1)  # NaN counts as the greatest number
         if not best.isfinite().all():
+            from kvalign.streaming.health import no_token
+
             raise no_token(logits, method)
         if self.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
@@ -198,6 +210,8 @@ def stream_tokens(
     check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     if lookup:
+        from kvalign.streaming.lookup import check_lookup
+
         check_lookup(method)
         if len(ids) > 1:
             raise UserError(f"lookup is for one stream, got {len(ids)} rows")
@@ -216,6 +230,15 @@ def stream_tokens(
         if row.has_ended():
             return
         batch.step()
+
+
+def check_processors(processors: Any) -> None:
+    """Raise UserError for a logits processor of transformers that calls the model; `processors`: a
+    list of them, one, or None.
+    """
+    for processor in processors if isinstance(processors, list) else [processors]:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            raise UserError(f"streaming {NO_GUIDANCE}: leave out {type(processor).__name__}")
 
 
 @torch.no_grad()  # of which generators are not made: one that is left complains as Python ends
@@ -250,7 +273,7 @@ def stream_rows(
     method: Method,
     prompts: Iterable[Sequence[int]],
     *,
-    sampling: Sampling,
+    sampling: "Sampling",
     has_ended: Callable[[int], bool] = lambda row: False,
     max_rows: int | None = None,
 ) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from kvalign.cache.realign import FromBirth, Recursive, Returning, Rotating
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.invariants.stream import by_time
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.rope import Rotation
 
@@ -285,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
                 given = batch(row.fake(layer, some) for row, some in zip(rows, new, strict=True))
                 got = KV(*cache.update(*given, layer))
                 if step := cache.step or cache.last_step:
-                    got = step.by_time(got)
+                    got = by_time(step, got)
                 for i, row in enumerate(rows):
                     expected = found[i] + new[i]
                     if length == 1:

@@ -11,13 +11,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvalign
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import Form
+from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
 from kvalign.models.key_bases import key_bases
+from kvalign.streaming.lookup import read_ahead, take_ahead
 from kvalign.streaming.scoring import score
 
-INT8 = Form(torch.float32, is_int8=True)
+INT8 = Int8(torch.float32)
 NUM, VOCAB = 120, 400
 SIZES = dict(cache_size=16, num_sinks=2)
 MEMORY = dict(memory=60, num_recalled=6)
@@ -178,9 +179,9 @@ def on_trial(method, ids):
     for i in range(40, NUM, 4):
         guesses = ids[:, i : i + 5].clone()
         guesses[:, 3:] = 1
-        method.read_ahead(guesses)
+        read_ahead(method, guesses)
         for token in ids[0, i + 1 : i + 3].tolist():
-            method.cache.take_ahead(token)
+            take_ahead(method.cache, token)
         method.feed(ids[:, i + 3 : i + 4])
 
 
@@ -249,13 +250,13 @@ def test_keys_that_version_0_2_stored_are_read(memory, ids):
     ends = torch.tensor(method.cache.positions())[:, None, None]
     for name, x in state.items():
         layer, _, kind = name.partition(".")
-        bare, num = method.cache.bare_keys(int(layer)) if kind else None, x.shape[-2:][0]
+        form, num = method.cache.form(x.dtype, int(layer)) if kind else None, x.shape[-2:][0]
         if kind == "bare.0":
-            x = INT8.encode(bare.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
+            x = INT8.encode(form.bare.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
         elif kind == "bare_sinks.0":
-            x = INT8.encode(bare.placed(INT8.decode(x), slice(0, num)))
+            x = INT8.encode(form.bare.placed(INT8.decode(x), slice(0, num)))
         elif kind == "memory.0":
-            x = INT8.encode(INT8.decode(x) + bare.base)
+            x = INT8.encode(INT8.decode(x) + form.base)
         older[name.replace("bare_sinks", "sinks").replace("bare", "entries")] = x
     after.restore(older)
     assert apart(stepped(after, ids[:, 50:80]), stepped(method, ids[:, 50:80])) < 0.02

@@ -10,7 +10,8 @@ from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import Form, form_of
+from kvalign.cache.form import Form
+from kvalign.cache.int8 import Int8
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
@@ -21,7 +22,7 @@ from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
 
 NUM, VOCAB = 150, 400
-FLOATS = Form(torch.float32, is_int8=False)
+FLOATS = Form(torch.float32)
 SIZES = dict(cache_size=16, num_sinks=2, memory=60, num_recalled=6)
 
 
@@ -79,9 +80,8 @@ def test_our_kernel_finds_what_pytorch_finds(
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
-    memories = [
-        Memory(x, sizes, form_of(sizes, x.keys.dtype)) for x in (held, held.map(Tensor.float))
-    ]
+    form = Int8 if cache_dtype == "int8" else Form
+    memories = [Memory(x, sizes, form(x.keys.dtype)) for x in (held, held.map(Tensor.float))]
     for memory in memories:
         memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
@@ -120,11 +120,12 @@ def test_a_saved_stream_goes_on(ids):
     before.feed(ids[:, 30:110])
     after = new(model)
     after.restore(before.state())
-    for one, other in zip(after.cache.layers, before.cache.layers, strict=True):
-        pairs = zip(one.memory.held, other.memory.held, strict=True)
+    for i, one in after.cache.memory.of.items():
+        other = before.cache.memory.of[i]
+        pairs = zip(one.held, other.held, strict=True)
         assert all(torch.equal(x[:, :, :108], y[:, :, :108]) for x, y in pairs)
-        if one.memory.sketch is not None:  # it estimates the same scores
-            sketches = one.memory.sketch, other.memory.sketch
+        if one.sketch is not None:  # it estimates the same scores
+            sketches = one.sketch, other.sketch
             numbers = [x.numbers[:, :, : 108 // BLOCK] for x in sketches]
             assert torch.equal(*numbers) and numbers[0].any()
     for i in range(110, NUM):

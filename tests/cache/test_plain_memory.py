@@ -91,7 +91,7 @@ def test_some_layers_take_back(kind, way, pairs):
     ids = text(70)
     steps = [method.feed(ids[:, i : i + 1])[0] for i in range(70)]
     follow(plain(), ids[0], torch.stack(steps))
-    assert [layer.layer_idx for layer in method.cache.asking] == [0, 2]
+    assert [*method.cache.memory.of] == [0, 2]
     method.reset()
     parts = [method.feed_segment(ids[:, a:b])[0] for a, b in pairwise([0, 5, 40, 70])]
     follow(plain(), ids[0], torch.cat(parts).float())
@@ -104,7 +104,7 @@ def test_once_the_oldest_are_written_over(pairs):
     ids = text(900)
     cuts = [0, 1, 400, 800, *range(801, 901)]
     parts = [method.feed_segment(ids[:, a:b])[0] for a, b in pairwise(cuts)]
-    assert all(layer.memory.held.keys.shape[2] < 800 for layer in method.cache.layers)
+    assert all(memory.num_slots < 800 for memory in method.cache.memory.of.values())
     follow(plain(900), ids[0], torch.cat(parts).float())
 
 

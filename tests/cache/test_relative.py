@@ -11,6 +11,7 @@ from kvalign.cache import segments
 from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.models import band
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import losses, score, score_stepwise
 
@@ -41,7 +42,7 @@ def test_a_band_and_the_sinks_are_one_attention(models, kind, num_sinks, ids, mo
     method = method_of("streaming-llm" if num_sinks else "window", models[kind], **sizes)
     expected = score_stepwise(method, ids[:, :120])
     monkeypatch.setattr(segments, "has_band_kernel", lambda query: True)
-    monkeypatch.setattr(segments, "band", plain_band)
+    monkeypatch.setattr(band, "band", plain_band)
     for segment_len in (3, 256):
         monkeypatch.setattr(segments, "SEGMENT_LEN", segment_len)
         assert torch.allclose(score(method, ids[:, :120]), expected, atol=2e-4)

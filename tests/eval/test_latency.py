@@ -221,7 +221,7 @@ def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
         def slow_feed(self, ids):
             clock.now += 1
             if (cache := memory_of(self)) is not None and cache.seen:
-                is_held = cache.layers[-1].memory.held.keys.any(-1)[0, 0]
+                is_held = [*cache.memory.of.values()][-1].held.keys.any(-1)[0, 0]
                 clock.now += int(is_held.sum()) / 1e3
             return feed(self, ids)
 

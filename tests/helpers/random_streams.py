@@ -17,8 +17,7 @@ from helpers.tiny_models import CONTEXT_LEN, VOCAB
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
-from kvalign.models.architectures import FAMILIES
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import FAMILIES, REGISTERED
 from kvalign.policies import POLICIES
 from kvalign.streaming.pieces import Piece, encode
 
@@ -347,8 +346,8 @@ class RandomStream:
 
         def told(memory, queries, asking):
             found = find(memory, queries, asking)
-            layers = self.method.cache.asking
-            (layer,) = (x.layer_idx for x in layers if getattr(x, "memory", 0) is memory)
+            memories = self.method.cache.memory.of
+            (layer,) = (i for i, one in memories.items() if one is memory)
             for row, (ages, visible) in enumerate(zip(found.ages, found.visible, strict=True)):
                 for t, now in enumerate(asking.seen[min(row, len(asking.seen) - 1)].tolist()):
                     of_heads = zip(ages[:, t], visible[:, t], strict=True)

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import REGISTERED
 
 VOCAB, CONTEXT_LEN = 96, 64
 

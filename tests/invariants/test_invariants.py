@@ -24,7 +24,7 @@ from kvalign.invariants.stream import NotApplicableError, matches
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import REGISTERED
 
 NUM_STEPS = 60
 MEMORY = {"stored", "recalled", "all-recalled"}

@@ -9,8 +9,7 @@ from helpers.pairwise import one_of_each
 from helpers.tiny_models import MORE_KINDS, tiny_model
 
 import kvalign
-from kvalign.models.architectures import FAMILIES, spec_of, window_of
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import FAMILIES, REGISTERED, spec_of, window_of
 
 FALCON_ALIBI = "falcon alibi"
 CASES = (*MORE_KINDS, FALCON_ALIBI)

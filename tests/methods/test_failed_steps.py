@@ -11,6 +11,7 @@ from helpers.pairwise import covering
 from torch import nn
 
 from kvalign.foundation.errors import UserError
+from kvalign.streaming.lookup import read_ahead, take_ahead
 
 WAYS = [
     *WAYS,
@@ -173,12 +174,12 @@ def test_reading_ahead_fails(num_read, models, ids):
 
     def stepped(fails):
         method, later = begun(made("streaming-llm", model), ids[:1], (30,))
-        logits = [method.read_ahead(later[:, :4])]
-        logits += [method.cache.take_ahead(int(later[0, 1 + i])) for i in range(num_read)]
+        logits = [read_ahead(method, later[:, :4])]
+        logits += [take_ahead(method.cache, int(later[0, 1 + i])) for i in range(num_read)]
         if fails:
             with failing(model, "a layer", "Ctrl-C"), suppress(KeyboardInterrupt):
-                method.read_ahead(later[:, 1 + num_read : 5])
-            assert method.cache.take_ahead(int(later[0, 1 + num_read])) is None
+                read_ahead(method, later[:, 1 + num_read : 5])
+            assert take_ahead(method.cache, int(later[0, 1 + num_read])) is None
         return method, later[:, 1 + num_read :]
 
     method, later = stepped(fails=False)

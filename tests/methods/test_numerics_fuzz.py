@@ -23,7 +23,7 @@ from helpers.plain_stream import copy_of
 from helpers.random_streams import RandomStream
 from helpers.tiny_models import KINDS, tiny_model
 
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import REGISTERED
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 FEW = 5  # of each architecture, others each time

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvalign import load_model, load_stream, make_method, stream, verify
 from kvalign.cache.form import Form
+from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
 from kvalign.models import kernel, packed, packed_linear
@@ -152,7 +153,7 @@ def test_gradients_go_through_the_unpacked_weights():
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
     """Also where scores differ by hundreds, and each row sees slots of its own."""
-    form = Form(torch.float32, is_int8)
+    form = (Int8 if is_int8 else Form)(torch.float32)
     query = 10 * torch.randn(3, 6, 1, dim)
     stored = form.encode(torch.randn(2, 3, 2, 300, dim))
     seen, places = [torch.randperm(300)[:num] for num in (length, 77, 1)], torch.full((3, 300), -1)

@@ -25,7 +25,7 @@ from kvalign.app.sessions.marks import marked
 from kvalign.app.sessions.stream_settings import pieces_of
 from kvalign.foundation.settings import DEFAULT_MODEL, Settings, option
 
-GUESTS = ("memory", "steppers", "cache.recall_layers", "streaming.memory_file")
+GUESTS = ("memory", "steppers", "streaming.memory_file")
 """Modules, or packages with all their modules, that the core works without."""
 OUTSIDE = ("models", "foundation")
 """Packages that are not the core: what we know of models, and what knows nothing of them."""

@@ -78,7 +78,7 @@ def endure(num_tokens: int, memory: int) -> dict:
             gc.collect()
             rss.append(rss_bytes())
             at.append(seen)
-    held = method.cache.layers[0].memory.held
+    held = method.cache.memory.of[0].held
     return {
         "num_tokens": seen,
         "slots": held.keys.shape[2],
@@ -109,8 +109,8 @@ class Gone:
         self.oldest = self.num_taken = self.num_other = 0
         method.feed_segment(torch.zeros(1, 1, dtype=torch.int64))  # and there is a memory
         self.ids = torch.zeros(1, 1, dtype=torch.int64)
-        self.layer = method.cache.layers[0]
-        self.find, self.layer.memory.find = self.layer.memory.find, self.look
+        self.memory = method.cache.memory.of[0]
+        self.find, self.memory.find = self.memory.find, self.look
 
     def look(self, queries: Tensor, asking):
         found = self.find(queries, asking)

@@ -19,12 +19,11 @@ from torch import Tensor
 
 import kvalign
 from kvalign.app.cli.arguments import parse
-from kvalign.cache.segments import Recalled
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation.settings import Settings, option
 from kvalign.memory.memory import Memory
-from kvalign.memory.recall import Recalls
+from kvalign.memory.recall import Recalled, Recalls
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.streaming.scoring import score

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.streaming.lookup import LEAST_TRUST, Lookup
+from kvalign.streaming.lookup import LEAST_TRUST, Lookup, most_at_once, read_ahead, take_ahead
 from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import MOST_GUESSED, Sampling
 
@@ -108,12 +108,12 @@ def test_what_was_not_meant_is_taken_back(case, models):
         one.feed(ids[:, :14])
     for i in range(14, 110):
         token = ids[:, i : i + 1]
-        most = method.cache.most_at_once
+        most = most_at_once(method.cache)
         guessed = torch.randint(2, VOCAB, (1, min(1 + i % 7, most) - 1))
         plain.feed_segment(token)
-        method.read_ahead(torch.cat([token, guessed], 1))
+        read_ahead(method, torch.cat([token, guessed], 1))
         assert method.cache.ahead.ids == guessed[0].tolist()
-        assert method.cache.take_ahead(VOCAB) is None
+        assert take_ahead(method.cache, VOCAB) is None
         if i % 10 == 9:
             mine, other = method.state(), plain.state()
             assert method.cache.ahead is None, "it has been settled"
@@ -127,7 +127,7 @@ def test_entries_of_before_stay_to_the_bit(models):
     method = method_of("rotary sinks", models)
     method.feed(repeating(70))
     before = method.state()
-    method.read_ahead(torch.randint(2, VOCAB, (1, 7)))
+    read_ahead(method, torch.randint(2, VOCAB, (1, 7)))
     after = method.state()
     for name in ("entries.0", "entries.1"):
         old, new = before[f"0.{name}"], after[f"0.{name}"]
@@ -249,7 +249,7 @@ class _Careless(Lookup):
 
     def feed(self, method):
         if method.cache.ahead is not None and method.cache.ahead.ids:
-            return method.cache.take_ahead(method.cache.ahead.ids[0])
+            return take_ahead(method.cache, method.cache.ahead.ids[0])
         return super().feed(method)
 
 

@@ -13,7 +13,7 @@ from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign.methods import make_method
-from kvalign.models.attention import REGISTERED
+from kvalign.models.architectures import REGISTERED
 from kvalign.streaming.scoring import score
 
 

@@ -20,6 +20,7 @@ from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.foundation import progress
+from kvalign.invariants.stream import by_time
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
@@ -93,7 +94,7 @@ def _by_time(method: Method, weights: Tensor) -> Tensor:
     if step is None:
         return weights
     slots = weights.flatten(1, 2)[..., None]
-    return step.by_time(KV(slots, slots)).keys[..., 0].unflatten(1, weights.shape[1:3])
+    return by_time(step, KV(slots, slots)).keys[..., 0].unflatten(1, weights.shape[1:3])
 
 
 def in_bins(weights: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def read_bytes(method: Method, batch_size: int) -> int:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
     num_read -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
-    if not is_bare and type(cache) is not StreamingCache:
+    if not is_bare and not (isinstance(cache, StreamingCache) and cache.memory is None):
         return num_read
     width, itemsize = spec.head_dim, model.dtype.itemsize
     if isinstance(cache, StreamingCache) and cache.stores_bare:

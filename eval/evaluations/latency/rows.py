@@ -25,6 +25,7 @@ from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation import progress
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.progress import Bar
+from kvalign.memory.memories import Memories
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.streaming.scoring import score_stepwise
@@ -148,7 +149,8 @@ def _stored(one: Timed, batch_size: int) -> Row:
     cache = timing.memory_of(one)
     if cache is None:
         return {"stored_bytes": 0.0, "stored_ratio": 0.0}
-    memories = [layer.memory for layer in cache.asking]
+    assert isinstance(cache.memory, Memories)
+    memories = [*cache.memory.of.values()]
     num_bytes = sum(memory.nbytes for memory in memories)
     num = 2 * memories[0].form.decode(memories[0].held.keys[:, :, :1]).numel()  # a key and a value
     in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize

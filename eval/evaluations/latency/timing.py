@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.peer import LlamaCpp
 from kvalign.eval.protocol.grid import title_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
-from kvalign.memory.cache import MemoryCache
+from kvalign.memory.memories import fill
 from kvalign.methods.base import Method
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
@@ -74,7 +75,7 @@ def time_steps(
         warm_up(method, filling(method, batch_size, rng))
         if (cache := memory_of(method)) is not None:
             bar.phase(f"filling {title_of(method)}")
-            cache.fill(rng)
+            fill(cache, rng)
             for _ in range(3):  # the first two of these are compiled, where any is
                 method.feed(random_ids(model, batch_size, 1, rng))
     turns: Turns = [[] for _ in timed]
@@ -146,10 +147,10 @@ def warm_up(one: Timed, inputs: Iterable[Tensor]) -> None:
         one.feed(ids)
 
 
-def memory_of(method: Timed) -> MemoryCache | None:
+def memory_of(method: Timed) -> StreamingCache | None:
     """The cache of a method that has a memory."""
     cache = getattr(method, "cache", None)
-    return cache if isinstance(cache, MemoryCache) else None
+    return cache if isinstance(cache, StreamingCache) and cache.memory is not None else None
 
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:

@@ -22,11 +22,11 @@ from kvalign.app.sessions.turns_in_cache import (
     note_turn,
 )
 from kvalign.cache.default_size import MOST
-from kvalign.cache.recall_layers import usual_recalled
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
+from kvalign.memory.sizes import usual_recalled
 from kvalign.models import fetched
 from kvalign.streaming.sampling import DRAWS, Sampling
 

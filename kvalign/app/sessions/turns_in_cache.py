@@ -136,12 +136,12 @@ def in_words(stream: TextStream) -> str:
 
 def memory_offer(stream: TextStream) -> str:
     """Return what would keep the turns that go; "" where there is a memory, or none works."""
-    from kvalign.methods.cached import Cached
+    from kvalign.memory.memories import takes_memory
 
     method = stream.method
     if method.sizes.memory or EVICT in stream.notes:
         return ""
-    works = isinstance(method, Cached) and method.takes_memory(OFFERED)
+    works = takes_memory(method, OFFERED)
     return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for" * works
 
 

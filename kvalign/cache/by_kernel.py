@@ -1,0 +1,103 @@
+"""Attention by our kernel, which reads all slots of a ring as they are stored; a guest of the
+cache.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from kvalign.cache.form import Form
+from kvalign.cache.int8 import Int8
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.models import kernel
+from kvalign.models.architectures import REGISTERED, rotation_of, window_of
+from kvalign.models.attention import install
+from kvalign.models.rope import Rotation
+
+
+class InSight(NamedTuple):
+    """The entries that one query of each row sees.
+
+    Attributes:
+        places: [B, S] int64, the place of each slot's entry among those of its row; negative: it is
+            not there.
+        behind: [B, 1, 1] int64, the position of place 0.
+        turns: of as many places, as our kernel takes them; None: keys do not turn.
+    """
+
+    places: Tensor
+    behind: Tensor
+    turns: Tensor | None
+
+    def attend(
+        self, form: Form, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of queries [B, H, 1, D]: [B, 1, H, D]."""
+        rotation = form.bare.rotation if isinstance(form, Int8) else None
+        if self.turns is not None and rotation is not None:  # which count from the first
+            query = rotation.shift(query, self.behind)
+        base = None if form.base is None else form.base[:, 0]
+        return kernel.attend(self.places, query, keys, values, scale, self.turns, base)
+
+
+class KernelReader:
+    """Reader of the entries of 8 bits of a cache by our kernel.
+
+    Args:
+        sizes: of the cache.
+        rotation: of its keys; None: they do not turn.
+    """
+
+    def __init__(self, sizes: CacheSizes, rotation: Rotation | None):
+        self.sizes, self.rotation = sizes, rotation
+
+    @cached_property
+    @no_autograd_modes()
+    def turns(self) -> Tensor | None:
+        """Turns of keys to all places; None: they do not turn."""
+        if self.rotation is None:
+            return None
+        places = slice(0, self.sizes.first_input_len)
+        turn = self.rotation.turn_to(places, torch.device("cpu"))
+        return torch.stack([turn.cos, turn.sin])[None]
+
+    def in_sight(self, step: Step, num_slots: int) -> InSight:
+        return InSight(places_of(step, num_slots), step.behind_rows, self.turns)
+
+
+def places_of(step: Step, num_slots: int) -> Tensor:
+    """Places of the entries of so many slots: [B, S] int64, negative where a row has none."""
+    places = step.places.expand(len(step.seen), -1)
+    return pad(places, (0, num_slots - step.size), value=-1).contiguous()
+
+
+def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
+    """Return whether our kernel attends to such stored keys [B, H, S, D] instead of the model."""
+    is_int8 = keys.dtype == torch.int8
+    form = Int8(model.dtype) if is_int8 else Form(model.dtype)
+    return (
+        model.config.model_type in REGISTERED
+        and window_of(model.config) is None
+        and keys.shape[3] in map(form.width, kernel.DIMS)
+        and model.dtype == torch.float32
+        and kernel.is_here()
+        and (not is_int8 or kernel.can_turn(rotation_of(model)))
+    )
+
+
+def reader_of(
+    model: PreTrainedModel, sizes: CacheSizes, head_dim: int, rotation: Rotation | None
+) -> KernelReader | None:
+    """Reader of entries of 8 bits in decode steps; None: the model's attention reads them."""
+    width = Int8(model.dtype).width(head_dim)
+    stored = torch.empty(1, 1, 1, width, dtype=torch.int8)
+    if model.device.type != "cpu" or not is_read_by_kernel(model, stored):
+        return None
+    install(model.config)
+    return KernelReader(sizes, rotation)

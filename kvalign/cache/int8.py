@@ -1,0 +1,150 @@
+"""Form of entries in 8 bits, a guest of the cache.
+
+    int8    [ D numbers from -127 to 127 | 4 bytes: their scale in float32 ]    x = scale * number
+
+Each key and each value of an entry and a head has a scale of its own, made once from its greatest
+number. Keys are stored *bare*: without the rotation of their position, and without a base.
+
+    key at position p = R(p) (base + what is stored)
+
+So an entry is rounded once, and in one way: whether a step, a prefill chunk or a segment wrote it,
+and wherever it is read later. The base is the key that a head gives for an input of zeros: a key
+bias. In some models (Qwen2) it is many times as large as the rest, which one scale could not hold
+beside it.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvalign.aligners.entries import KV
+from kvalign.cache.form import At, Form
+from kvalign.cache.realigner import Realigner
+from kvalign.cache.saved import expect_tensor
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import UserError
+from kvalign.models.key_bases import KeyBases
+from kvalign.models.rope import Rotation
+
+_SCALE = 4  # bytes
+_TINY = torch.finfo(torch.float32).tiny
+_OLDER = {
+    new.format(j): old.format(j)
+    for new, old in (("bare.{}", "entries.{}"), ("bare_sinks.{}", "sinks.{}"))
+    for j in range(2)
+}
+"""Names that 8 bits had in version 0.2, where keys were not bare."""
+
+
+@dataclass(frozen=True)
+class BareKeys:
+    """Form of the keys of a layer.
+
+    Args:
+        rotation: of the layer's keys; None if they do not rotate.
+        base: [H, 1, D] float32; None: 0.
+    """
+
+    rotation: Rotation | None = None
+    base: Tensor | None = None
+
+    def of(self, keys: Tensor, at: At) -> Tensor:
+        """Stored form of keys [..., H, S, D] at these positions, in float32."""
+        keys = keys.float()
+        if self.rotation is not None:
+            keys = self.rotation.turn_to(at, keys.device).inverse(keys)
+        return keys if self.base is None else keys - self.base.to(keys.device)
+
+    def placed(self, bare: Tensor, at: At) -> Tensor:
+        """Keys at these positions, from what is stored of them, [..., H, S, D] float32."""
+        if self.base is not None:
+            bare = bare + self.base.to(bare.device)
+        return bare if self.rotation is None else self.rotation.turn_to(at, bare.device)(bare)
+
+
+@dataclass(frozen=True)
+class Int8(Form):
+    """Form of stored keys and values: numbers of 8 bits.
+
+    Args:
+        dtype: of entries as attention reads them.
+        bare: what is stored of keys.
+    """
+
+    dtype: torch.dtype
+    bare: BareKeys = field(default_factory=BareKeys)
+
+    is_int8 = True
+    names = ("bare", "bare_sinks")
+    stored_dtype = torch.int8
+
+    @classmethod
+    def of_layer(
+        cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: KeyBases | None
+    ) -> Self:
+        """Form of the entries of a layer. Keys that a table reads have no mean, and so no base."""
+        rotation, is_read = realigner.rotation, realigner.strategy == "read"
+        base = None if bases is None or is_read else bases.get(layer)
+        return cls(dtype, BareKeys(None if rotation is None else rotation.at(layer), base))
+
+    @property
+    def base(self) -> Tensor | None:  # type: ignore[override]
+        return self.bare.base
+
+    def without_position(self) -> Self:
+        return replace(self, bare=BareKeys(base=self.bare.base))
+
+    def width(self, head_dim: int) -> int:
+        return head_dim + _SCALE
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = x.detach().float()
+        scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True) / 127
+        numbers = (x / scale.clamp_min(_TINY)).round_().to(torch.int8)
+        return torch.cat([numbers, scale.view(torch.int8)], -1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
+
+    def encode_at(self, entries: KV, at: At) -> KV:
+        keys = self.bare.of(entries.keys.detach(), at)
+        return KV(keys, entries.values).map(self.encode)
+
+    def decode_at(self, stored: KV, at: At) -> KV:
+        bare = stored.keys[..., :-_SCALE] * _scales(stored.keys)
+        return KV(self.bare.placed(bare, at).to(self.dtype), self.decode(stored.values))
+
+    def read(
+        self,
+        state: dict[str, Tensor],
+        layer: int,
+        name: str,
+        shape: tuple[int, ...],
+        seen: list[int],
+        frame: CacheSizes,
+    ) -> Tensor:
+        """Tensor of a layer's saved state, of rows of so many tokens, also as version 0.2 saved it:
+        keys with their rotation and base.
+        """
+        is_older = f"{layer}.bare.0" not in state
+        full = f"{layer}.{_OLDER.get(name, name) if is_older else name}"
+        tensor = expect_tensor(state, full, shape, torch.int8)
+        if not _scales(tensor).isfinite().all():
+            raise UserError(f"a stream's {full} has scales that are not finite")
+        if not is_older or not name.endswith(".0"):
+            return tensor
+        at: Tensor = torch.arange(tensor.shape[2])
+        if name.startswith("bare."):
+            ends = torch.tensor([n - frame.num_moved(n) for n in seen])[:, None, None]
+            at = ends + torch.arange(-tensor.shape[2], 0)
+        of_keys = self.without_position() if name.startswith("memory") else self
+        exact = replace(of_keys, dtype=torch.float32)
+        return exact.encode(exact.bare.of(exact.decode(tensor), at))
+
+
+def _scales(stored: Tensor) -> Tensor:
+    if stored.shape[-1] % _SCALE:
+        return stored[..., -_SCALE:].contiguous().view(torch.float32)
+    return stored.view(torch.float32)[..., -1:]

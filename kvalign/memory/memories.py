@@ -1,0 +1,349 @@
+"""Memories behind the windows of a cache: what they take in, and what the queries of a pass take
+back.
+
+     places  0 1 2 3 | 4 ... R+3  | R+4 ... C-1 | C
+             sinks   | taken back | window      | new
+
+What is taken back replaces the window's oldest entries, in the order of time. So a step sees as
+many entries as without a memory, and computes its token at the same position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Self, final
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from kvalign.aligners import TableAligner
+from kvalign.aligners.entries import KV, cat
+from kvalign.cache.cache_memory import CacheMemory
+from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
+from kvalign.cache.realigner import Realigner
+from kvalign.cache.saved import ReadTensor
+from kvalign.cache.segments import Block
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.window_layer import WindowLayer, read_kv
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.memory import check_room
+from kvalign.memory.memory import TOGETHER, Memory
+from kvalign.memory.recall import Found, QueryBatch, Recalled, Recalls
+from kvalign.memory.recall_places import RecallPlaces
+from kvalign.memory.sizes import layers_asked
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
+from kvalign.models.attention import install, mark
+from kvalign.models.rope import RotationByLayer
+
+_OF_LAYER = 0x5851F42D4C957F2D  # a factor of Knuth's for numbers of 64 bits
+
+
+@final
+class Memories(CacheMemory):
+    """Memories of a cache's layers, one of each.
+
+    Args:
+        spec, sizes: of the cache.
+        realigner: of the cache, which must place entries from their original form; None: it has
+            none.
+        config: of the model, whose attention passes on its queries.
+        num_positions: number of possible original positions.
+        grows: whether memories grow with their contents (see `Memory`).
+
+    Attributes:
+        of: by number of the layer; there are none before the first entries.
+
+    Raises:
+        UserError: a realigner or a model that does not fit.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None,
+        config: PretrainedConfig,
+        num_positions: int | None,
+        grows: bool = True,
+    ):
+        name = spec.name or "this model"
+        if spec.model_type not in REGISTERED:
+            raise UserError(
+                f"memory does not work with {name}: {spec.model_type} models do not expose their "
+                "queries"
+            )
+        if realigner is None:
+            raise UserError(
+                f"memory needs an aligner on {name}, which places the entries that are taken "
+                "back: use method kvalign"
+            )
+        seen_at_most = window_of(config)
+        if seen_at_most is not None and seen_at_most <= sizes.cache_size:
+            raise UserError(
+                f"memory does not work with {name} at cache_size {sizes.cache_size}: its layers "
+                "see "
+                f"{seen_at_most} entries"
+            )
+        if isinstance(realigner.rotation, RotationByLayer):
+            raise UserError(f"memory does not work with {name}: its layers rotate keys differently")
+        if sizes.realign_every > 1:
+            raise UserError(
+                "memory needs realign_every 1, since each step places all entries, got "
+                f"{sizes.realign_every}"
+            )
+        assert num_positions is not None
+        is_free = realigner.rotation is not None
+        by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
+        born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
+        if by_age and not is_free and not isinstance(born.aligner, TableAligner):
+            raise UserError("recall_places=age on learned positions needs a table: use rank")
+        self.sizes, self.grows = sizes, grows
+        self.frame = None if is_free else places.frame
+        self.kept = replace(sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory)
+        self.layers = layers_asked(sizes.recall_layers, spec.attention)
+        self._is_in_all = len(self.layers) == len(spec.attention)
+        self.recalls = Recalls(sizes, born, places)
+        self.of: dict[int, Memory] = {}
+        install(config)
+
+    @property
+    def _first(self) -> Memory | None:
+        return next(iter(self.of.values()), None)
+
+    def begin(self, step: Step, layers: Sequence[WindowLayer], moved: Sequence[int]) -> None:
+        if (first := self._first) is not None:
+            seen = first.seen
+            num = step.seen[0] - seen[0]  # single tokens that are only in the window as yet
+            if num and (not step.is_single or num >= min(TOGETHER, self.sizes.num_in_sight)):
+                positions = torch.tensor([n - by for n, by in zip(seen, moved, strict=True)])
+                at = positions[:, None, None] + torch.arange(num)
+                for layer in layers:
+                    if layer.layer_idx in self.of:
+                        self._put_newest(layer, seen, num, at.to(layer.device))
+        self.recalls.begin(step, step.seen if first is None else first.seen)
+        if batch := self.recalls.of_step:
+            for memory in self.of.values():
+                memory.prepare(batch)
+
+    def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
+        """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
+        the positions `at` [B, 1, num]. A group at once costs less than one by one, and none is lost
+        before.
+        """
+        memory, realigner = self.of[layer.layer_idx], layer.realigner
+        entries = layer.newest(layer.sources, num)
+        if memory.form.is_int8:  # they are stored bare, and there without a position
+            memory.put(seen, entries)
+            return
+        if realigner.runs_on:
+            assert realigner.rotation is not None
+            entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
+        memory.write(seen, entries)
+
+    def take(self, layer: WindowLayer, step: Step, new: KV, found: KV) -> KV:
+        # 1. Tokens that come together are taken in at once, single ones some time later.
+        memory = self._of_layer(layer)
+        if not step.is_single:
+            if step.segment is not None:
+                new = KV(step.segment.turned(layer.layer_idx, new.keys), new.values)
+            memory.write(step.seen, layer.without_position(step, new, self.recalls.born))
+        # 2. The rest is for its queries to say, once anything is lost.
+        if step.segment is not None:
+            recall = partial(self._recall, layer.layer_idx)
+            attend = partial(step.segment.attend, layer.layer_idx, recall=recall)
+            return found._replace(keys=mark(found.keys, attend))
+        if (batch := self.recalls.of_step) is None:
+            return found
+        # A tensor of its own: the ring keeps the keys, and would keep the mark.
+        keys = mark(found.keys.detach(), partial(self._attend, layer, step, batch))
+        return found._replace(keys=keys)
+
+    def _of_layer(self, layer: WindowLayer) -> Memory:
+        if layer.layer_idx not in self.of:
+            form = layer.entries.form.without_position()
+            memory = Memory(layer.entries.like(), self.sizes, form, self.grows)
+            self.of[layer.layer_idx] = memory
+        return self.of[layer.layer_idx]
+
+    def _recall(self, layer: int, block: Block, query: Tensor) -> Recalled:
+        """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
+        back, each as it would alone.
+        """
+        batch = self.recalls.of_block(block)
+        asked = self.recalls.asked(query, batch)
+        found = self.of[layer].find(asked, batch)
+        return self.recalls.recalled(layer, asked, batch, found)
+
+    def _attend(
+        self,
+        layer: WindowLayer,
+        step: Step,
+        batch: QueryBatch,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Attention of one query a row [B, H, 1, D] over the entries of a step, with the recalled
+        ones instead of the window's oldest: [B, 1, H, D].
+        """
+        number, realigner = layer.layer_idx, layer.realigner
+        asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
+        found = self.of[number].find(asked, batch)
+        stored = self.recalls.stored(number, realigner, step, batch, found)
+        slots = step.oldest(stored.keys.shape[2]).to(keys.device)
+        seen, bias = KV(keys, values), self._bias(batch, found, keys, slots)
+        if torch.is_grad_enabled():  # which keeps what attention sees
+            seen = seen.map(torch.clone)
+        own = seen.at(slots)
+        if batch.has_lost is not None:
+            stored = own.unless(batch.has_lost[:, 0].to(keys.device), stored)
+        seen.put_at(slots, stored)
+        given = realigner.attend(step, number, query, *seen, scale, bias)
+        if not torch.is_grad_enabled():
+            seen.put_at(slots, own)
+        return given
+
+    def _bias(self, batch: QueryBatch, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
+        """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
+        None: nothing.
+        """
+        of_found = self.recalls.bias(found)
+        if of_found is None:
+            return None
+        of_found = of_found[:, :, 0]
+        if batch.has_lost is not None:
+            of_found = of_found.masked_fill(~batch.has_lost[:, :1, None].to(keys.device), 0.0)
+        bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        return bias.index_copy(2, slots, of_found)
+
+    @property
+    def finds_all(self) -> bool:
+        return self.recalls.of_step is not None and self.recalls.of_step.finds_all
+
+    def end(self, step: Step) -> None:
+        self.recalls.end()
+
+    def reset(self) -> None:
+        self.recalls.end()
+        self.of.clear()
+
+    def select(self, rows: Tensor) -> None:
+        for memory in self.of.values():
+            memory.select(rows)
+
+    def join(self, others: Sequence[Self]) -> None:
+        self.of = {i: Memory.joined([other.of[i] for other in others]) for i in others[0].of}
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors of all layers, with digests of the entries of each slot in all of them, [B, S]
+        int64: equal ones are of equal entries.
+        """
+        tensors: dict[str, Tensor] = {}
+        if (first := self._first) is None:
+            return tensors
+        digests = torch.zeros(len(first.seen), first.num_used, dtype=torch.int64)
+        for i, memory in self.of.items():
+            held = memory.held.slots(0, memory.num_used)
+            tensors |= {f"{i}.memory.{j}": x for j, x in enumerate(held)}
+            tensors[f"{i}.base"] = memory.base
+            # No layer counts as another does.
+            digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used]
+        return tensors | {"digests": digests}
+
+    def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
+        memory = self._of_layer(layer)
+        held = read_kv(read, "memory", memory.used(seen), head_dim, memory.form, "cpu")
+        memory.base = read("base", (1, head_dim), torch.float32, "cpu").clone()
+        memory.put([self.sizes.num_sinks] * len(seen), held)
+        memory.seen = seen
+
+    def check_editable(self) -> None:
+        if not self._is_in_all:
+            raise UserError(
+                "a stream whose memory is in some layers only cannot be edited: the others could "
+                "not fill their windows"
+            )
+
+    def taken(self, layer: WindowLayer, i: int, pieces: Sequence[EntryPart], seen: int) -> list[KV]:
+        memory, num_sinks = self._of_layer(layer), self.sizes.num_sinks
+        form = memory.form
+        for piece in pieces:
+            if isinstance(piece, CachePart):  # a first key would be written into the base
+                memory.base = _source(i, piece).base.clone()
+        sinks, others = [], []
+        for piece in pieces:
+            if piece.is_raw(num_sinks):
+                entries = bare(layer, i, piece)
+                stored = form.encode_at(entries, slice(0)).map(lambda x: x.to("cpu"))
+            else:
+                assert isinstance(piece, CachePart)
+                aside = _source(i, piece)
+                total = aside.seen[0]
+                first = total - self.kept.num_stored(total) + piece.first
+                stored = aside.written(first, piece.num)
+                entries = form.decode_at(stored, slice(0)).map(lambda x: x.to(layer.device))
+            if piece.place < num_sinks:
+                sinks.append(as_sinks(layer, i, piece, entries))
+            else:
+                others.append(stored)
+        rings = [[*sinks] for _ in layer.rings]
+        if others:
+            held = cat(others)
+            memory.put([num_sinks] * len(held.keys), held)
+            num = self.sizes.num_stored(seen) - num_sinks
+            place = num_sinks + layer.cache.frame.num_behind(seen)
+            newest = held.slots(held.keys.shape[2] - num, num).map(lambda x: x.to(layer.device))
+            window = [newest] if form.is_int8 else in_window(layer, newest, place)
+            for ring, stored in zip(rings, window, strict=True):
+                ring.append(stored)
+        memory.seen = [seen] * len(memory.held.keys)
+        return [cat(parts) for parts in rings]
+
+
+def _source(i: int, piece: CachePart) -> Memory:
+    """Memory of the i-th layer with attention of the cache that a part is of."""
+    layer = piece.layers[i]
+    assert isinstance(layer.memory, Memories)
+    return layer.memory.of[layer.layer_idx]
+
+
+def takes_memory(method: Method, num: int) -> bool:
+    """Return whether a method with these sizes could have a memory of so many tokens."""
+    if not isinstance(method, Cached):
+        return False
+    try:
+        sizes = replace(method.sizes, memory=num, num_recalled=None)
+        of_model = method.places_by, method.model.config, method.num_positions
+        Memories(method.spec, sizes, *of_model)
+    except UserError:
+        return False
+    return True
+
+
+def fill(cache: StreamingCache, rng: torch.Generator) -> None:
+    """Fill the memories of a cache with random entries, as if their tokens had been fed after the
+    others. A step then takes as long as with real entries. This is for measuring time, and needs a
+    full window.
+
+    Raises:
+        UserError: they do not fit into the free memory.
+    """
+    assert isinstance(cache.memory, Memories)
+    cache.settle()
+    memories, period = [*cache.memory.of.values()], cache.frame.move_size
+    first = memories[0]
+    num = -(-first.most // period) * period  # that leaves every position what it is
+    one = first.form.decode(first.held.keys[:, :, :1])
+    what = f"the entries of a memory of {cache.sizes.memory} tokens"
+    check_room(first.nbytes // first.num_slots * num * len(memories), what)
+    shape = (*one.shape[:2], num, one.shape[3])
+    for memory in memories:
+        new = (torch.randn(shape, generator=rng, dtype=torch.float32).to(one) for _ in range(2))
+        memory.write(cache.seen, KV(*new))
+    cache._hold([n + num for n in cache.seen])  # with the window as it is

@@ -1,0 +1,88 @@
+"""Sizes of a memory: how many entries it gives back, and in which layers, as `--recall-layers`
+names them.
+"""
+
+from collections.abc import Sequence
+from typing import get_args
+
+from kvalign.cache.sizes import CacheSizes, RecallBy
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import typed
+
+NAME = "recall_layers"
+MOST_RECALLED = 32
+"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
+
+
+def num_recalled_of(sizes: CacheSizes) -> int:
+    """Return the number of entries that each step takes back, of sizes that have something to do
+    with a memory; UserError if they do not fit together.
+    """
+    if sizes.memory < 0:
+        raise UserError(f"memory must be at least 0, got {sizes.memory}")
+    if sizes.recall_places not in (None, *get_args(RecallBy)):
+        raise UserError(f"recall_places must be age or rank, got {sizes.recall_places!r:.80}")
+    if not sizes.memory:
+        if sizes.num_recalled or sizes.recall_places or sizes.recall_layers:
+            names = "num_recalled, recall_places and recall_layers"
+            raise UserError(f"{names} need a memory: give memory, too")
+        return 0
+    if not sizes.is_oldest or sizes.num_evicted != 1:
+        raise UserError(
+            "memory needs policy oldest, which evicts one entry at a time: leave out policy, "
+            "positions and num_evicted"
+        )
+    if sizes.window_size < 2:
+        raise UserError(
+            "memory needs a window of at least 2 entries: give cache_size above "
+            f"{sizes.num_sinks + 1} with num_sinks {sizes.num_sinks}, got {sizes.cache_size}"
+        )
+    if sizes.recall_layers is not None:
+        numbers_in(sizes.recall_layers)
+    most, num_recalled = sizes.window_size - 1, sizes.num_recalled
+    if num_recalled is None:
+        num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks)
+    if not 1 <= num_recalled <= most:
+        raise UserError(
+            f"num_recalled must be between 1 and {most} with cache_size {sizes.cache_size} and "
+            f"num_sinks {sizes.num_sinks}, got {num_recalled}"
+        )
+    if sizes.memory < num_recalled:
+        raise UserError(
+            f"memory must be at least num_recalled ({num_recalled}), got {sizes.memory}"
+        )
+    return num_recalled
+
+
+def usual_recalled(cache_size: int, num_sinks: int) -> int:
+    """Default number of entries that a step takes back: a quarter of the cache, at most
+    `MOST_RECALLED`. The window keeps at least one entry.
+    """
+    return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
+
+
+def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:
+    """Return which of the layers that have attention are asked for; None: all. UserError if one has
+    none.
+    """
+    asked = {*attention} if text is None else numbers_in(text)
+    if others := asked - {*attention}:
+        raise UserError(
+            f"{NAME} must be among the {len(attention)} layers that have attention, up to "
+            f"{attention[-1]}: {min(others)} has none"
+        )
+    return asked
+
+
+def numbers_in(text: str) -> set[int]:
+    """Return the numbers of `"7,15-29"`: 7 and those from 15 to 29; UserError for anything else."""
+    found: set[int] = set()
+    for part in typed(NAME, text, str).split(","):
+        first, _, last = (x.strip() for x in part.partition("-"))
+        ends = (first, last or first)
+        if not all(x.isascii() and x.isdigit() and len(x) < 6 for x in ends):
+            raise UserError(f"{NAME} must be numbers and ranges as 7,15-29, got {text!r:.80}")
+        if int(ends[0]) > int(ends[1]):
+            raise UserError(f"{NAME} must have ranges that go up, as 15-29, got {text!r:.80}")
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
+    return found
