@@ -100,6 +100,12 @@ def _num_of(new: Tensor | EncodedPart, method: Cached) -> int:
     """Number of tokens of each row that an edit puts in."""
     if isinstance(new, EncodedPart):
         num_rows, num = new.num_rows, new.num
+        most, last = method.num_positions, new.at + new.stop
+        if most is not None and last > most:
+            raise UserError(
+                f"entries of {last} positions do not fit the aligner, which has {most}: encode the "
+                "text in several pieces"
+            )
     else:
         check_ids(new, method.model.config.vocab_size)
         num_rows, num = new.shape

@@ -136,6 +136,15 @@ def test_a_file_has_all_of_it_and_says_what_is_wrong(loaded, tmp_path, models):
         kvalign.load_piece(path, model)
 
 
+def test_a_piece_of_more_positions_than_the_aligner_has_is_refused():
+    loaded = kvalign.load_model("gpt2-mini")
+    piece, stream = kvalign.encode(loaded.model, loaded.tokenizer, [5] * 300), stream_of(loaded)
+    with pytest.raises(UserError, match="the aligner, which has 256"):
+        stream.insert(piece)
+    stream.insert(piece[:256])
+    assert stream.num_evicted and answer(stream)
+
+
 def test_what_cannot_be_encoded_or_put_in_is_refused(loaded):
     model, tokenizer = loaded.model, loaded.tokenizer
     with pytest.raises(UserError, match="the text is empty"):
