@@ -78,6 +78,12 @@ class RecordingConfig(BaseModel):
             raise ValueError("shapes must be those that follow from settings and model")
         return self
 
+    def num_bytes(self, num_chunks: int) -> int:
+        """Bytes of all pairs of so many chunks."""
+        numbers = sum(self.num_rows(k, num_chunks) for k in self.settings.num_evicted)
+        itemsize = getattr(torch, self.settings.dtype).itemsize
+        return numbers * self.model.head_dim * len(PAIRS) * itemsize
+
     def num_rows(self, num_evicted: int, num_chunks: int) -> int:
         """Number of pairs of each kv in so many chunks: num_chunks * L * H * S."""
         return num_chunks * math.prod(self.shapes[num_evicted][:3])

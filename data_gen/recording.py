@@ -31,6 +31,7 @@ from kvalign.foundation.device import AUTO
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.folders import MANIFEST
+from kvalign.foundation.memory import check_disk
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import say_weak
@@ -94,6 +95,9 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
 
+    written = sum(path.stat().st_size for path in _shards(settings.folder))
+    num_bytes = config.num_bytes(_num_expected(settings, config)) - written
+    check_disk(num_bytes, settings.folder, f"a recording of {settings.num_tokens} tokens")
     summary = partial(_summary, settings.folder)
     with locked(settings.folder, summary), keeping(summary):
         if run.state() == "new":
@@ -125,7 +129,7 @@ def _record_shards(
     chunks: Iterable[list[int]],
 ) -> list[Shard]:
     """Write the shards that are missing; returns all of them in the manifest's order."""
-    num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
+    num_expected = _num_expected(settings, config)
     num_chunks, shards = 0, []
 
     def jobs() -> Work:
@@ -151,9 +155,18 @@ def _record_shards(
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
 
 
+def _num_expected(settings: RecordSettings, config: RecordingConfig) -> int:
+    """Number of chunks, if the corpus does not end before."""
+    return (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
+
+
+def _shards(folder: Path) -> list[Path]:
+    return list(folder.glob("[!.]*.safetensors"))
+
+
 def _summary(folder: Path) -> str:
     """Return what an interrupted recording has."""
-    num_shards = len(list(folder.glob("[!.]*.safetensors")))
+    num_shards = len(_shards(folder))
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""
 
 

@@ -1,7 +1,8 @@
-"""Free memory, and whether a planned allocation can fit."""
+"""Free memory and disk space, and whether what is planned can fit."""
 
 import ctypes
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def check_room(num_bytes: int, what: str) -> None:
     free = free_bytes()
     if free is not None and num_bytes > free:
         raise UserError(f"{what} need {size(num_bytes)} of memory, but only {size(free)} are free")
+
+
+def check_disk(num_bytes: int, folder: Path, what: str) -> None:
+    """Raise UserError unless a folder, which need not exist yet, has so much room; the message
+    begins with `what`.
+    """
+    there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes > free:
+        raise UserError(f"{what} needs {size(num_bytes)} in {folder}, which has {size(free)} left")
 
 
 def size(num_bytes: float) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +238,22 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
     with pytest.raises(UserError, match="has 3 tokens, 48 are needed"):
         record(settings(corpus=(f"text:{short}",)), loaded=gpt2)
     assert not (tmp_path / "pairs").exists()
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(gpt2, settings, tmp_path, monkeypatch):
+    """What an interrupted recording has written needs no room any more."""
+    folder = record(settings(), loaded=gpt2).folder
+    whole, shards = _bytes(folder), [*folder.glob("*.safetensors")]
+    sizes = [path.stat().st_size for path in shards]
+    free = sum(sizes) // 2
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(UserError, match="a recording of 480 tokens needs .* kB in .* left"):
+        record(settings(out=tmp_path / "other"), loaded=gpt2)
+    assert not (tmp_path / "other").exists()
+    (folder / "manifest.json").unlink()
+    shards[0].unlink()
+    free = sizes[0]
+    assert _bytes(record(settings(), loaded=gpt2).folder) == whole
 
 
 def test_numbers_that_do_not_fit_are_refused(wrap, settings):
