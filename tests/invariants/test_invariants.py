@@ -337,8 +337,8 @@ def turned_the_other_way(patch):
 def put_in_backwards(patch):
     right = Cached.edit
 
-    def wrong(self, start, stop, ids=None):
-        return right(self, start, stop, None if ids is None else ids.flip(1))
+    def wrong(self, start, stop, *new):
+        return right(self, start, stop, *(ids.flip(1) for ids in new))
 
     patch(Cached, "edit", wrong)
 
