@@ -69,7 +69,7 @@ class CacheMemory(Part):
         """Raise UserError unless entries can be moved to any place."""
 
     @abstractmethod
-    def taken(self, layer: WindowLayer, i: int, pieces: Sequence[EntryPart], seen: int) -> list[KV]:
-        """Have the entries of these pieces alone behind a layer, the i-th with attention, in rows
+    def taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
+        """Have the entries of these parts alone behind a layer, the i-th with attention, in rows
         of so many tokens; return those for its rings, as `edits.taken` does.
         """

@@ -55,7 +55,7 @@ class EntryPart(ABC):
         """Those of a layer, as they were encoded, and their positions then."""
 
     def split(self, *firsts: int) -> Iterator[Self]:
-        """Return it in pieces, which begin at these of its places."""
+        """Return it in parts, which begin at these of its places."""
         inside = sorted({x for x in firsts if self.first < x < self.stop})
         for first, stop in pairwise([self.first, *inside, self.stop]):
             if first < stop:
@@ -132,82 +132,80 @@ class EncodedPart(EntryPart):
 
 
 def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> list[EntryPart]:
-    """Parts that follow one another, each with its new place, in pieces that are sinks or not
+    """Parts that follow one another, each with its new place, in parts that are sinks or not
     before and afterwards. So many entries behind the sinks are evicted.
     """
-    pieces, total = [], 0
+    placed, total = [], 0
     for part in parts:
         whole, to_place = replace(part, place=total), part.first - total
         total += part.num
         firsts = (num_sinks, num_sinks + to_place, num_sinks + num_evicted + to_place)
-        for piece in whole.split(*firsts):
-            if piece.place < num_sinks:
-                pieces.append(piece)
-            elif piece.place >= num_sinks + num_evicted:
-                pieces.append(replace(piece, place=piece.place - num_evicted))
-    return pieces
+        for one in whole.split(*firsts):
+            if one.place < num_sinks:
+                placed.append(one)
+            elif one.place >= num_sinks + num_evicted:
+                placed.append(replace(one, place=one.place - num_evicted))
+    return placed
 
 
-def taken(layer: WindowLayer, i: int, pieces: Sequence[EntryPart]) -> list[KV]:
+def taken(layer: WindowLayer, i: int, parts: Sequence[EntryPart]) -> list[KV]:
     """Entries for the rings of a layer, the i-th with attention, in the order of their places; of
     keys that turn, sinks are at their own positions.
     """
-    of_rings = zip(*(_piece(layer, i, piece) for piece in pieces), strict=True)
+    of_rings = zip(*(_of_rings(layer, i, part) for part in parts), strict=True)
     return [cat(x) for x in of_rings]
 
 
-def _piece(layer: WindowLayer, i: int, piece: EntryPart) -> list[KV]:
+def _of_rings(layer: WindowLayer, i: int, part: EntryPart) -> list[KV]:
     num_sinks = layer.sizes.num_sinks
-    if piece.place < num_sinks:
-        return [as_sinks(layer, i, piece)] * len(layer.rings)
-    if piece.is_raw(num_sinks):
-        return in_window(layer, bare(layer, i, piece), piece.place)
-    assert isinstance(piece, CachePart)
-    rings, realigner = piece.layers[i].written(piece.written, piece.num), layer.realigner
-    shift = piece.first + piece.behind - piece.place
+    if part.place < num_sinks:
+        return [as_sinks(layer, i, part)] * len(layer.rings)
+    if part.is_raw(num_sinks):
+        return in_window(layer, bare(layer, i, part), part.place)
+    assert isinstance(part, CachePart)
+    rings, realigner = part.layers[i].written(part.written, part.num), layer.realigner
+    shift = part.first + part.behind - part.place
     if shift and realigner.strategy == "move":
-        rings[0] = _placed(realigner, layer, rings[-1], piece.place)
+        rings[0] = _placed(realigner, layer, rings[-1], part.place)
     elif shift and realigner.runs_on and not layer.entries.form.is_int8:
         rings[0] = rotated(realigner.rotation, layer.layer_idx, rings[0], shift)
     return rings
 
 
-def as_sinks(
-    layer: WindowLayer, i: int, piece: EntryPart, without_position: KV | None = None
-) -> KV:
+def as_sinks(layer: WindowLayer, i: int, part: EntryPart, without_position: KV | None = None) -> KV:
     """Entries that are sinks now, as they are stored; `without_position` is given of those that are
     at hand in that form.
     """
-    num_sinks, at = layer.sizes.num_sinks, slice(piece.place, piece.place + piece.num)
-    if piece.is_raw(num_sinks):
-        if isinstance(piece, CachePart) and piece.first == piece.place:
-            return piece.stored_raw(i)
-        entries, was = _raw(layer, i, piece)
+    num_sinks, at = layer.sizes.num_sinks, slice(part.place, part.place + part.num)
+    if part.is_raw(num_sinks):
+        if isinstance(part, CachePart) and part.first == part.place:
+            return part.stored_raw(i)
+        entries, was = _raw(layer, i, part)
         if was == at:
             return layer.entries.form.encode_at(entries, at)
     if without_position is None:
-        without_position = bare(layer, i, piece)
-    placed = _placed(layer.realigner.from_birth(), layer, without_position, piece.place)
+        without_position = bare(layer, i, part)
+    placed = _placed(layer.realigner.from_birth(), layer, without_position, part.place)
     return layer.entries.form.encode_at(placed, at)
 
 
-def bare(layer: WindowLayer, i: int, piece: EntryPart) -> KV:
+def bare(layer: WindowLayer, i: int, part: EntryPart) -> KV:
     """Entries without their positions."""
     realigner = layer.realigner
-    if piece.is_raw(layer.sizes.num_sinks):
-        entries, was = _raw(layer, i, piece)
+    if part.is_raw(layer.sizes.num_sinks):
+        entries, was = _raw(layer, i, part)
         anchored = realigner.anchor(layer.layer_idx, entries, was, was)
         return _turned_back(layer, anchored, was.start)
-    assert isinstance(piece, CachePart)
-    rings, at = piece.layers[i].written(piece.written, piece.num), piece.first + piece.behind
+    assert isinstance(part, CachePart)
+    rings, at = part.layers[i].written(part.written, part.num), part.first + part.behind
     if realigner.strategy == "move":
         return rings[-1]
-    held = layer.entries.form.decode_at(rings[0], slice(at, at + piece.num))
+    held = layer.entries.form.decode_at(rings[0], slice(at, at + part.num))
     return _turned_back(layer, held, at)
 
 
-def _raw(layer: WindowLayer, i: int, piece: EntryPart) -> tuple[KV, slice]:
-    entries, was = piece.raw(i)
+def _raw(layer: WindowLayer, i: int, part: EntryPart) -> tuple[KV, slice]:
+    entries, was = part.raw(i)
     return entries.map(lambda x: x.to(layer.device)), was
 
 

@@ -144,27 +144,25 @@ class StreamingCache(FixedSizeCache):
 
         total = sum(part.num for part in parts)
         num_over = self.kept.num_dropped(total)
-        pieces = in_places(parts, self.sizes.num_sinks, num_over)
+        placed = in_places(parts, self.sizes.num_sinks, num_over)
         if num_gone is None:
             num_gone = self.num_tokens[0] - self.num_kept
         with self.changing():
             for i, layer in enumerate(self.attention):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*parts[0].like(i))
-                if pieces:
-                    layer.replace(self._taken(layer, i, pieces, total - num_over))
+                if placed:
+                    layer.replace(self._taken(layer, i, placed, total - num_over))
             rows = parts[0].num_rows
             self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 
-    def _taken(
-        self, layer: WindowLayer, i: int, pieces: Sequence[EntryPart], seen: int
-    ) -> list[KV]:
-        """Entries of these pieces for the rings of a layer, in rows of so many tokens."""
+    def _taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
+        """Entries of these parts for the rings of a layer, in rows of so many tokens."""
         from kvalign.cache.edits import taken
 
         if self.memory is None:
-            return taken(layer, i, pieces)
-        return self.memory.taken(layer, i, pieces, seen)
+            return taken(layer, i, parts)
+        return self.memory.taken(layer, i, parts, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""

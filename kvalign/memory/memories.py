@@ -270,26 +270,25 @@ class Memories(CacheMemory):
                 "not fill their windows"
             )
 
-    def taken(self, layer: WindowLayer, i: int, pieces: Sequence[EntryPart], seen: int) -> list[KV]:
+    def taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
         memory, num_sinks = self._of_layer(layer), self.sizes.num_sinks
         form = memory.form
-        for piece in pieces:
-            if isinstance(piece, CachePart):  # a first key would be written into the base
-                memory.base = _source(i, piece).base.clone()
         sinks, others = [], []
-        for piece in pieces:
-            if piece.is_raw(num_sinks):
-                entries = bare(layer, i, piece)
+        for part in parts:
+            if isinstance(part, CachePart):  # a first key would be written into the base
+                memory.base = _source(i, part).base.clone()
+            if part.is_raw(num_sinks):
+                entries = bare(layer, i, part)
                 stored = form.encode_at(entries, slice(0)).map(lambda x: x.to("cpu"))
             else:
-                assert isinstance(piece, CachePart)
-                aside = _source(i, piece)
+                assert isinstance(part, CachePart)
+                aside = _source(i, part)
                 total = aside.seen[0]
-                first = total - self.kept.num_stored(total) + piece.first
-                stored = aside.written(first, piece.num)
+                first = total - self.kept.num_stored(total) + part.first
+                stored = aside.written(first, part.num)
                 entries = form.decode_at(stored, slice(0)).map(lambda x: x.to(layer.device))
-            if piece.place < num_sinks:
-                sinks.append(as_sinks(layer, i, piece, entries))
+            if part.place < num_sinks:
+                sinks.append(as_sinks(layer, i, part, entries))
             else:
                 others.append(stored)
         rings = [[*sinks] for _ in layer.rings]
@@ -306,9 +305,9 @@ class Memories(CacheMemory):
         return [cat(parts) for parts in rings]
 
 
-def _source(i: int, piece: CachePart) -> Memory:
+def _source(i: int, part: CachePart) -> Memory:
     """Memory of the i-th layer with attention of the cache that a part is of."""
-    layer = piece.layers[i]
+    layer = part.layers[i]
     assert isinstance(layer.memory, Memories)
     return layer.memory.of[layer.layer_idx]
 

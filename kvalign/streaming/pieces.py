@@ -17,16 +17,15 @@ from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.edits import EncodedPart
-from kvalign.cache.saved import checksum, expect_tensor
+from kvalign.cache.saved import checksum, expect_tensor, open_saved
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.foundation.settings import check_output, typed
 from kvalign.methods.dense import Dense
@@ -124,6 +123,21 @@ def _named(entries: Sequence[KV]) -> dict[str, Tensor]:
     return {f"{i}.{j}": x for i, pair in enumerate(entries) for j, x in enumerate(pair)}
 
 
+def ids_of(part: list[int] | Piece) -> Sequence[int]:
+    """The tokens of a part of an edit."""
+    return part.ids if isinstance(part, Piece) else part
+
+
+def first_of(parts: Sequence[list[int] | Piece], num: int) -> list[list[int] | Piece]:
+    """The first `num` tokens of these parts."""
+    found = []
+    for part in parts:
+        if own := part[: max(num, 0)]:
+            found.append(own)
+        num -= len(part)
+    return found
+
+
 def encode(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -182,7 +196,8 @@ def encoded_alone(model: PreTrainedModel, ids: Tensor, num_before: int = 0) -> E
 
 
 def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
-    """Load a piece that `Piece.save` wrote. Its entries stay in the file until they are needed.
+    """Load a piece that `Piece.save` wrote. It is read once, to be checked; its entries are mapped,
+    so the system may drop them and read them again.
 
     Raises:
         NotFoundError: no such file.
@@ -190,16 +205,9 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
     """
     path, model = Path(typed("path", path, Path)), unwrapped(model)
     wrong = f"{path} is not a piece that kvalign saved"
-    try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(wrong)
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise NotFoundError(f"no piece {path}") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{wrong}: {error}") from None
+    with open_saved(path, "piece") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if metadata.get("format") != _FORMAT:
         raise UserError(wrong)
     about = metadata.get("piece", "")

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.cache.saved import checksum, expect_tensor
-from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.cache.saved import checksum, expect_tensor, open_saved
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
 from kvalign.models import identity
@@ -235,27 +235,20 @@ def _read(
     there.
     """
     wrong = f"{path} is not a stream that kvalign saved"
-    try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+    with open_saved(path, "stream") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") == _BEFORE:
+            raise UserError(
+                f"{path} was saved by kvalign 0.1 in another format: start the stream again from "
+                "its text"
+            )
+        if metadata.get("format") != _FORMAT:
             raise UserError(wrong)
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") == _BEFORE:
-                raise UserError(
-                    f"{path} was saved by kvalign 0.1 in another format: start the stream again "
-                    "from its text"
-                )
-            if metadata.get("format") != _FORMAT:
-                raise UserError(wrong)
-            document = parse_json(metadata.get("stream", ""), wrong)
-            present = [*file.keys()]
-            tensors = {
-                name: file.get_tensor(name) for name in present if names is None or name in names
-            }
-    except FileNotFoundError:
-        raise NotFoundError(f"no saved stream {path}") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{wrong}: {error}") from None
+        document = parse_json(metadata.get("stream", ""), wrong)
+        present = [*file.keys()]
+        tensors = {
+            name: file.get_tensor(name) for name in present if names is None or name in names
+        }
     if names is None:
         found = checksum(metadata.get("stream", ""), tensors)
         if metadata.get(_CHECKSUM, found) != found:

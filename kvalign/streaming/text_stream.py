@@ -35,7 +35,7 @@ from kvalign.streaming.answer import Answer
 from kvalign.streaming.ends import end_ids
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
-from kvalign.streaming.pieces import Piece
+from kvalign.streaming.pieces import Piece, first_of, ids_of
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import Digests, SavedStream
 
@@ -187,7 +187,7 @@ class TextStream(NotPickled):
             ids = ids[: len(ids) - self._answer.has_end_token]  # which has not been fed
             answers, num_new = [*answers, (begin, len(ids))], 0
             start, stop, end = (min(x, len(ids)) for x in (start, stop, end))
-        edited = [*ids[:start], *(x for part in new for x in _ids_of(part)), *ids[end:]]
+        edited = [*ids[:start], *(x for part in new for x in ids_of(part)), *ids[end:]]
         if not edited:
             raise UserError("the edit leaves nothing of this stream: reset() it")
         num_more, num_lost = len(edited) - len(ids), 0
@@ -197,7 +197,7 @@ class TextStream(NotPickled):
             num_fed, given = min(from_fed, len(edited) - 1), []
             if any(isinstance(part, Piece) for part in new):  # but what is encoded already
                 num_fed = min(end + num_more, len(edited) - 1)
-                given = _first([ids[from_fed:start], *new], num_fed - from_fed)
+                given = first_of([ids[from_fed:start], *new], num_fed - from_fed)
             from_fed = min(from_fed, num_fed)
         if is_fed := from_fed < self.num_fed or bool(given):
             # Of a stream that was encoded anew, or lost all that it had, the method knows the last
@@ -373,20 +373,6 @@ class TextStream(NotPickled):
             before=ids[:, : self.num_fed] if self.num_fed else None,
             lookup=self.sampling.lookup,
         )
-
-
-def _ids_of(part: list[int] | Piece) -> Sequence[int]:
-    return part.ids if isinstance(part, Piece) else part
-
-
-def _first(parts: list[list[int] | Piece], num: int) -> list[list[int] | Piece]:
-    """The first `num` tokens of these parts."""
-    found = []
-    for part in parts:
-        if own := part[: max(num, 0)]:
-            found.append(own)
-        num -= len(part)
-    return found
 
 
 @spelled_out(StreamConfig)

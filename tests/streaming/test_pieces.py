@@ -120,7 +120,7 @@ def test_a_file_has_all_of_it_and_says_what_is_wrong(loaded, tmp_path, models):
     assert answer(streams[0]) == answer(streams[1])
     with pytest.raises(UserError, match="the weights of this model differ"):
         kvalign.load_piece(path, models["llama"])
-    with pytest.raises(NotFoundError, match="no piece"):
+    with pytest.raises(NotFoundError, match="no saved piece"):
         kvalign.load_piece(tmp_path / "missing", model)
     bytes_of = bytearray(path.read_bytes())
     bytes_of[-3] ^= 1
