@@ -90,8 +90,9 @@ def standardise(
     for ids in chunks.split(BATCH_SIZE):
         entries = dict(zip(TARGETS, positionless(model, ids), strict=True))
         for kv in kvs:
-            sums[kv] += entries[kv].sum(0, dtype=torch.float64).cpu()
-            squares[kv] += entries[kv].square().sum(0, dtype=torch.float64).cpu()
+            # A batch in float32, all of them in float64, whose sums take far longer.
+            sums[kv] += entries[kv].sum(0).cpu()
+            squares[kv] += entries[kv].square_().sum(0).cpu()
         progress.advance(ids.numel())
     for kv in kvs:
         means = sums[kv] / len(chunks)
