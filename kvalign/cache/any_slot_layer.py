@@ -24,7 +24,7 @@ class AnySlotLayer(StreamingLayer):
     right-aligned; missing entries of a shorter row are 0 and have token -1.
 
     Attributes:
-        held: [B, H, S, D], without their position, except sinks, which keep theirs.
+        entries: [B, H, S, D], without their position, except sinks, which keep theirs.
         index: [B, H, S] int64, their tokens' positions in the stream.
         scores: [B, H, S] float32, the policy's last scores; 0 for entries without one.
     """
@@ -35,24 +35,24 @@ class AnySlotLayer(StreamingLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.held = KV(key_states.detach(), value_states.detach()).slots(0, 0)
-        shape = self.held.keys.shape[:3]
+        self.entries = KV(key_states.detach(), value_states.detach()).slots(0, 0)
+        shape = self.entries.keys.shape[:3]
         self.index = torch.empty(shape, dtype=torch.int64, device=self.device)
         self.scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.is_initialized = True
 
     def reset(self) -> None:
         super().reset()
-        self.held = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+        self.entries = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
         self.index = torch.empty(0, 0, 0, dtype=torch.int64)
         self.scores = torch.empty(0, 0, 0, dtype=torch.float32)
 
     def take(self, step: Step, new: KV) -> KV:
         # 1. What attention sees: entries placed by rank, and the new ones as they are.
-        found = cat([*self.pieces(step), new])
+        entries = cat([*self.pieces(step), new])
         # 2. What is kept of the new ones.
         stored = self.without_position(step, new).map(Tensor.detach)
-        self.held = cat([self.held, stored])
+        self.entries = cat([self.entries, stored])
         new_tokens = torch.arange(step.num_new, device=self.device)
         tokens = torch.tensor(step.seen, device=self.device)[:, None, None] + new_tokens
         tokens = tokens.expand(-1, self.index.shape[1], -1)
@@ -61,10 +61,10 @@ class AnySlotLayer(StreamingLayer):
         # 3. What they are worth, where the policy wants to know it or has to say who goes.
         if self.policy.accumulates or step.evicts:
             if self.policy.reads_weights:
-                mark(found.keys, partial(self._attend, step))
+                mark(entries.keys, partial(self._attend, step))
             else:
-                self._score(step, found)
-        return found
+                self._score(step, entries)
+        return entries
 
     def _attend(
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -103,31 +103,31 @@ class AnySlotLayer(StreamingLayer):
         if step.is_even and num == step.num_before + 1:
             # The usual step, in one comparison; of equal scores argmin takes the first.
             slots = torch.arange(num - 1, device=self.device)
-            kept = slots + (slots >= scores.argmin(-1, keepdim=True))
+            kept_slots = slots + (slots >= scores.argmin(-1, keepdim=True))
         else:
             ranks = scores.argsort(dim=-1, stable=True).argsort(-1)
             stored = torch.tensor(step.stored, device=self.device)[:, None, None]
             is_kept = ranks >= num - stored
             # Those that are kept behind those that are not, each in the order of time.
-            kept = is_kept.long().argsort(dim=-1, stable=True)[:, :, num - step.num_before :]
+            kept_slots = is_kept.long().argsort(dim=-1, stable=True)[:, :, num - step.num_before :]
             self.index = self.index.masked_fill(~is_kept, -1)
-            self.held = self.held.map(lambda x: x.masked_fill(~is_kept[..., None], 0))
-        self.index, self.scores = (x.gather(2, kept) for x in (self.index, self.scores))
-        slots = kept[..., None]
-        self.held = self.held.map(lambda x: x.gather(2, slots.expand(-1, -1, -1, x.shape[3])))
+            self.entries = self.entries.map(lambda x: x.masked_fill(~is_kept[..., None], 0))
+        self.index, self.scores = (x.gather(2, kept_slots) for x in (self.index, self.scores))
+        slots = kept_slots[..., None]
+        self.entries = self.entries.map(lambda x: x.gather(2, slots.expand(-1, -1, -1, x.shape[3])))
 
     def pieces(self, step: Step) -> list[KV]:
         num = step.num_before
         if step.is_even:
-            return self._placed(self.held, self.index)
+            return self._place(self.entries, self.index)
         rows = []
         for row, num_own in enumerate(step.stored):
-            own = self.held.slots(num - num_own, num_own).rows(slice(row, row + 1))
+            own = self.entries.slots(num - num_own, num_own).rows(slice(row, row + 1))
             index = self.index[row : row + 1, :, num - num_own :]
-            rows.append(cat(self._placed(own, index)).padded(num))
+            rows.append(cat(self._place(own, index)).padded(num))
         return [cat(rows, dim=0)]
 
-    def _placed(self, held: KV, index: Tensor) -> list[KV]:
+    def _place(self, entries: KV, index: Tensor) -> list[KV]:
         """Sinks, and the others at their present positions: the r-th at position r."""
         num, realigner = index.shape[2], self.realigner
         num_sinks = min(num, self.sizes.num_sinks)
@@ -135,32 +135,32 @@ class AnySlotLayer(StreamingLayer):
         if not (realigner.aligner is None or isinstance(realigner.aligner, TableAligner)):
             seen = index[:, :, num_sinks:]  # before each, of which so many were stored
             births = seen - self.sizes.num_dropped(seen)
-        window, move = held.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
+        window, move = entries.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
         placed = realigner.place(self.layer_idx, window, move)
-        return [held.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
+        return [entries.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
 
     def select(self, rows: Tensor) -> None:
         at = rows.to(self.device)
-        self.held = self.held.rows(at)
+        self.entries = self.entries.rows(at)
         self.index, self.scores = self.index[at], self.scores[at]
 
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
-            self.lazy_initialization(*layers[0].held)
+            self.lazy_initialization(*layers[0].entries)
         width = max(layer.index.shape[2] for layer in layers)
         of_layers = [(layer, width - layer.index.shape[2]) for layer in layers]
         index = torch.cat([pad(layer.index, (n, 0), value=-1) for layer, n in of_layers])
         scores = torch.cat([pad(layer.scores, (n, 0)) for layer, n in of_layers])
-        held = cat((layer.held.padded(width) for layer in layers), dim=0)
-        self.index, self.scores, self.held = index, scores, held
+        entries = cat((layer.entries.padded(width) for layer in layers), dim=0)
+        self.index, self.scores, self.entries = index, scores, entries
 
     def state(self) -> dict[str, Tensor]:
-        return self.held._asdict() | {"index": self.index, "scores": self.scores}
+        return self.entries._asdict() | {"index": self.index, "scores": self.scores}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         width = max(map(self.sizes.num_stored, seen))
-        held = KV(*(read(name, (width, head_dim), dtype).clone() for name in KV._fields))
-        self.lazy_initialization(*held)
-        self.held = held
+        entries = KV(*(read(name, (width, head_dim), dtype).clone() for name in KV._fields))
+        self.lazy_initialization(*entries)
+        self.entries = entries
         self.index = read("index", (width,), torch.int64).clone()
         self.scores = read("scores", (width,), torch.float32).clone()

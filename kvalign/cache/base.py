@@ -57,7 +57,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     Attributes:
         seen: number of tokens that each row has been fed since its last edit, and of entries that
             it had then.
-        gone: number of tokens of each row that were evicted before its last edit.
+        num_gone: number of tokens of each row that were evicted before its last edit.
         end: entries that the longest row has written, as `CacheSizes.slot` counts them: the next
             one's place in the ring.
         frame: the sizes, with the number of evictions after which entries are moved back.
@@ -124,14 +124,14 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def _prepare_entries(self, step: Step) -> Step:
         """Evict entries, move the others to where a pass finds them, and return the pass."""
 
-    def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
+    def _hold(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
-        self.seen, self.gone = seen, gone or [0] * len(seen)
+        self.seen, self.num_gone = seen, num_gone or [0] * len(seen)
         self._next: Step | None = None  # pass of one token a row, as `prepare` made it
 
-    def _hold_in_order(self, seen: list[int], gone: list[int] | None = None) -> None:
+    def _hold_in_order(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         """Same, with entries in the order of time."""
-        self._hold(seen, gone)
+        self._hold(seen, num_gone)
         self.end = self.num_stored
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
@@ -146,7 +146,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each row's stream: those that were evicted, too."""
-        return [x + y for x, y in zip(self.seen, self.gone, strict=True)]
+        return [x + y for x, y in zip(self.seen, self.num_gone, strict=True)]
 
     @property
     def num_evictions(self) -> int:
@@ -343,7 +343,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.settle()
             for part in self._parts():
                 part.select(torch.tensor(rows, dtype=torch.int64))
-            self._hold(*([num[row] for row in rows] for num in (self.seen, self.gone)))
+            self._hold(*([num[row] for row in rows] for num in (self.seen, self.num_gone)))
 
     def join(self, others: Sequence[Self]) -> None:
         """Append the rows of caches with the same arguments, each of which was fed something."""
@@ -356,8 +356,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             for part, *joined in zip(self._parts(), *(x._parts() for x in caches), strict=True):
                 part.join(joined)
             seen = [num for cache in caches for num in cache.seen]
-            gone = [num for cache in caches for num in cache.gone]
-            self._hold_in_order(seen, gone)
+            num_gone = [num for cache in caches for num in cache.num_gone]
+            self._hold_in_order(seen, num_gone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy with the same rows, which continues alone; the realigner is shared."""
@@ -377,8 +377,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         with self.changing():
             self.settle()
         tensors = {"seen": torch.tensor(self.seen), "end": torch.tensor([self.end])}
-        if any(self.gone):
-            tensors["gone"] = torch.tensor(self.gone)
+        if any(self.num_gone):
+            tensors["gone"] = torch.tensor(self.num_gone)
         for i, layer in enumerate(self.layers):
             tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
         return tensors
@@ -397,10 +397,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         if not all(0 < n < 2**62 for n in seen) or not seen:
             raise UserError("each row of a stream must have at least one token")
         stored = max(map(self.sizes.num_stored, seen))
-        gone = [0] * num_rows
+        num_gone = [0] * num_rows
         if "gone" in state:
-            gone = expect_tensor(state, "gone", (num_rows,), torch.int64).tolist()
-        if not all(0 <= n < 2**62 for n in gone):
+            num_gone = expect_tensor(state, "gone", (num_rows,), torch.int64).tolist()
+        if not all(0 <= n < 2**62 for n in num_gone):
             raise UserError("a stream's row has lost a negative number of tokens")
         # Version 0.2 had no ring: there the order of time is that of the slots.
         end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
@@ -429,7 +429,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)
-        self._hold(seen, gone)
+        self._hold(seen, num_gone)
 
     def check_caller(self) -> None:
         """Raise UserError within a pass of plain `model.generate`."""
@@ -462,8 +462,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         some = f"cache_size={sizes.cache_size}, num_sinks={sizes.num_sinks}"
         some += "" if sizes.is_oldest else f", policy={sizes.policy!r}"
         some += f", memory={sizes.memory}" if sizes.memory else ""
-        stored, fed = (
+        num_stored, num_fed = (
             "/".join(map(str, numbers))
             for numbers in ([sizes.num_stored(num) for num in seen], read)
         )
-        return f"{type(self).__name__}({some}): {stored} entries in it, {fed} tokens seen"
+        return f"{type(self).__name__}({some}): {num_stored} entries in it, {num_fed} tokens seen"

@@ -21,24 +21,24 @@ class CacheMemory(Part):
 
     Attributes:
         layers: numbers of the layers that have one.
-        kept: the cache's sizes, if the memory's entries were its own.
+        kept_sizes: the cache's sizes, if the memory's entries were its own.
         frame: the sizes by which positions run; None: the realigner's.
     """
 
     layers: Collection[int]
-    kept: CacheSizes
+    kept_sizes: CacheSizes
     frame: CacheSizes | None
 
     @abstractmethod
-    def begin(self, step: Step, layers: Sequence[WindowLayer], moved: Sequence[int]) -> None:
+    def begin(self, step: Step, layers: Sequence[WindowLayer], num_moved: Sequence[int]) -> None:
         """A pass begins. Entries still lie where the last pass left them, in rows that have been
         moved by so many positions.
         """
 
     @abstractmethod
-    def take(self, layer: WindowLayer, step: Step, new: KV, found: KV) -> KV:
-        """Take in new entries [B, H, T, D] of a layer. Return what its attention sees: what it
-        found in the window, with a mark on the keys that takes entries back (`mark`).
+    def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
+        """Take in new entries [B, H, T, D] of a layer. Return what its attention sees: the
+        entries of its window, with a mark on the keys that takes others back (`mark`).
         """
 
     @property
@@ -69,7 +69,9 @@ class CacheMemory(Part):
         """Raise UserError unless entries can be moved to any place."""
 
     @abstractmethod
-    def taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
+    def take_parts(
+        self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int
+    ) -> list[KV]:
         """Have the entries of these parts alone behind a layer, the i-th with attention, in rows
-        of so many tokens; return those for its rings, as `edits.taken` does.
+        of so many tokens; return those for its rings, as `edits.ring_entries` does.
         """

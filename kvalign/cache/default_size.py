@@ -56,8 +56,8 @@ def default_size(
         form = GUESTS["int8"](model.dtype) if cache_dtype == "int8" else Form(model.dtype)
         of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
-        held = int(free * _SHARE / num_streams / of_an_entry)
-        limits.append(DefaultSize(max(held, _LEAST), "a quarter of the free memory"))
+        most = int(free * _SHARE / num_streams / of_an_entry)
+        limits.append(DefaultSize(max(most, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
         limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)

@@ -148,7 +148,7 @@ def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> l
     return placed
 
 
-def taken(layer: WindowLayer, i: int, parts: Sequence[EntryPart]) -> list[KV]:
+def ring_entries(layer: WindowLayer, i: int, parts: Sequence[EntryPart]) -> list[KV]:
     """Entries for the rings of a layer, the i-th with attention, in the order of their places; of
     keys that turn, sinks are at their own positions.
     """
@@ -200,8 +200,8 @@ def bare(layer: WindowLayer, i: int, part: EntryPart) -> KV:
     rings, at = part.layers[i].written(part.written, part.num), part.first + part.behind
     if realigner.strategy == "move":
         return rings[-1]
-    held = layer.entries.form.decode_at(rings[0], slice(at, at + part.num))
-    return _turned_back(layer, held, at)
+    entries = layer.entries.form.decode_at(rings[0], slice(at, at + part.num))
+    return _turned_back(layer, entries, at)
 
 
 def _raw(layer: WindowLayer, i: int, part: EntryPart) -> tuple[KV, slice]:

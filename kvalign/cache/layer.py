@@ -79,10 +79,10 @@ class StreamingLayer(CacheLayerMixin, Part):
         if self.is_first or cache.step is None:
             cache.enter(new)
         assert cache.step is not None
-        found = self.take(cache.step, new)
+        entries = self.take(cache.step, new)
         if self.is_last:
             cache.leave()
-        return found
+        return entries
 
     def reset(self) -> None:
         """Let go of all entries."""
@@ -130,14 +130,14 @@ class StreamingLayer(CacheLayerMixin, Part):
     @property
     def keys(self) -> Tensor | None:
         """The kept keys, as attention sees them: [B, H, S, D]; None before the first."""
-        return self._found()[0]
+        return self._read_entries()[0]
 
     @property
     def values(self) -> Tensor | None:
         """The kept values, as attention sees them: [B, H, S, D]; None before the first."""
-        return self._found()[1]
+        return self._read_entries()[1]
 
-    def _found(self) -> KV | tuple[None, None]:
+    def _read_entries(self) -> KV | tuple[None, None]:
         step = self.cache.settle()
         if step is None or not self.is_initialized:
             return None, None

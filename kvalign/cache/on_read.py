@@ -187,7 +187,7 @@ def read_alike(
     out = _by_head(window.index_select(-1, order), tables.value_means)
     window = mul(window, tables.value_scales[:, None])
     weights = weights if in_place else torch.cat([sinks, window], -1)
-    return _given(weights, values, out, query)
+    return _output(weights, values, out, query)
 
 
 def _read_uneven(
@@ -226,7 +226,7 @@ def _read_uneven(
     shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
     out = _by_head(shares, tables.value_means)
     weights = torch.where(inside, weights * of_slots(tables.value_scales), weights)
-    return _given(weights, values, out, query)
+    return _output(weights, values, out, query)
 
 
 def _scores(
@@ -244,7 +244,7 @@ def _scores(
     return (query @ keys.mT).float(), placed.float()
 
 
-def _given(weights: Tensor, values: Tensor, of_position: Tensor, query: Tensor) -> Tensor:
+def _output(weights: Tensor, values: Tensor, of_position: Tensor, query: Tensor) -> Tensor:
     """Output [B, 1, H, D] for weights [B, H_kv, G, S] and the part that comes from positions, in
     the query's dtype.
     """

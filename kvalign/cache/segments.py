@@ -40,7 +40,7 @@ TablesOf = Callable[[int], Tables | None]
 """Tables that place a layer's entries when they are read; None: they are read where they lie."""
 
 
-class Recalled(Protocol):
+class RecalledEntries(Protocol):
     """Entries that the queries of a block take back from a memory."""
 
     def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class Recalled(Protocol):
         """
 
 
-Recall = Callable[["Block", Tensor], Recalled]
+Recaller = Callable[["Block", Tensor], RecalledEntries]
 """Recalled entries for the scaled queries [B, H, G, T, D] of a block."""
 
 
@@ -86,9 +86,9 @@ class Segment:
         end = num_seen + num_tokens
         self.t = torch.arange(num_seen, end, device=device)
         self.dropped = sizes.num_dropped(self.t)  # E(t): of the entries before token t
-        self.moved = self.dropped if rotation else frame.num_moved(self.t)
+        self.num_moved = self.dropped if rotation else frame.num_moved(self.t)
         self.last_position = (sizes if rotation else frame).last_position
-        self.birth = self.t - self.moved
+        self.birth = self.t - self.num_moved
         self.at = self.t - frame.num_moved(num_seen) if rotation else self.birth
         self.behind = self.at - self.birth
         # What Python decides by is computed here: to ask a GPU would be to wait for it.
@@ -124,12 +124,12 @@ class Segment:
         keys: Tensor,
         values: Tensor,
         scale: float,
-        recall: Recall | None = None,
+        recall: Recaller | None = None,
     ) -> Tensor:
         """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first, and
         over recalled ones: [B, T, H, D].
         """
-        num_heads, tables, found = keys.shape[1], self.tables(layer), []
+        num_heads, tables, outputs = keys.shape[1], self.tables(layer), []
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
         is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
         if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
@@ -150,7 +150,7 @@ class Segment:
                     k, v = (x.repeat_interleave(ours.shape[1] // num_heads, 1) for x in (k, v))
                 mask, gqa = block.mask(query.dtype), {"enable_gqa": True} if on_cpu else {}
                 out = scaled_dot_product_attention(ours, k, v, mask, scale=scale, **gqa)
-                found.append(out[..., : query.shape[-1]])
+                outputs.append(out[..., : query.shape[-1]])
                 continue
             # The sinks, and the tables, are where the query's place is, not where it has turned.
             placed, ours = (
@@ -166,8 +166,8 @@ class Segment:
                     scales = {id(block.now): block.scales(tables)}
                 of_block = *scales[id(block.now)], recalled
                 out = block.read(placed, ours, k, v, tables, *of_block)
-            found.append(out.flatten(1, 2).to(query.dtype))
-        return torch.cat(found, 2).transpose(1, 2)
+            outputs.append(out.flatten(1, 2).to(query.dtype))
+        return torch.cat(outputs, 2).transpose(1, 2)
 
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among
@@ -190,8 +190,8 @@ class Block:
     def __init__(self, segment: Segment, start: int, stop: int, num_recalled: int):
         sizes, self.num_sinks = segment.sizes, segment.num_sinks
         self.queries = slice(start, stop)
-        t, dropped, moved = (
-            x[self.queries, None] for x in (segment.t, segment.dropped, segment.moved)
+        t, dropped, num_moved = (
+            x[self.queries, None] for x in (segment.t, segment.dropped, segment.num_moved)
         )
         first = sizes.num_dropped(segment.num_seen + start) - segment.num_dropped
         end = segment.num_seen + stop - segment.oldest
@@ -199,12 +199,12 @@ class Block:
         j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
         sinks = torch.arange(self.num_sinks, device=t.device)
         # What is recalled takes the places of the window's oldest entries.
-        lost = dropped + num_recalled * (dropped > 0)
-        self.has_lost = bool(lost.any())
-        in_window = (j <= t) & (j - lost >= sizes.num_sinks)
+        num_lost = dropped + num_recalled * (dropped > 0)
+        self.has_lost = bool(num_lost.any())
+        in_window = (j <= t) & (j - num_lost >= sizes.num_sinks)
         self.visible = torch.cat([sinks <= t, in_window], 1)
         self.num_positions = segment.last_position + 1
-        self.now = (j - moved).clamp(0, segment.last_position)  # anywhere, if it is not visible
+        self.now = (j - num_moved).clamp(0, segment.last_position)  # anywhere, if it is not visible
         self._mask: Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:
@@ -231,7 +231,7 @@ class Block:
         tables: Tables,
         key_scales: Tensor,
         value_scales: Tensor,
-        recalled: Recalled | None,
+        recalled: RecalledEntries | None,
     ) -> Tensor:
         """Attention of queries [B, H, G, T, D], in one form for the sinks and one for the window,
         over entries [B, H, 1, S', D], each at its position for each query.
@@ -243,24 +243,26 @@ class Block:
         )
         of_position = placed @ key_means.mT  # [B, H, G, T, P]
         of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
-        weights, given = self.weights(torch.cat([of_sinks, of_window], -1), recalled)
+        weights, of_recalled = self.weights(torch.cat([of_sinks, of_window], -1), recalled)
         of_sinks, of_window = weights.split(sizes, -1)
         places = torch.zeros_like(of_position)
         places.scatter_add_(-1, now.expand_as(of_window), of_window)
         weights = torch.cat([of_sinks, of_window * value_scales], -1)
-        return _by_head(weights, values) + places @ value_means + given
+        return _by_head(weights, values) + places @ value_means + of_recalled
 
     def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
         """Scores [B, H, G, T, S'] of queries as of `read`, for entries that are not moved."""
         sinks, window = keys.tensor_split([self.num_sinks], -2)
         return torch.cat([_by_head(placed, sinks.mT), _by_head(turned, window.mT)], -1)
 
-    def give(self, scores: Tensor, values: Tensor, recalled: Recalled | None) -> Tensor:
+    def give(self, scores: Tensor, values: Tensor, recalled: RecalledEntries | None) -> Tensor:
         """Return the output of attention [B, H, G, T, D] for scores as of `scores`."""
-        weights, given = self.weights(scores, recalled)
-        return _by_head(weights, values) + given
+        weights, of_recalled = self.weights(scores, recalled)
+        return _by_head(weights, values) + of_recalled
 
-    def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
+    def weights(
+        self, scores: Tensor, recalled: RecalledEntries | None
+    ) -> tuple[Tensor, Tensor | float]:
         """Weights of entries [B, H, G, T, S'], and the output of recalled ones [B, H, G, T, D]."""
         scores = scores.masked_fill(~self.visible, -torch.inf)
         return (scores.softmax(-1), 0.0) if recalled is None else recalled.weights(scores)

@@ -215,14 +215,14 @@ class CacheSizes:
         )
 
 
-def num_evicted_of(asked: int | str, window_size: int) -> int:
+def num_evicted_of(value: int | str, window_size: int) -> int:
     """Number of entries to evict at once, from a number or `half` of the window, which is what LLM
     runtimes discard; UserError for anything else.
     """
-    if asked == "half":
+    if value == "half":
         return max(1, window_size // 2)
-    if not isinstance(asked, str):
-        return typed("num_evicted", asked, int)
-    if not (asked.isascii() and asked.isdigit()):
-        raise UserError(f"num_evicted takes numbers or half, got {asked!r}")
-    return int(asked)
+    if not isinstance(value, str):
+        return typed("num_evicted", value, int)
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"num_evicted takes numbers or half, got {value!r}")
+    return int(value)

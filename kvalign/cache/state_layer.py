@@ -43,8 +43,8 @@ class StateLayer(LinearAttentionLayer, Part):
             UserError: the tensors differ from these.
         """
         for name, x in _states(like).items():
-            found = expect_tensor(state, name, (num_rows, *x.shape[1:]), x.dtype)
-            self._take(name, found.to(x.device, copy=True))
+            tensor = expect_tensor(state, name, (num_rows, *x.shape[1:]), x.dtype)
+            self._take(name, tensor.to(x.device, copy=True))
 
     def _take(self, name: str, x: Tensor) -> None:
         kind, i = name.split(".")

@@ -220,16 +220,16 @@ class Step:
         of rows that differ, and a mask over the missing entries of shorter rows, where attention
         gets them in the order of time.
         """
-        told: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if len(set(self.positions)) > 1 or not self.is_even:
-            told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
+            inputs["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if not self.is_even and self.in_order:
             visible, before = self.visible.to(model.device), self.position - self.num_before
             mask: Any = rows_mask(model, spec, visible, before)
             if spec.states:  # which go by no mask: each row has its own token
                 mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
-            told["attention_mask"] = mask
-        return told
+            inputs["attention_mask"] = mask
+        return inputs
 
     @property
     def _birth(self) -> slice | Tensor:

@@ -47,7 +47,7 @@ class StreamingCache(FixedSizeCache):
         memory: where evicted entries go, made for these sizes; None: they are forgotten.
 
     Attributes:
-        kept: the sizes by which entries are forgotten; with a memory more are kept than stored.
+        kept_sizes: by which entries are forgotten; with a memory more are kept than stored.
         ahead: what was read beyond the last token (`kvalign.streaming.lookup`), until any other
             token comes; None: nothing.
         goes_by_order: whether attention needs entries in the order of time.
@@ -69,7 +69,7 @@ class StreamingCache(FixedSizeCache):
         config: PretrainedConfig | None = None,
         memory: CacheMemory | None = None,
     ):
-        self.memory, self.kept = memory, sizes if memory is None else memory.kept
+        self.memory, self.kept_sizes = memory, sizes if memory is None else memory.kept_sizes
         super().__init__(spec, sizes, realigner, bases, config)
         if memory is not None and memory.frame is not None:
             self.frame = memory.frame
@@ -86,11 +86,11 @@ class StreamingCache(FixedSizeCache):
         of_all = self.sinks, self.sizes
         return [WindowLayer(self, i, *of_all, behind.get(i)) for i in spec.attention]
 
-    def _hold(self, seen: list[int], gone: list[int] | None = None) -> None:
-        super()._hold(seen, gone)
+    def _hold(self, seen: list[int], num_gone: list[int] | None = None) -> None:
+        super()._hold(seen, num_gone)
         self.ahead = None
         # Places by which the entries of each row have been moved.
-        self._moved = [*map(self.frame.num_moved, seen)]
+        self._num_moved = [*map(self.frame.num_moved, seen)]
 
     def _reads_in_order(self, stored: list[int], num_new: int) -> bool:
         if self.goes_by_order:
@@ -118,7 +118,7 @@ class StreamingCache(FixedSizeCache):
     @property
     def num_kept(self) -> int:
         """Entries of each row that an edit can move, in rows that are alike."""
-        return max(map(self.kept.num_stored, self.seen), default=0)
+        return max(map(self.kept_sizes.num_stored, self.seen), default=0)
 
     def part(self, first: int, stop: int) -> CachePart:
         """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
@@ -127,7 +127,7 @@ class StreamingCache(FixedSizeCache):
         from kvalign.cache.edits import CachePart
 
         step = self.settle()
-        if step is None or not step.is_alike or len(set(self.gone)) > 1:
+        if step is None or not step.is_alike or len(set(self.num_gone)) > 1:
             raise UserError("rows that differ cannot be edited together: select one")
         before = step.end - step.stored[0]
         return CachePart(first, stop, self.attention, step.behind[0], before)
@@ -143,7 +143,7 @@ class StreamingCache(FixedSizeCache):
         from kvalign.cache.edits import in_places
 
         total = sum(part.num for part in parts)
-        num_over = self.kept.num_dropped(total)
+        num_over = self.kept_sizes.num_dropped(total)
         placed = in_places(parts, self.sizes.num_sinks, num_over)
         if num_gone is None:
             num_gone = self.num_tokens[0] - self.num_kept
@@ -152,17 +152,19 @@ class StreamingCache(FixedSizeCache):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*parts[0].like(i))
                 if placed:
-                    layer.replace(self._taken(layer, i, placed, total - num_over))
+                    layer.replace(self._ring_entries(layer, i, placed, total - num_over))
             rows = parts[0].num_rows
             self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 
-    def _taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
+    def _ring_entries(
+        self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int
+    ) -> list[KV]:
         """Entries of these parts for the rings of a layer, in rows of so many tokens."""
-        from kvalign.cache.edits import taken
+        from kvalign.cache.edits import ring_entries
 
         if self.memory is None:
-            return taken(layer, i, parts)
-        return self.memory.taken(layer, i, parts, seen)
+            return ring_entries(layer, i, parts)
+        return self.memory.take_parts(layer, i, parts, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""
@@ -183,7 +185,7 @@ class StreamingCache(FixedSizeCache):
     def _prepare_entries(self, step: Step) -> Step:
         self.ahead = None
         if self.memory is not None:
-            self.memory.begin(step, self.attention, self._moved)
+            self.memory.begin(step, self.attention, self._num_moved)
         self._move_back(step)
         if step.num_new == 1 and step.end <= self.sizes.cache_size:
             for ring in self._rings():
@@ -223,9 +225,9 @@ class StreamingCache(FixedSizeCache):
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
-        moved = [*map(sub, step.seen, step.positions)]
-        shifts = [*map(sub, moved, self._moved)]
-        self._moved = moved
+        num_moved = [*map(sub, step.seen, step.positions)]
+        shifts = [*map(sub, num_moved, self._num_moved)]
+        self._num_moved = num_moved
         runs_on = self.realigner.runs_on and not self.stores_bare
         if any(shifts) and (self.realigner.strategy == "move" or runs_on):
             for layer in self.attention:

@@ -22,7 +22,7 @@ from kvalign.models.attention import mark
 class Behind(Protocol):
     """The memory as a layer knows it (`cache_memory.py`)."""
 
-    def take(self, layer: "WindowLayer", step: Step, new: KV, found: KV) -> KV: ...
+    def take(self, layer: "WindowLayer", step: Step, new: KV, entries: KV) -> KV: ...
     def restore(
         self, layer: "WindowLayer", read: ReadTensor, seen: list[int], head_dim: int
     ) -> None: ...
@@ -82,8 +82,10 @@ class WindowLayer(StreamingLayer):
                 for ring in self.rings:
                     ring.grow(step.size)
                 decode = step.as_decode(True, self.entries.form.is_int8)
-        found = self._take_many(step, new) if decode is None else self._take_one(step, decode, new)
-        return found if self.memory is None else self.memory.take(self, step, new, found)
+        entries = (
+            self._take_many(step, new) if decode is None else self._take_one(step, decode, new)
+        )
+        return entries if self.memory is None else self.memory.take(self, step, new, entries)
 
     def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
         """Write one token of each row, and return what its attention gets."""
@@ -150,12 +152,12 @@ class WindowLayer(StreamingLayer):
                     (stored, at),
                 )
             )
-            found = cat([sinks, window, own])
-            mark(found.keys, partial(segment.attend, self.layer_idx))
+            entries = cat([sinks, window, own])
+            mark(entries.keys, partial(segment.attend, self.layer_idx))
         else:
-            found = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
+            entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
         self._write(step, stored, new)
-        return found
+        return entries
 
     def stored_sinks(self, num: int) -> KV:
         """Sinks as they are stored, keys at their own positions."""
@@ -194,27 +196,27 @@ class WindowLayer(StreamingLayer):
         """
         num, first = step.stored[0], step.first_place
         stored = self.entries.data.at(step.order(num))
-        found = self.entries.form.decode_at(stored, step.at(num))
-        return self._as_read(step, found, min(num, step.sizes.num_sinks), first)
+        entries = self.entries.form.decode_at(stored, step.at(num))
+        return self._as_read(step, entries, min(num, step.sizes.num_sinks), first)
 
     def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
         """Return the new entries of a pass in parts, as attention will find them stored."""
         form, num = self.entries.form, step.num_new
         if not form.is_int8:  # it is the same but for the last digits
             return [new]
-        held = form.decode_at(stored, step.at(num, num))
+        entries = form.decode_at(stored, step.at(num, num))
         num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
-        return self._as_read(step, held, num_sinks, step.births[0] + num_sinks)
+        return self._as_read(step, entries, num_sinks, step.births[0] + num_sinks)
 
-    def _as_read(self, step: Step, held: KV, num_sinks: int, first: int) -> list[KV]:
+    def _as_read(self, step: Step, entries: KV, num_sinks: int, first: int) -> list[KV]:
         """Return sinks, and the entries behind them from the place `first` on, as attention
         sees them.
         """
-        realigner, num = self.realigner, held.keys.shape[2] - num_sinks
+        realigner, num = self.realigner, entries.keys.shape[2] - num_sinks
         now = torch.arange(first, first + num, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
-        window = realigner.read(self.layer_idx, held.slots(num_sinks, num), now, at)
-        return [held.slots(0, num_sinks), window.map(lambda x: x.to(self.dtype))]
+        window = realigner.read(self.layer_idx, entries.slots(num_sinks, num), now, at)
+        return [entries.slots(0, num_sinks), window.map(lambda x: x.to(self.dtype))]
 
     def move(self, step: Step, shifts: list[int]) -> None:
         """Move the entries after the sinks by `shifts`, row by row if rows differ."""
@@ -290,10 +292,10 @@ class WindowLayer(StreamingLayer):
 
         self.entries.grow(num_sinks)
         sinks = self.stored_sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
-        held = dict(zip(self.entries.form.names, (of_rows(self.entries), sinks), strict=True))
+        tensors = dict(zip(self.entries.form.names, (of_rows(self.entries), sinks), strict=True))
         if self.sources is not self.entries:
-            held["sources"] = of_rows(self.sources)
-        return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
+            tensors["sources"] = of_rows(self.sources)
+        return {f"{name}.{j}": x for name, pair in tensors.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         stored = [self.sizes.num_stored(n) for n in seen]

@@ -104,7 +104,7 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
 def tokens_of(watched: Watched) -> list[int | None]:
     """Tokens of the entries that the last token of the first row found."""
     values = watched.entries[0][1][0, :, : watched.num_read]
-    return matches(values, watched.born()[1][0, :, :-1])
+    return matches(values, watched.originals()[1][0, :, :-1])
 
 
 def _num_sinks(watched: Watched) -> int:

@@ -52,7 +52,7 @@ def kept(subject: Subject) -> Measured:
     aged = age(subject)
     watched, cache = aged.watched, aged.stream.cache
     values = watched.entries[0][1][0, :, : watched.num_read]
-    born = watched.born()[1][0, :, :-1]
+    originals = watched.originals()[1][0, :, :-1]
     if isinstance(cache, FixedSizeCache):
         tokens, which = aged.stream.tokens(), "entries, as index() reports them"
         if aligner_of(cache) is not None:
@@ -64,20 +64,20 @@ def kept(subject: Subject) -> Measured:
                 raise NotApplicableError(
                     "its aligner changes values, and it has no sinks: see moves"
                 )
-        apart = (values[:, : len(tokens)] - born[:, tokens]).abs().amax((0, 2))
-        num_other = int((apart > subject.same * born.abs().max()).sum())
+        apart = (values[:, : len(tokens)] - originals[:, tokens]).abs().amax((0, 2))
+        num_other = int((apart > subject.same * originals.abs().max()).sum())
         return Measured(num_other, 0, f"{len(tokens)} {which}")
     by_entry, num_sinks = tokens_of(watched), aged.num_sinks or 0
-    known = [token for token in by_entry if token is not None]
-    if not known:
+    tokens = [token for token in by_entry if token is not None]
+    if not tokens:
         raise NotApplicableError("values are changed")
-    num_wrong = len(by_entry) - len(known) + len(set(range(num_sinks)) - set(known))
-    is_ordered = known == sorted(known)
+    num_wrong = len(by_entry) - len(tokens) + len(set(range(num_sinks)) - set(tokens))
+    is_ordered = tokens == sorted(tokens)
     if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
-        num_wrong += sum(token != at for token, at in zip(known, sorted(known), strict=True))
-    newest = range(born.shape[1] - len(by_entry) + num_sinks, born.shape[1])
+        num_wrong += sum(token != at for token, at in zip(tokens, sorted(tokens), strict=True))
+    newest = range(originals.shape[1] - len(by_entry) + num_sinks, originals.shape[1])
     note = f"{len(by_entry)} entries: {num_sinks} from the beginning, then "
-    note += "the newest" if {*range(num_sinks), *newest} == set(known) else "not all the newest"
+    note += "the newest" if {*range(num_sinks), *newest} == set(tokens) else "not all the newest"
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
 
@@ -135,18 +135,18 @@ def _placed_once(
     rotation = cache.realigner.rotation
     sinks, window = index.split([sizes.num_sinks, len(index) - sizes.num_sinks])
     at = torch.tensor(aged.watched.positions)
-    turns = cache.realigner.runs_on
-    births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if turns else at
-    first = sizes.num_sinks + (0 if turns else behind)
+    rotates = cache.realigner.runs_on
+    births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if rotates else at
+    first = sizes.num_sinks + (0 if rotates else behind)
     now = torch.arange(first, first + len(window))
     worst = 0.0
     for order, layer in enumerate(cache.attention):
         i = layer.layer_idx
-        born = aged.watched.born(order)
-        entries = placing.anchor(i, born.at(window), births[window], at[window])
+        originals = aged.watched.originals(order)
+        entries = placing.anchor(i, originals.at(window), births[window], at[window])
         placed = placing.place(i, entries, Move(num, first, now))
-        expected = cat([born.at(sinks), placed])
-        if turns:
+        expected = cat([originals.at(sinks), placed])
+        if rotates:
             expected = rotated(rotation, i, expected, -behind)
         for actual, one in zip((layer.keys, layer.values), expected, strict=True):
             assert actual is not None

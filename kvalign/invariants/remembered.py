@@ -17,7 +17,7 @@ from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Subject, once
 from kvalign.memory.memories import Memories
-from kvalign.memory.recall import Found
+from kvalign.memory.recall import Matches
 from kvalign.models.attention import MARK, mark
 
 NUM_ROWS = 2
@@ -32,12 +32,12 @@ class AttentionStep:
     Attributes:
         query: [B, H, G, D], scaled.
         output: [B, H, G, D].
-        hits: the entries that the layer took back.
+        matches: the entries that the layer took back.
     """
 
     query: Tensor
     output: Tensor
-    hits: Found
+    matches: Matches
 
 
 @dataclass
@@ -106,7 +106,7 @@ def _record(cache: StreamingCache, memories: Memories) -> Iterator[dict[int, Att
         assert read is not None
         find, took = memory.find, []
 
-        def finding(*arguments: Any) -> Found:
+        def finding(*arguments: Any) -> Matches:
             took.append(find(*arguments))
             return took[0]
 
@@ -143,42 +143,42 @@ def _at_birth(remembered: Remembered, layer: int) -> tuple[KV, Tensor]:
     place = at
     if cache.realigner.runs_on:
         place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
-    born = remembered.memories.recalls.born
-    return born.anchor(layer, watched.born(layer), place, at), place
+    placer = remembered.memories.recall.placer
+    return placer.anchor(layer, watched.originals(layer), place, at), place
 
 
 def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tensor:
     """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
     original form.
     """
-    sizes, recalls = remembered.cache.sizes, remembered.memories.recalls
+    sizes, recall = remembered.cache.sizes, remembered.memories.recall
     watched = remembered.watched
-    num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
+    num_sinks, rotation = sizes.num_sinks, recall.placer.rotation
     entries, place = _at_birth(remembered, layer)
     last, device = len(place) - 1, entries.keys.device
-    ages = step.hits.ages[:, :, 0].to(device)
+    ages = step.matches.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
     of_window = of_window.expand(*ages.shape[:2], -1)
     # 1. How far before the token each entry lies, and the place of it.
-    beyond = recalls.places.near + recalls.places.beyond(ages)
+    beyond = recall.places.near + recall.places.beyond(ages)
     away = torch.cat([beyond.expand_as(ages), of_window], -1)  # [B, H, S]
     at = (place[-1] - away).long()
-    if rotation is not None or not recalls.places.by_age:
+    if rotation is not None or not recall.places.by_age:
         at = num_sinks + torch.arange(at.shape[-1], device=device)
     # 2. The entries there.
     tokens = last - torch.cat([ages, of_window], -1)
     index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries.keys.shape[-1])
-    found = entries.map(lambda x: x.gather(2, index))
-    keys, values = recalls.born.place_without_rotation(layer, found, Move(0, num_sinks, at))
+    visible = entries.map(lambda x: x.gather(2, index))
+    keys, values = recall.placer.place_without_rotation(layer, visible, Move(0, num_sinks, at))
     query = step.query
     if rotation is not None:
         keys = rotation.shift(keys, away.float() - place[-1])
         query = rotation.shift(query, watched.positions[-1] - int(place[-1]))
-    sinks = [x[:, :, :num_sinks] for x in watched.born(layer)]
+    sinks = [x[:, :, :num_sinks] for x in watched.originals(layer)]
     keys, values = (torch.cat(x, 2) for x in zip(sinks, (keys, values), strict=True))
     # 3. What attention gives.
     scores = query @ keys.mT
-    bias = recalls.bias(step.hits)
+    bias = recall.bias(step.matches)
     if bias is not None:
         scores[..., num_sinks : num_sinks + ages.shape[-1]] += bias.to(device)
     return scores.softmax(-1) @ values
@@ -194,21 +194,21 @@ def stored(subject: Subject) -> Measured:
     cache, memories = remembered.cache, remembered.memories.of
     cache.settle()
     sizes, num = cache.sizes, cache.seen[0]
-    lost = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
+    span = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
     num_other = 0
     for layer, memory in memories.items():
         at_birth, _ = _at_birth(remembered, layer)
-        slots = (torch.arange(num)[lost] - sizes.num_sinks) % memory.num_slots
-        read = memory.form.decode_at(memory.held.at(slots), slice(0))
-        for born, actual in zip(at_birth, read, strict=True):
-            born, actual = born[:, :, lost], actual.to(born)
+        slots = (torch.arange(num)[span] - sizes.num_sinks) % memory.num_slots
+        read = memory.form.decode_at(memory.entries.at(slots), slice(0))
+        for original, actual in zip(at_birth, read, strict=True):
+            original, actual = original[:, :, span], actual.to(original)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
-            same = torch.isclose(born, actual, rtol=1e-5, atol=1e-6)
+            same = torch.isclose(original, actual, rtol=1e-5, atol=1e-6)
             if subject.is_int8:
-                most = born.abs().amax(-1, keepdim=True)
-                same = (born - actual).abs() <= subject.same * most
+                most = original.abs().amax(-1, keepdim=True)
+                same = (original - actual).abs() <= subject.same * most
             num_other += int((~same.all(-1)).sum())
-    num_lost = num - (lost.start or 0)
+    num_lost = num - (span.start or 0)
     return Measured(num_other, 0, f"{num_lost} tokens, {len(memories)} layers, each head")
 
 
@@ -237,7 +237,7 @@ def all_recalled(subject: Subject) -> Measured:
     assert most is not None
     few = replace(cache.sizes, memory=most)
     none = replace(few, memory=0, num_recalled=None, recall_places=None, recall_layers=None)
-    config, num_positions = subject.model.config, memories.recalls.places.num_positions
+    config, num_positions = subject.model.config, memories.recall.places.num_positions
     memory = Memories(spec, few, cache.realigner, config, num_positions)
     of_cache = cache.realigner, cache.bases, config
     with_memory = StreamingCache(spec, few, *of_cache, memory)

@@ -62,10 +62,10 @@ class Watched:
             self.index = [_of_all_heads(index) for index in rows]
 
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        born = KV(keys, values).map(lambda x: x.detach().clone())
+        originals = KV(keys, values).map(lambda x: x.detach().clone())
         entries = self._update(keys, values, layer, *args, **kwargs)
         number = self.layers.index(layer)
-        self.births[number].append(born)
+        self.births[number].append(originals)
         self.entries[number], self.lengths[number] = entries, entries[0].shape[2]
         own = self.cache if isinstance(self.cache, FixedSizeCache) else None
         step = own and (own.step or own.last_step)
@@ -78,7 +78,7 @@ class Watched:
         """Entries that the last token found before it."""
         return self.entries[0][0].shape[2] - self.births[0][-1][0].shape[2]
 
-    def born(self, layer: int = 0) -> KV:
+    def originals(self, layer: int = 0) -> KV:
         """The entries [B, H, N, D] of all tokens, as they were passed in."""
         return cat(self.births[layer])
 
@@ -155,8 +155,8 @@ class Stream:
             if len(index) != values.shape[1]:
                 raise NotApplicableError("its entries are not those that it reports")
             return index
-        born = self.watched.born()[1][row, :, :-1]
-        tokens = matches(values, born)
+        originals = self.watched.originals()[1][row, :, :-1]
+        tokens = matches(values, originals)
         if None in tokens:
             raise NotApplicableError("values are changed, so its tokens cannot be identified")
         return sorted(token for token in tokens if token is not None)
@@ -214,17 +214,17 @@ def _of_all_heads(index: Tensor) -> list[int] | None:
     return first.tolist() if bool((index == first).all()) else None
 
 
-def matches(values: Tensor, born: Tensor) -> list[int | None]:
+def matches(values: Tensor, originals: Tensor) -> list[int | None]:
     """Indices of values [H, S, D] among the original ones [H, N, D]; None for a value that is none
     of them. Heads may have different orders; the result is that of the first.
 
     Raises:
         NotApplicableError: heads have different values.
     """
-    together = _matches(values.transpose(0, 1).flatten(1), born.transpose(0, 1).flatten(1))
+    together = _matches(values.transpose(0, 1).flatten(1), originals.transpose(0, 1).flatten(1))
     if None not in together:
         return together
-    heads = [_matches(*pair) for pair in zip(values, born, strict=True)]
+    heads = [_matches(*pair) for pair in zip(values, originals, strict=True)]
     if any(None in head for head in heads):
         return together
     if any(set(head) != set(heads[0]) for head in heads):
@@ -232,11 +232,13 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
     return heads[0]
 
 
-def _matches(values: Tensor, born: Tensor) -> list[int | None]:
+def _matches(values: Tensor, originals: Tensor) -> list[int | None]:
     """Index of the latest original value [N, D] equal to each of values [S, D], all different."""
-    values, born = values.float(), born.float()
+    values, originals = values.float(), originals.float()
     exactly = "donot_use_mm_for_euclid_dist"
-    near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
+    near = torch.cdist(values, originals, compute_mode=exactly) <= SAME * originals.norm(
+        dim=-1
+    )  # [S, N]
     tokens: list[int | None] = []
     for i in reversed(range(len(near))):
         here = near[i].nonzero()
@@ -256,9 +258,9 @@ def is_exact(stream: Stream) -> bool:
     return not isinstance(stream.keeper, Cached) or stream.keeper.is_exact
 
 
-def by_time(step: Step, found: KV) -> KV:
+def by_time(step: Step, entries: KV) -> KV:
     """Entries that attention got for one new token, in the order of time, right-aligned."""
     if step.in_order or not step.is_single:
-        return found
+        return entries
     stored, end = [n + 1 for n in step.stored], step.end + 1
-    return found.at(order_of(step.sizes, stored, end, step.num_visible, found.keys.device))
+    return entries.at(order_of(step.sizes, stored, end, step.num_visible, entries.keys.device))

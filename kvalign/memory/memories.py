@@ -31,9 +31,9 @@ from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
 from kvalign.memory.memory import TOGETHER, Memory
-from kvalign.memory.recall import Found, QueryBatch, Recalled, Recalls
+from kvalign.memory.recall import Matches, QueryBatch, Recall, RecalledEntries
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.memory.sizes import layers_asked
+from kvalign.memory.sizes import layers_of
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
@@ -99,15 +99,17 @@ class Memories(CacheMemory):
         assert num_positions is not None
         is_free = realigner.rotation is not None
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
-        born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
-        if by_age and not is_free and not isinstance(born.aligner, TableAligner):
+        placer, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
+        if by_age and not is_free and not isinstance(placer.aligner, TableAligner):
             raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.sizes, self.grows = sizes, grows
         self.frame = None if is_free else places.frame
-        self.kept = replace(sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory)
-        self.layers = layers_asked(sizes.recall_layers, spec.attention)
+        self.kept_sizes = replace(
+            sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory
+        )
+        self.layers = layers_of(sizes.recall_layers, spec.attention)
         self._is_in_all = len(self.layers) == len(spec.attention)
-        self.recalls = Recalls(sizes, born, places)
+        self.recall = Recall(sizes, placer, places)
         self.of: dict[int, Memory] = {}
         install(config)
 
@@ -115,18 +117,18 @@ class Memories(CacheMemory):
     def _first(self) -> Memory | None:
         return next(iter(self.of.values()), None)
 
-    def begin(self, step: Step, layers: Sequence[WindowLayer], moved: Sequence[int]) -> None:
+    def begin(self, step: Step, layers: Sequence[WindowLayer], num_moved: Sequence[int]) -> None:
         if (first := self._first) is not None:
             seen = first.seen
             num = step.seen[0] - seen[0]  # single tokens that are only in the window as yet
             if num and (not step.is_single or num >= min(TOGETHER, self.sizes.num_in_sight)):
-                positions = torch.tensor([n - by for n, by in zip(seen, moved, strict=True)])
+                positions = torch.tensor([n - by for n, by in zip(seen, num_moved, strict=True)])
                 at = positions[:, None, None] + torch.arange(num)
                 for layer in layers:
                     if layer.layer_idx in self.of:
                         self._put_newest(layer, seen, num, at.to(layer.device))
-        self.recalls.begin(step, step.seen if first is None else first.seen)
-        if batch := self.recalls.of_step:
+        self.recall.begin(step, step.seen if first is None else first.seen)
+        if batch := self.recall.of_step:
             for memory in self.of.values():
                 memory.prepare(batch)
 
@@ -145,23 +147,23 @@ class Memories(CacheMemory):
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         memory.write(seen, entries)
 
-    def take(self, layer: WindowLayer, step: Step, new: KV, found: KV) -> KV:
+    def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
         # 1. Tokens that come together are taken in at once, single ones some time later.
         memory = self._of_layer(layer)
         if not step.is_single:
             if step.segment is not None:
                 new = KV(step.segment.turned(layer.layer_idx, new.keys), new.values)
-            memory.write(step.seen, layer.without_position(step, new, self.recalls.born))
+            memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
         # 2. The rest is for its queries to say, once anything is lost.
         if step.segment is not None:
             recall = partial(self._recall, layer.layer_idx)
             attend = partial(step.segment.attend, layer.layer_idx, recall=recall)
-            return found._replace(keys=mark(found.keys, attend))
-        if (batch := self.recalls.of_step) is None:
-            return found
+            return entries._replace(keys=mark(entries.keys, attend))
+        if (batch := self.recall.of_step) is None:
+            return entries
         # A tensor of its own: the ring keeps the keys, and would keep the mark.
-        keys = mark(found.keys.detach(), partial(self._attend, layer, step, batch))
-        return found._replace(keys=keys)
+        keys = mark(entries.keys.detach(), partial(self._attend, layer, step, batch))
+        return entries._replace(keys=keys)
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
@@ -170,14 +172,14 @@ class Memories(CacheMemory):
             self.of[layer.layer_idx] = memory
         return self.of[layer.layer_idx]
 
-    def _recall(self, layer: int, block: Block, query: Tensor) -> Recalled:
+    def _recall(self, layer: int, block: Block, query: Tensor) -> RecalledEntries:
         """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
         back, each as it would alone.
         """
-        batch = self.recalls.of_block(block)
-        asked = self.recalls.asked(query, batch)
-        found = self.of[layer].find(asked, batch)
-        return self.recalls.recalled(layer, asked, batch, found)
+        batch = self.recall.of_block(block)
+        queries = self.recall.rotate_queries(query, batch)
+        matches = self.of[layer].find(queries, batch)
+        return self.recall.as_seen(layer, queries, batch, matches)
 
     def _attend(
         self,
@@ -193,44 +195,46 @@ class Memories(CacheMemory):
         ones instead of the window's oldest: [B, 1, H, D].
         """
         number, realigner = layer.layer_idx, layer.realigner
-        asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
-        found = self.of[number].find(asked, batch)
-        stored = self.recalls.stored(number, realigner, step, batch, found)
+        queries = self.recall.rotate_queries(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
+        matches = self.of[number].find(queries, batch)
+        stored = self.recall.as_stored(number, realigner, step, batch, matches)
         slots = step.oldest(stored.keys.shape[2]).to(keys.device)
-        seen, bias = KV(keys, values), self._bias(batch, found, keys, slots)
+        seen, bias = KV(keys, values), self._bias(batch, matches, keys, slots)
         if torch.is_grad_enabled():  # which keeps what attention sees
             seen = seen.map(torch.clone)
         own = seen.at(slots)
         if batch.has_lost is not None:
             stored = own.unless(batch.has_lost[:, 0].to(keys.device), stored)
         seen.put_at(slots, stored)
-        given = realigner.attend(step, number, query, *seen, scale, bias)
+        out = realigner.attend(step, number, query, *seen, scale, bias)
         if not torch.is_grad_enabled():
             seen.put_at(slots, own)
-        return given
+        return out
 
-    def _bias(self, batch: QueryBatch, found: Found, keys: Tensor, slots: Tensor) -> Tensor | None:
+    def _bias(
+        self, batch: QueryBatch, matches: Matches, keys: Tensor, slots: Tensor
+    ) -> Tensor | None:
         """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
         None: nothing.
         """
-        of_found = self.recalls.bias(found)
-        if of_found is None:
+        of_matches = self.recall.bias(matches)
+        if of_matches is None:
             return None
-        of_found = of_found[:, :, 0]
+        of_matches = of_matches[:, :, 0]
         if batch.has_lost is not None:
-            of_found = of_found.masked_fill(~batch.has_lost[:, :1, None].to(keys.device), 0.0)
+            of_matches = of_matches.masked_fill(~batch.has_lost[:, :1, None].to(keys.device), 0.0)
         bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        return bias.index_copy(2, slots, of_found)
+        return bias.index_copy(2, slots, of_matches)
 
     @property
     def finds_all(self) -> bool:
-        return self.recalls.of_step is not None and self.recalls.of_step.finds_all
+        return self.recall.of_step is not None and self.recall.of_step.finds_all
 
     def end(self, step: Step) -> None:
-        self.recalls.end()
+        self.recall.end()
 
     def reset(self) -> None:
-        self.recalls.end()
+        self.recall.end()
         self.of.clear()
 
     def select(self, rows: Tensor) -> None:
@@ -249,8 +253,8 @@ class Memories(CacheMemory):
             return tensors
         digests = torch.zeros(len(first.seen), first.num_used, dtype=torch.int64)
         for i, memory in self.of.items():
-            held = memory.held.slots(0, memory.num_used)
-            tensors |= {f"{i}.memory.{j}": x for j, x in enumerate(held)}
+            entries = memory.entries.slots(0, memory.num_used)
+            tensors |= {f"{i}.memory.{j}": x for j, x in enumerate(entries)}
             tensors[f"{i}.base"] = memory.base
             # No layer counts as another does.
             digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used]
@@ -258,9 +262,9 @@ class Memories(CacheMemory):
 
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
         memory = self._of_layer(layer)
-        held = read_kv(read, "memory", memory.used(seen), head_dim, memory.form, "cpu")
+        entries = read_kv(read, "memory", memory.num_used_after(seen), head_dim, memory.form, "cpu")
         memory.base = read("base", (1, head_dim), torch.float32, "cpu").clone()
-        memory.put([self.sizes.num_sinks] * len(seen), held)
+        memory.put([self.sizes.num_sinks] * len(seen), entries)
         memory.seen = seen
 
     def check_editable(self) -> None:
@@ -270,7 +274,9 @@ class Memories(CacheMemory):
                 "not fill their windows"
             )
 
-    def taken(self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int) -> list[KV]:
+    def take_parts(
+        self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int
+    ) -> list[KV]:
         memory, num_sinks = self._of_layer(layer), self.sizes.num_sinks
         form = memory.form
         sinks, others = [], []
@@ -284,7 +290,7 @@ class Memories(CacheMemory):
                 assert isinstance(part, CachePart)
                 aside = _source(i, part)
                 total = aside.seen[0]
-                first = total - self.kept.num_stored(total) + part.first
+                first = total - self.kept_sizes.num_stored(total) + part.first
                 stored = aside.written(first, part.num)
                 entries = form.decode_at(stored, slice(0)).map(lambda x: x.to(layer.device))
             if part.place < num_sinks:
@@ -293,15 +299,15 @@ class Memories(CacheMemory):
                 others.append(stored)
         rings = [[*sinks] for _ in layer.rings]
         if others:
-            held = cat(others)
-            memory.put([num_sinks] * len(held.keys), held)
+            rest = cat(others)
+            memory.put([num_sinks] * len(rest.keys), rest)
             num = self.sizes.num_stored(seen) - num_sinks
             place = num_sinks + layer.cache.frame.num_behind(seen)
-            newest = held.slots(held.keys.shape[2] - num, num).map(lambda x: x.to(layer.device))
+            newest = rest.slots(rest.keys.shape[2] - num, num).map(lambda x: x.to(layer.device))
             window = [newest] if form.is_int8 else in_window(layer, newest, place)
             for ring, stored in zip(rings, window, strict=True):
                 ring.append(stored)
-        memory.seen = [seen] * len(memory.held.keys)
+        memory.seen = [seen] * len(memory.entries.keys)
         return [cat(parts) for parts in rings]
 
 
@@ -338,7 +344,7 @@ def fill(cache: StreamingCache, rng: torch.Generator) -> None:
     memories, period = [*cache.memory.of.values()], cache.frame.move_size
     first = memories[0]
     num = -(-first.most // period) * period  # that leaves every position what it is
-    one = first.form.decode(first.held.keys[:, :, :1])
+    one = first.form.decode(first.entries.keys[:, :, :1])
     what = f"the entries of a memory of {cache.sizes.memory} tokens"
     check_room(first.nbytes // first.num_slots * num * len(memories), what)
     shape = (*one.shape[:2], num, one.shape[3])

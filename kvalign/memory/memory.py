@@ -29,7 +29,7 @@ from kvalign.cache.form import Form
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
-from kvalign.memory.recall import COMPARED, EvictedSlots, Found, QueryBatch
+from kvalign.memory.recall import COMPARED, EvictedSlots, Matches, QueryBatch
 from kvalign.memory.search import alike_newer, at, products
 from kvalign.memory.sketch import BLOCK, Sketch
 from kvalign.models import kernel
@@ -59,7 +59,7 @@ class Memory:
 
     Attributes:
         seen: number of tokens of each row that it has taken in, sinks included.
-        held: [B, H, S, width of the form]; S doubles until all slots are there.
+        entries: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
         alike: cosine of two keys from which the older entry is not taken back.
@@ -72,7 +72,7 @@ class Memory:
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
         self.seen = [0] * len(like.keys)
-        self.held = like.map(lambda x: self.form.empty(x, 0))
+        self.entries = like.map(lambda x: self.form.empty(x, 0))
         with no_autograd_modes():
             self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64)
         with no_autograd_modes():
@@ -100,8 +100,8 @@ class Memory:
         while first < num_new:
             slot = (start + first - self.sizes.num_sinks) % self.num_slots
             num = min(num_new - first, self.num_slots - slot)
-            for held, x in zip(self.held, new.slots(first, num), strict=True):
-                held[rows, :, slot : slot + num] = x
+            for own, x in zip(self.entries, new.slots(first, num), strict=True):
+                own[rows, :, slot : slot + num] = x
             self.digests[rows, slot : slot + num] = _digests(new.slots(first, num))
             keys = self.form.decode(new.keys[:, :, first : first + num]).float()
             if not self.base[rows].any():
@@ -113,17 +113,17 @@ class Memory:
     def written(self, first: int, num: int) -> KV:
         """Entries of the tokens from `first` on, as they are stored."""
         slots = (torch.arange(first, first + num) - self.sizes.num_sinks) % self.num_slots
-        return self.held.at(slots)
+        return self.entries.at(slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         sketch = () if self.sketch is None else (self.sketch.numbers, self.sketch.scales)
-        return sum(x.nbytes for x in (*self.held, *sketch))
+        return sum(x.nbytes for x in (*self.entries, *sketch))
 
     @property
     def num_slots(self) -> int:
-        return self.held.keys.shape[2]
+        return self.entries.keys.shape[2]
 
     def _grow(self, num: int) -> None:
         """Have slots for so many entries, or all that there may be."""
@@ -133,83 +133,91 @@ class Memory:
 
     @no_autograd_modes()
     def _lengthen(self, num_slots: int) -> None:
-        self.held = self.held.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
+        self.entries = self.entries.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
         self.digests = pad(self.digests, (0, num_slots - self.digests.shape[1]))
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
     def prepare(self, batch: QueryBatch) -> EvictedSlots:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
-        lost = batch.lost(self.num_slots)
+        evicted_slots = batch.evicted_slots(self.num_slots)
         if self.sketch is None:
-            _ = lost.worth, lost.newer
-        return lost
+            _ = evicted_slots.worth, evicted_slots.newer
+        return evicted_slots
 
-    def find(self, queries: Tensor, batch: QueryBatch) -> Found:
+    def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        asked, lost = queries.to("cpu"), self.prepare(batch)
+        host_queries, evicted_slots = queries.to("cpu"), self.prepare(batch)
         if self.sketch is not None:
-            found = self._find_by_kernel(asked.float(), self.sketch, lost)
+            matches = self._find_by_kernel(host_queries.float(), self.sketch, evicted_slots)
         else:
-            found = self._find_by_torch(asked.to(self.form.dtype), lost)
+            matches = self._find_by_torch(host_queries.to(self.form.dtype), evicted_slots)
         base = self.form.base
         if base is not None:
-            keys = found.entries.keys + base.to("cpu")[:, None]
-            found = found._replace(entries=found.entries._replace(keys=keys))
-        return found.to(queries.device, self.form.dtype)
+            keys = matches.entries.keys + base.to("cpu")[:, None]
+            matches = matches._replace(entries=matches.entries._replace(keys=keys))
+        return matches.to(queries.device, self.form.dtype)
 
-    def _find_by_torch(self, queries: Tensor, lost: EvictedSlots) -> Found:
+    def _find_by_torch(self, queries: Tensor, evicted_slots: EvictedSlots) -> Matches:
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
-        parts = [self._find(queries[:, :, :, span], lost, span) for span in spans]
+        parts = [self._find(queries[:, :, :, span], evicted_slots, span) for span in spans]
         slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        return Found(self.held.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
+        return Matches(self.entries.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
 
-    def _find_by_kernel(self, queries: Tensor, sketch: Sketch, lost: EvictedSlots) -> Found:
+    def _find_by_kernel(
+        self, queries: Tensor, sketch: Sketch, evicted_slots: EvictedSlots
+    ) -> Matches:
         num = self.sizes.num_recalled
         assert num is not None
-        of_ages = lost.worths, lost.newest, lost.since, lost.oldest
-        found = kernel.find(
-            (queries, *self.held, sketch.numbers, sketch.scales, *of_ages),
+        of_ages = (
+            evicted_slots.worths,
+            evicted_slots.newest,
+            evicted_slots.since,
+            evicted_slots.oldest,
+        )
+        results = kernel.find(
+            (queries, *self.entries, sketch.numbers, sketch.scales, *of_ages),
             self.sizes.num_in_sight,
             max(NUM_SCORED, 8 * num),
             COMPARED * num,
             num,
             self.alike,
         )
-        return Found(KV(*found[:2]), *found[2:])
+        return Matches(KV(*results[:2]), *results[2:])
 
     def _find(
-        self, queries: Tensor, lost: EvictedSlots, span: slice
+        self, queries: Tensor, evicted_slots: EvictedSlots, span: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The slots [B, H, T, R] of what some of the queries take back, in the order of time; its
         age, and whether it is visible.
         """
         scores = (
-            products(queries, self.form.decode(self.held.keys)).amax(2) + lost.worth[:, :, span]
+            products(queries, self.form.decode(self.entries.keys)).amax(2)
+            + evicted_slots.worth[:, :, span]
         )
         num = self.sizes.num_recalled
         assert num is not None
         best = scores.topk(min(COMPARED * num, scores.shape[-1]), sorted=False)
         slots, worth = best.indices, best.values
-        ages, order = lost.ages(slots, span).sort(-1, descending=True)
+        ages, order = evicted_slots.ages(slots, span).sort(-1, descending=True)
         slots, worth = slots.gather(-1, order), worth.gather(-1, order)
-        is_lost = None if lost.are_many else worth > -torch.inf
-        keys = self.form.decode(at(self.held.keys, slots))
-        superseded = alike_newer(keys, lost.newer, is_lost) > self.alike
+        is_lost = None if evicted_slots.are_many else worth > -torch.inf
+        keys = self.form.decode(at(self.entries.keys, slots))
+        superseded = alike_newer(keys, evicted_slots.newer, is_lost) > self.alike
         best = worth.masked_fill(superseded, -torch.inf).topk(num, sorted=False)
         # What is not visible lies in front of the oldest: it moves none of the others.
         num_compared = slots.shape[-1]
         order = (best.indices + num_compared * (best.values > -torch.inf)).sort().values
-        kept = order % num_compared
-        return slots.gather(-1, kept), ages.gather(-1, kept), order >= num_compared
+        index = order % num_compared
+        return slots.gather(-1, index), ages.gather(-1, index), order >= num_compared
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.seen = [self.seen[row] for row in rows.tolist()]
         rows = rows.to("cpu")
-        self.held, self.base = self.held.rows(rows), self.base[rows]
+        self.entries, self.base = self.entries.rows(rows), self.base[rows]
         self.digests = self.digests[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
@@ -222,21 +230,21 @@ class Memory:
             one._lengthen(max(x.num_slots for x in memories))
         joined = copy.copy(memories[0])
         joined.seen = [n for one in memories for n in one.seen]
-        joined.held = cat((one.held for one in memories), dim=0)
+        joined.entries = cat((one.entries for one in memories), dim=0)
         joined.base = torch.cat([one.base for one in memories])
         joined.digests = torch.cat([one.digests for one in memories])
         if joined.sketch is not None:
             joined.sketch = Sketch.joined([x.sketch for x in memories if x.sketch is not None])
         return joined
 
-    def used(self, seen: Sequence[int]) -> int:
+    def num_used_after(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
 
     @property
     def num_used(self) -> int:
         """Slots in use."""
-        return self.used(self.seen)
+        return self.num_used_after(self.seen)
 
 
 def _digests(stored: KV) -> Tensor:

@@ -24,7 +24,7 @@ COMPARED = 2
 """Times as many entries as are taken back are compared with one another."""
 
 
-class Found(NamedTuple):
+class Matches(NamedTuple):
     """Entries that each of T queries takes back, oldest first.
 
     Attributes:
@@ -37,13 +37,13 @@ class Found(NamedTuple):
     ages: Tensor
     visible: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Found":
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Matches":
         """The same there, entries in this dtype."""
         entries = self.entries.map(lambda x: x.to(device, dtype))
-        return Found(entries, self.ages.to(device), self.visible.to(device))
+        return Matches(entries, self.ages.to(device), self.visible.to(device))
 
 
-class Recalled(NamedTuple):
+class RecalledEntries(NamedTuple):
     """Entries that T queries of a segment take back, as attention gets them.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recalled(NamedTuple):
     values: Tensor
 
     def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """See `kvalign.cache.segments.Recalled`."""
+        """See `kvalign.cache.segments.RecalledEntries`."""
         both = torch.cat([scores, self.scores], -1).softmax(-1)
         weights, own = both.tensor_split([scores.shape[-1]], -1)
         return weights, torch.einsum("bhgtr,bhtrd->bhgtd", own, self.values)
@@ -153,37 +153,39 @@ class QueryBatch:
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
         self.seen, self.end = seen[:num], end[:num]
-        self._lost: EvictedSlots | None = None
+        self._evicted_slots: EvictedSlots | None = None
 
     @property
     def finds_all(self) -> bool:
         """Return whether each query, of all layers, has lost as much as is compared for it."""
-        return self._lost is not None and self._lost.are_many
+        return self._evicted_slots is not None and self._evicted_slots.are_many
 
-    def lost(self, num_slots: int) -> EvictedSlots:
+    def evicted_slots(self, num_slots: int) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
-        if self._lost is None:
-            self._lost = EvictedSlots(self.sizes, self.recency, self.seen, self.end, num_slots)
-        return self._lost
+        if self._evicted_slots is None:
+            self._evicted_slots = EvictedSlots(
+                self.sizes, self.recency, self.seen, self.end, num_slots
+            )
+        return self._evicted_slots
 
 
-class Recalls:
+class Recall:
     """Recall for all layers of a cache.
 
     Args:
-        born: realigner that places entries by their original positions.
+        placer: realigner that places entries by their original positions.
         places: places of the entries that are taken back.
 
     Attributes:
         of_step: the queries of a pass of one token a row; None where no window has lost anything.
     """
 
-    def __init__(self, sizes: CacheSizes, born: Realigner, places: RecallPlaces):
-        self.sizes, self.born, self.places = sizes, born, places
+    def __init__(self, sizes: CacheSizes, placer: Realigner, places: RecallPlaces):
+        self.sizes, self.placer, self.places = sizes, placer, places
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
-        self._given_way = torch.arange(self.slots.start, self.slots.stop)  # their places
+        self._slot_places = torch.arange(self.slots.start, self.slots.stop)  # their places
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
 
     def begin(self, step: Step, num_aside: list[int]) -> None:
@@ -213,69 +215,71 @@ class Recalls:
         else:
             of_rows = step.positions[: 1 if len(set(step.positions)) == 1 else None]
             positions = torch.tensor(of_rows, device=step.device)[:, None, None, None]
-        turn, rotation = None, self.born.rotation
+        turn, rotation = None, self.placer.rotation
         if rotation is not None:
             turn = rotation.turn(positions - self.places.near)
         return QueryBatch(self.sizes, seen, end, self.places.recency, positions, turn)
 
-    def asked(self, query: Tensor, batch: QueryBatch) -> Tensor:
+    def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], turned as if what they ask for lay right before the
         window, for entries without a position.
         """
         return query if batch.turn is None else batch.turn.to(query.device)(query)
 
-    def place_without_rotation(self, layer: int, batch: QueryBatch, found: Found) -> KV:
-        """Return the found entries, [B, H, T, R, D] each, at their places, before what is rotary
+    def place_without_rotation(self, layer: int, batch: QueryBatch, matches: Matches) -> KV:
+        """Return the matches, [B, H, T, R, D] each, at their places, before what is rotary
         turns. If any place is free, a table is read at the places of the entries that give way.
         """
-        if self.born.rotation is not None:
-            at = self._given_way.to(found.ages.device)
+        if self.placer.rotation is not None:
+            at = self._slot_places.to(matches.ages.device)
         else:
             now = batch.positions
             if isinstance(now, Tensor):
-                now = now.view(-1, 1, found.ages.shape[2], 1).to(found.ages.device)
-            at = self.places.at(found.ages, now)  # [R] or [B, H, T, R]
+                now = now.view(-1, 1, matches.ages.shape[2], 1).to(matches.ages.device)
+            at = self.places.at(matches.ages, now)  # [R] or [B, H, T, R]
             at = at.transpose(1, 2).flatten(0, 1) if at.dim() > 1 else at
-        entries = found.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
-        placed = self.born.place_without_rotation(layer, entries, Move(0, self.slots.start, at))
-        of_rows = len(found.ages), -1
+        entries = matches.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
+        placed = self.placer.place_without_rotation(layer, entries, Move(0, self.slots.start, at))
+        of_rows = len(matches.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
-    def recalled(self, layer: int, asked: Tensor, batch: QueryBatch, found: Found) -> Recalled:
+    def as_seen(
+        self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches
+    ) -> RecalledEntries:
         """Return what the queries of a segment take back, as each sees it."""
-        keys, values = self.place_without_rotation(layer, batch, found).map(
-            lambda x: x.to(asked.dtype)
+        keys, values = self.place_without_rotation(layer, batch, matches).map(
+            lambda x: x.to(queries.dtype)
         )
-        if self.born.rotation is not None:
-            keys = self.born.rotation.shift(keys, self.places.beyond(found.ages))
-        scores = (asked.transpose(2, 3) @ keys.mT).float()  # [B, H, T, G, R]
-        bias = self.bias(found)
+        if self.placer.rotation is not None:
+            keys = self.placer.rotation.shift(keys, self.places.beyond(matches.ages))
+        scores = (queries.transpose(2, 3) @ keys.mT).float()  # [B, H, T, G, R]
+        bias = self.bias(matches)
         scores = scores if bias is None else scores + bias[:, :, :, None]
-        return Recalled(scores.transpose(2, 3), values)
+        return RecalledEntries(scores.transpose(2, 3), values)
 
-    def bias(self, found: Found) -> Tensor | None:
-        """Return what is added to the scores of found entries, [B, H, T, R] float32: -inf if one is
+    def bias(self, matches: Matches) -> Tensor | None:
+        """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is
         not visible; None: nothing.
         """
-        age_bias = self.places.age_bias(found.ages)
+        age_bias = self.places.age_bias(matches.ages)
         if age_bias is None:
-            if not torch.compiler.is_compiling() and found.visible.all():
+            if not torch.compiler.is_compiling() and matches.visible.all():
                 return None
-            age_bias = torch.zeros_like(found.ages, dtype=torch.float32)
-        return age_bias.masked_fill(~found.visible, -torch.inf)
+            age_bias = torch.zeros_like(matches.ages, dtype=torch.float32)
+        return age_bias.masked_fill(~matches.visible, -torch.inf)
 
-    def stored(
-        self, layer: int, realigner: Realigner, step: Step, batch: QueryBatch, found: Found
+    def as_stored(
+        self, layer: int, realigner: Realigner, step: Step, batch: QueryBatch, matches: Matches
     ) -> KV:
         """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
         has it stored in the slots of the entries that give way.
         """
         if realigner.strategy == "read" and self.places.are_ranks:
-            return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
-        placed = self.place_without_rotation(layer, batch, found)
-        if self.born.rotation is not None:
-            away = self.places.beyond(found.ages) + self.places.near
-            placed = rotated(self.born.rotation, layer, placed, away - batch.positions)
+            return matches.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
+        placed = self.place_without_rotation(layer, batch, matches)
+        if self.placer.rotation is not None:
+            away = self.places.beyond(matches.ages) + self.places.near
+            placed = rotated(self.placer.rotation, layer, placed, away - batch.positions)
         placed = placed.map(lambda x: x.squeeze(2))
         if realigner.strategy != "read":
             return placed

@@ -56,8 +56,8 @@ class RecallPlaces:
         if self.is_free or not self.by_age:
             return self.sizes
         size = self.sizes.cache_size
-        wanted = ROOM * (self.sizes.num_recalled or 0)
-        room = max(0, min(wanted, self.num_positions // 2, self.num_positions - 1 - size))
+        most = ROOM * (self.sizes.num_recalled or 0)
+        room = max(0, min(most, self.num_positions // 2, self.num_positions - 1 - size))
         return replace(self.sizes, cache_size=size + room)
 
     @property

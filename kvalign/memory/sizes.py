@@ -61,22 +61,22 @@ def usual_recalled(cache_size: int, num_sinks: int) -> int:
     return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
-def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:
+def layers_of(text: str | None, attention: Sequence[int]) -> set[int]:
     """Return which of the layers that have attention are asked for; None: all. UserError if one has
     none.
     """
-    asked = {*attention} if text is None else numbers_in(text)
-    if others := asked - {*attention}:
+    layers = {*attention} if text is None else numbers_in(text)
+    if others := layers - {*attention}:
         raise UserError(
             f"{NAME} must be among the {len(attention)} layers that have attention, up to "
             f"{attention[-1]}: {min(others)} has none"
         )
-    return asked
+    return layers
 
 
 def numbers_in(text: str) -> set[int]:
     """Return the numbers of `"7,15-29"`: 7 and those from 15 to 29; UserError for anything else."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in typed(NAME, text, str).split(","):
         first, _, last = (x.strip() for x in part.partition("-"))
         ends = (first, last or first)
@@ -84,5 +84,5 @@ def numbers_in(text: str) -> set[int]:
             raise UserError(f"{NAME} must be numbers and ranges as 7,15-29, got {text!r:.80}")
         if int(ends[0]) > int(ends[1]):
             raise UserError(f"{NAME} must have ranges that go up, as 15-29, got {text!r:.80}")
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
-    return found
+        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
+    return numbers

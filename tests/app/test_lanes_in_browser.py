@@ -128,7 +128,7 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
 def lost_by_the_cache(sizes, token):
     """The tokens that a memory may give to a token."""
     asking = QueryBatch(sizes, torch.tensor([[token]]), torch.tensor([token + 1]), RECENCY_BY_AGE)
-    lost = asking.lost(num_slots=64)
+    lost = asking.evicted_slots(num_slots=64)
     tokens = token - lost.ages(torch.arange(64))
     return sorted(tokens[lost.worth.isfinite()].tolist())
 

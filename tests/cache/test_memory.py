@@ -122,7 +122,7 @@ def test_a_saved_stream_goes_on(ids):
     after.restore(before.state())
     for i, one in after.cache.memory.of.items():
         other = before.cache.memory.of[i]
-        pairs = zip(one.held, other.held, strict=True)
+        pairs = zip(one.entries, other.entries, strict=True)
         assert all(torch.equal(x[:, :, :108], y[:, :, :108]) for x, y in pairs)
         if one.sketch is not None:  # it estimates the same scores
             sketches = one.sketch, other.sketch
@@ -168,7 +168,7 @@ def test_what_is_stored_is_what_was_evicted(ids):
         start += num
         newest = range(max(2, start - 28), start)
         for j in newest:
-            for held, x in zip(memory.held, entries, strict=True):
+            for held, x in zip(memory.entries, entries, strict=True):
                 slot = (j - 2) % held.shape[2]
                 assert torch.equal(held[:, :, slot], x[:, :, j])
     assert start == 1500 and memory.num_slots == memory.most < 600

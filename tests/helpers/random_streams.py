@@ -163,7 +163,7 @@ class RandomStream:
     def _may_be_edited(self) -> bool:
         is_slice = self.loop is PlainStream and self.plan.is_slice
         is_placed = self.loop is PlainMemory or (is_slice and self.plan.aligner != "network")
-        return is_placed and self.is_even and len(set(self.method.cache.gone)) == 1
+        return is_placed and self.is_even and len(set(self.method.cache.num_gone)) == 1
 
     def _edit(self) -> None:
         """Some tokens are replaced by others, and by pieces that were encoded alone, or it is

@@ -349,7 +349,7 @@ def taken_back_but_counted(patch):
     def wrong(self):
         num_tokens = self.cache.num_tokens
         right(self)
-        self.cache.gone = [x - y for x, y in zip(num_tokens, self.cache.seen, strict=True)]
+        self.cache.num_gone = [x - y for x, y in zip(num_tokens, self.cache.seen, strict=True)]
 
     patch(Cached, "undo_edit", wrong)
 

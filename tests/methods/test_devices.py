@@ -54,7 +54,7 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
     expected = [one.feed(ids[:, start:end]) for start, end in ((0, 40), (40, 41), (41, 42))]
     found = [other.feed(ids[:, :40].to(NAME))]
     memories = other.cache.memory.of.values()
-    assert all(x.device.type == "cpu" for memory in memories for x in memory.held)
+    assert all(x.device.type == "cpu" for memory in memories for x in memory.entries)
     assert all(layer.entries.data.keys.device.type == NAME for layer in other.cache.layers)
     state = {name: x.cpu() for name, x in other.state().items()}
     for start in (40, 41):

@@ -23,7 +23,7 @@ from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation.settings import Settings, option
 from kvalign.memory.memory import Memory
-from kvalign.memory.recall import Recalled, Recalls
+from kvalign.memory.recall import Recall, RecalledEntries
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.streaming.scoring import score
@@ -55,15 +55,15 @@ class MemoryLoudnessSettings(Settings):
 @contextmanager
 def loudness(bias: Tensor, slope: Tensor) -> Iterator[None]:
     """Within it, segments add these [L, H] to the scores of what they take back."""
-    plain, find = Recalls.recalled, torch.no_grad()(Memory.find)
+    plain, find = Recall.as_seen, torch.no_grad()(Memory.find)
 
-    def recalled(self, layer, asked, asking, found) -> Recalled:
-        given = plain(self, layer, asked, asking, found)
-        ages = (found.ages.clamp_min(1) / self.places.near).log()  # [B, H, T, R]
+    def as_seen(self, layer, queries, batch, matches) -> RecalledEntries:
+        recalled = plain(self, layer, queries, batch, matches)
+        ages = (matches.ages.clamp_min(1) / self.places.near).log()  # [B, H, T, R]
         more = bias[layer][:, None, None] + slope[layer][:, None, None] * ages
-        return given._replace(scores=given.scores + more[:, :, None])
+        return recalled._replace(scores=recalled.scores + more[:, :, None])
 
-    with patch.object(Recalls, "recalled", recalled), patch.object(Memory, "find", find):
+    with patch.object(Recall, "as_seen", as_seen), patch.object(Memory, "find", find):
         yield
 
 

@@ -27,7 +27,7 @@ def test_what_is_off_is_said(capsys, monkeypatch):
     def older(self, queries, asking):
         """Ages that are one too high, and no number now and then."""
         found = find(self, queries, asking)
-        self.held.keys[..., :1, :1] = torch.nan
+        self.entries.keys[..., :1, :1] = torch.nan
         return found._replace(ages=found.ages + 1)
 
     monkeypatch.setattr(Memory, "find", older)

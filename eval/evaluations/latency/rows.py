@@ -152,7 +152,9 @@ def _stored(one: Timed, batch_size: int) -> Row:
     assert isinstance(cache.memory, Memories)
     memories = [*cache.memory.of.values()]
     num_bytes = sum(memory.nbytes for memory in memories)
-    num = 2 * memories[0].form.decode(memories[0].held.keys[:, :, :1]).numel()  # a key and a value
+    num = (
+        2 * memories[0].form.decode(memories[0].entries.keys[:, :, :1]).numel()
+    )  # a key and a value
     in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize
     num = one.sizes.memory
     return {
