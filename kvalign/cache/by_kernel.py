@@ -28,22 +28,22 @@ class InSight(NamedTuple):
         places: [B, S] int64, the place of each slot's entry among those of its row; negative: it is
             not there.
         behind: [B, 1, 1] int64, the position of place 0.
-        turns: of as many places, as our kernel takes them; None: keys do not turn.
+        angles: of as many places, as our kernel takes them; None: keys do not rotate.
     """
 
     places: Tensor
     behind: Tensor
-    turns: Tensor | None
+    angles: Tensor | None
 
     def attend(
         self, form: Form, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Attention of queries [B, H, 1, D]: [B, 1, H, D]."""
         rotation = form.bare.rotation if isinstance(form, Int8) else None
-        if self.turns is not None and rotation is not None:  # which count from the first
+        if self.angles is not None and rotation is not None:  # which count from the first
             query = rotation.shift(query, self.behind)
         base = None if form.base is None else form.base[:, 0]
-        return kernel.attend(self.places, query, keys, values, scale, self.turns, base)
+        return kernel.attend(self.places, query, keys, values, scale, self.angles, base)
 
 
 class KernelReader:
@@ -51,7 +51,7 @@ class KernelReader:
 
     Args:
         sizes: of the cache.
-        rotation: of its keys; None: they do not turn.
+        rotation: of its keys; None: they do not rotate.
     """
 
     def __init__(self, sizes: CacheSizes, rotation: Rotation | None):
@@ -59,16 +59,16 @@ class KernelReader:
 
     @cached_property
     @no_autograd_modes()
-    def turns(self) -> Tensor | None:
-        """Turns of keys to all places; None: they do not turn."""
+    def angles(self) -> Tensor | None:
+        """Angles of all places; None: keys do not rotate."""
         if self.rotation is None:
             return None
         places = slice(0, self.sizes.first_input_len)
-        turn = self.rotation.turn_to(places, torch.device("cpu"))
-        return torch.stack([turn.cos, turn.sin])[None]
+        angles = self.rotation.angles_to(places, torch.device("cpu"))
+        return torch.stack([angles.cos, angles.sin])[None]
 
     def in_sight(self, step: Step, num_slots: int) -> InSight:
-        return InSight(places_of(step, num_slots), step.behind_rows, self.turns)
+        return InSight(places_of(step, num_slots), step.behind_rows, self.angles)
 
 
 def places_of(step: Step, num_slots: int) -> Tensor:
@@ -87,7 +87,7 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
         and keys.shape[3] in map(form.width, kernel.DIMS)
         and model.dtype == torch.float32
         and kernel.is_here()
-        and (not is_int8 or kernel.can_turn(rotation_of(model)))
+        and (not is_int8 or kernel.can_rotate(rotation_of(model)))
     )
 
 

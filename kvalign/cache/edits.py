@@ -150,7 +150,7 @@ def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> l
 
 def ring_entries(layer: WindowLayer, i: int, parts: Sequence[EntryPart]) -> list[KV]:
     """Entries for the rings of a layer, the i-th with attention, in the order of their places; of
-    keys that turn, sinks are at their own positions.
+    rotary keys, sinks are at their own positions.
     """
     of_rings = zip(*(_of_rings(layer, i, part) for part in parts), strict=True)
     return [cat(x) for x in of_rings]
@@ -195,13 +195,13 @@ def bare(layer: WindowLayer, i: int, part: EntryPart) -> KV:
     if part.is_raw(layer.sizes.num_sinks):
         entries, was = _raw(layer, i, part)
         anchored = realigner.anchor(layer.layer_idx, entries, was, was)
-        return _turned_back(layer, anchored, was.start)
+        return _without_rotation(layer, anchored, was.start)
     assert isinstance(part, CachePart)
     rings, at = part.layers[i].written(part.written, part.num), part.first + part.behind
     if realigner.strategy == "move":
         return rings[-1]
     entries = layer.entries.form.decode_at(rings[0], slice(at, at + part.num))
-    return _turned_back(layer, entries, at)
+    return _without_rotation(layer, entries, at)
 
 
 def _raw(layer: WindowLayer, i: int, part: EntryPart) -> tuple[KV, slice]:
@@ -209,7 +209,7 @@ def _raw(layer: WindowLayer, i: int, part: EntryPart) -> tuple[KV, slice]:
     return entries.map(lambda x: x.to(layer.device)), was
 
 
-def _turned_back(layer: WindowLayer, entries: KV, at: int) -> KV:
+def _without_rotation(layer: WindowLayer, entries: KV, at: int) -> KV:
     """Entries without the rotation of the positions from `at` on, which keys that run on have."""
     if not layer.realigner.runs_on:
         return entries

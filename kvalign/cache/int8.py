@@ -54,14 +54,16 @@ class BareKeys:
         """Stored form of keys [..., H, S, D] at these positions, in float32."""
         keys = keys.float()
         if self.rotation is not None:
-            keys = self.rotation.turn_to(at, keys.device).inverse(keys)
+            keys = self.rotation.angles_to(at, keys.device).inverse.rotate(keys)
         return keys if self.base is None else keys - self.base.to(keys.device)
 
     def placed(self, bare: Tensor, at: At) -> Tensor:
         """Keys at these positions, from what is stored of them, [..., H, S, D] float32."""
         if self.base is not None:
             bare = bare + self.base.to(bare.device)
-        return bare if self.rotation is None else self.rotation.turn_to(at, bare.device)(bare)
+        return (
+            bare if self.rotation is None else self.rotation.angles_to(at, bare.device).rotate(bare)
+        )
 
 
 @dataclass(frozen=True)

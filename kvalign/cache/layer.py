@@ -31,7 +31,7 @@ class Owner(Protocol):
     @property
     def num_stored(self) -> int: ...
     @property
-    def turns_sinks(self) -> bool: ...
+    def rotates_sinks(self) -> bool: ...
     def form(self, dtype: torch.dtype, layer_idx: int) -> Form: ...
     def enter(self, new: KV) -> None: ...
     def leave(self) -> None: ...
@@ -113,9 +113,9 @@ class StreamingLayer(CacheLayerMixin, Part):
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
             births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
-            turned = anchor(self.layer_idx, new.map(_transposed), *births).map(_transposed)
+            anchored = anchor(self.layer_idx, new.map(_transposed), *births).map(_transposed)
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
-            return turned.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
+            return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
         starts = step.births[0], step.positions[0]
         spans: list[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]

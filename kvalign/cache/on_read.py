@@ -59,7 +59,7 @@ class OnRead(Realigner):
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
         if self.version != version:
             with no_autograd_modes():
-                self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
+                self.step_means = [self._rotated_means(layer) for layer in range(num_layers)]
             self.version = version
 
     def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
@@ -77,7 +77,7 @@ class OnRead(Realigner):
         table = self.table
         if self.rotation is None:
             return table.anchor(layer, new, birth)
-        mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is turned
+        mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is rotated
         mean = self.rotation.at(layer).shift(mean, -positions_of(at))
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
@@ -98,7 +98,7 @@ class OnRead(Realigner):
         )
 
     def tables(self, layer: int) -> Tables:
-        return self._tables(layer, self._turned_means(layer))
+        return self._tables(layer, self._rotated_means(layer))
 
     def _tables(self, layer: int, key_means: Tensor) -> Tables:
         table = self.table
@@ -133,7 +133,7 @@ class OnRead(Realigner):
         of_step = Tables(*means, *(x[layer] for x in decode.scales))
         return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)
 
-    def _turned_means(self, layer: int) -> Tensor:
+    def _rotated_means(self, layer: int) -> Tensor:
         """Mean keys [H, P, D], rotated to their positions on a rotary model."""
         means = self.table.key[layer]
         if self.rotation is None:
@@ -161,7 +161,7 @@ def read_alike(
 
     Args:
         query: [B, H, 1, D].
-        placed: the same at its place, where keys turn; None: they do not.
+        placed: the same at its place, where keys rotate; None: they do not.
         tables: means of the places of the W entries after the sinks, and scales of the slots after
             the sinks.
         ranks, order: as of `DecodeStep`.

@@ -94,7 +94,7 @@ class Segment:
         # What Python decides by is computed here: to ask a GPU would be to wait for it.
         self.num_dropped = sizes.num_dropped(num_seen)
         last_dropped = sizes.num_dropped(end - 1)
-        self.turns = rotation is not None and last_dropped > frame.num_moved(num_seen)
+        self.rotates = rotation is not None and last_dropped > frame.num_moved(num_seen)
         self.num_sinks = min(sizes.num_sinks, end)
         self.oldest = self.num_sinks + self.num_dropped  # in sight, of those after the sinks
         self._blocks: dict[int, list[Block]] = {}
@@ -112,9 +112,9 @@ class Segment:
             self._blocks[num_recalled] = blocks
         return self._blocks[num_recalled]
 
-    def turned(self, layer: int, x: Tensor) -> Tensor:
+    def rotate(self, layer: int, x: Tensor) -> Tensor:
         """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
-        rotation = self.rotation if self.turns else None
+        rotation = self.rotation if self.rotates else None
         return rotation.at(layer).shift(x, -self.behind) if rotation else x
 
     def attend(
@@ -130,20 +130,20 @@ class Segment:
         over recalled ones: [B, T, H, D].
         """
         num_heads, tables, outputs = keys.shape[1], self.tables(layer), []
-        turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
+        rotated, num_recalled = self.rotate(layer, query), (recall and self.sizes.num_recalled) or 0
         is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
         if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
             of_sinks = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0), self.t
             of_window = self.sizes.window_size, scale
-            return band_and_sinks(query, turned, keys, values, *of_sinks, *of_window)
-        if is_plain and self.turns and self.num_sinks:
+            return band_and_sinks(query, rotated, keys, values, *of_sinks, *of_window)
+        if is_plain and self.rotates and self.num_sinks:
             # A CPU is faster without its kernel than with one of twice the size.
             is_plain = not on_cpu
             if is_plain:
-                turned, keys, values = both_forms(query, turned, keys, values, self.num_sinks)
+                rotated, keys, values = both_forms(query, rotated, keys, values, self.num_sinks)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
         for block in self.blocks(num_recalled):
-            ours = turned[:, :, block.queries]
+            ours = rotated[:, :, block.queries]
             if is_plain:
                 k, v = block.entries(keys), block.entries(values)
                 if not on_cpu:  # whose fused kernels take as many heads of each
@@ -152,7 +152,7 @@ class Segment:
                 out = scaled_dot_product_attention(ours, k, v, mask, scale=scale, **gqa)
                 outputs.append(out[..., : query.shape[-1]])
                 continue
-            # The sinks, and the tables, are where the query's place is, not where it has turned.
+            # The sinks, and the tables, are where the query's place is, not where it is rotated to.
             placed, ours = (
                 x.float().unflatten(1, (num_heads, -1)) * scale
                 for x in (query[:, :, block.queries], ours)
@@ -225,7 +225,7 @@ class Block:
     def read(
         self,
         placed: Tensor,
-        turned: Tensor,
+        rotated: Tensor,
         keys: Tensor,
         values: Tensor,
         tables: Tables,
@@ -237,7 +237,7 @@ class Block:
         over entries [B, H, 1, S', D], each at its position for each query.
         """
         now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
-        of_sinks, of_window = self.scores(placed, turned, keys).split(sizes, -1)
+        of_sinks, of_window = self.scores(placed, rotated, keys).split(sizes, -1)
         key_means, value_means = (
             x[:, None, : self.num_positions] for x in (tables.key_means, tables.value_means)
         )
@@ -250,10 +250,10 @@ class Block:
         weights = torch.cat([of_sinks, of_window * value_scales], -1)
         return _by_head(weights, values) + places @ value_means + of_recalled
 
-    def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
+    def scores(self, placed: Tensor, rotated: Tensor, keys: Tensor) -> Tensor:
         """Scores [B, H, G, T, S'] of queries as of `read`, for entries that are not moved."""
         sinks, window = keys.tensor_split([self.num_sinks], -2)
-        return torch.cat([_by_head(placed, sinks.mT), _by_head(turned, window.mT)], -1)
+        return torch.cat([_by_head(placed, sinks.mT), _by_head(rotated, window.mT)], -1)
 
     def give(self, scores: Tensor, values: Tensor, recalled: RecalledEntries | None) -> Tensor:
         """Return the output of attention [B, H, G, T, D] for scores as of `scores`."""

@@ -178,7 +178,7 @@ class StreamingCache(FixedSizeCache):
             self.memory.check_editable()
 
     @cached_property
-    def turns_sinks(self) -> bool:
+    def rotates_sinks(self) -> bool:
         """Return whether the keys of sinks are rotated to follow the window."""
         return self.realigner.rotation is not None and not self.stores_bare
 
@@ -192,7 +192,7 @@ class StreamingCache(FixedSizeCache):
                 ring.grow(step.size)
         self.realigner.prepare(len(self.attention))
         if not self._is_decode(step):
-            self._turn_sinks(step)
+            self._rotate_sinks(step)
         return step
 
     def _is_decode(self, step: Step) -> bool:
@@ -202,7 +202,7 @@ class StreamingCache(FixedSizeCache):
         step = super().describe()
         if step.decode is not None or not self._is_decode(step):
             return step
-        self._turn_sinks(step)
+        self._rotate_sinks(step)
         in_sight = None
         if self.kernel is not None:
             in_sight = self.kernel.in_sight(step, self.attention[0].entries.num_slots)
@@ -233,18 +233,18 @@ class StreamingCache(FixedSizeCache):
             for layer in self.attention:
                 layer.move(step, shifts)
 
-    def _turn_sinks(self, step: Step) -> None:
+    def _rotate_sinks(self, step: Step) -> None:
         """Rotate the keys of sinks, as far as the positions of the others have run on."""
         rotation, num = self.realigner.rotation, self.sizes.num_sinks
         is_moved = self.is_static or any(map(self.sizes.num_dropped, step.seen))
-        if not self.turns_sinks or not is_moved:
+        if not self.rotates_sinks or not is_moved:
             return
         assert rotation is not None
         for device, keys in self.sinks.by_device.items():
-            turned = rotation.shift_layers(keys, -step.behind_rows, dim=0)
+            rotated = rotation.shift_layers(keys, -step.behind_rows, dim=0)
             layers = [layer for layer in self.attention if layer.device == device]
             own = [layer.entries.data.keys[:, :, :num] for layer in layers]
-            torch._foreach_copy_(own, [turned[layer.layer_idx] for layer in layers])
+            torch._foreach_copy_(own, [rotated[layer.layer_idx] for layer in layers])
 
     def _end(self, step: Step) -> None:
         if self.memory is not None:

@@ -69,14 +69,14 @@ class WindowLayer(StreamingLayer):
             dtype = torch.float32 if realigner.recursive else self.dtype
             self.rings.append(Ring(like, most, Form(dtype)))
         self.entries, self.sources = self.rings[0], self.rings[-1]
-        if self.cache.turns_sinks:
+        if self.cache.rotates_sinks:
             self.sinks.make(key_states)
         self.is_initialized = True
 
     def take(self, step: Step, new: KV) -> KV:
         decode = step.decode
         if decode is None:
-            if self.cache.turns_sinks and min(step.seen) < self.sizes.num_sinks:
+            if self.cache.rotates_sinks and min(step.seen) < self.sizes.num_sinks:
                 self.sinks.add(self.layer_idx, step, new.keys)
             if step.is_single:
                 for ring in self.rings:
@@ -136,7 +136,7 @@ class WindowLayer(StreamingLayer):
         realigner, form, segment = self.realigner, self.entries.form, step.segment
         at = step.at(step.num_new, step.num_new)
         if segment is not None:
-            new, at = KV(segment.turned(self.layer_idx, new.keys), new.values), segment.at
+            new, at = KV(segment.rotate(self.layer_idx, new.keys), new.values), segment.at
         anchored = self.without_position(step, new) if realigner.strategy == "read" else new
         stored = form.encode_at(anchored, at)
         if segment is not None:
@@ -162,7 +162,7 @@ class WindowLayer(StreamingLayer):
     def stored_sinks(self, num: int) -> KV:
         """Sinks as they are stored, keys at their own positions."""
         keys, values = self.entries.data.slots(0, num)
-        if self.cache.turns_sinks:
+        if self.cache.rotates_sinks:
             keys = self.sinks.of(self.layer_idx, self.device)[:, :, :num]
         return KV(keys, values)
 
@@ -270,7 +270,7 @@ class WindowLayer(StreamingLayer):
         """
         for ring, stored in zip(self.rings, of_rings, strict=True):
             ring.replace(stored)
-        if self.cache.turns_sinks:
+        if self.cache.rotates_sinks:
             keys = of_rings[0].keys[:, :, : self.sizes.num_sinks]
             self.sinks.of(self.layer_idx, self.device)[:, :, : keys.shape[2]] = keys
 
@@ -304,7 +304,7 @@ class WindowLayer(StreamingLayer):
         entries = read_kv(read, of_entries, width, head_dim, form)
         self.lazy_initialization(*entries.slots(0, 0).map(form.decode))
         sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
-        if self.cache.turns_sinks:
+        if self.cache.rotates_sinks:
             self.sinks.of(self.layer_idx, self.device).copy_(sinks.keys)
         self.entries.replace(self._by_slot(entries, stored))
         if self.sources is not self.entries:

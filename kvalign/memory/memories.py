@@ -152,7 +152,7 @@ class Memories(CacheMemory):
         memory = self._of_layer(layer)
         if not step.is_single:
             if step.segment is not None:
-                new = KV(step.segment.turned(layer.layer_idx, new.keys), new.values)
+                new = KV(step.segment.rotate(layer.layer_idx, new.keys), new.values)
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
         # 2. The rest is for its queries to say, once anything is lost.
         if step.segment is not None:

@@ -1,6 +1,6 @@
 """Recall: how the queries of a pass take back entries, the same way for the memories of all layers.
 
-A query is turned as if the entries it looks for lay right before its window. The entries that are
+A query is rotated as if the entries it looks for lay right before its window. The entries that are
 found replace the oldest entries of the window.
 """
 
@@ -18,7 +18,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.models.rope import Turn
+from kvalign.models.rope import Angles
 
 COMPARED = 2
 """Times as many entries as are taken back are compared with one another."""
@@ -133,7 +133,8 @@ class QueryBatch:
         end: [B] int64, number of tokens of each row in the memory.
         recency: loss of an entry's score for each e-fold of age.
         positions: positions of the queries, one number or [B, 1, 1, T].
-        turn: rotation of the queries, as if the entries they look for lay right before the window.
+        angles: by which queries are rotated, as if the entries they look for lay right before the
+            window.
 
     Attributes:
         has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
@@ -146,9 +147,9 @@ class QueryBatch:
         end: Tensor,
         recency: float,
         positions: int | Tensor = 0,
-        turn: Turn | None = None,
+        angles: Angles | None = None,
     ):
-        self.sizes, self.recency, self.positions, self.turn = sizes, recency, positions, turn
+        self.sizes, self.recency, self.positions, self.angles = sizes, recency, positions, angles
         has_lost = seen >= sizes.first_input_len
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
@@ -215,20 +216,20 @@ class Recall:
         else:
             of_rows = step.positions[: 1 if len(set(step.positions)) == 1 else None]
             positions = torch.tensor(of_rows, device=step.device)[:, None, None, None]
-        turn, rotation = None, self.placer.rotation
+        angles, rotation = None, self.placer.rotation
         if rotation is not None:
-            turn = rotation.turn(positions - self.places.near)
-        return QueryBatch(self.sizes, seen, end, self.places.recency, positions, turn)
+            angles = rotation.angles(positions - self.places.near)
+        return QueryBatch(self.sizes, seen, end, self.places.recency, positions, angles)
 
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
-        """Scaled queries [B, H, G, T, D], turned as if what they ask for lay right before the
+        """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
         window, for entries without a position.
         """
-        return query if batch.turn is None else batch.turn.to(query.device)(query)
+        return query if batch.angles is None else batch.angles.to(query.device).rotate(query)
 
     def place_without_rotation(self, layer: int, batch: QueryBatch, matches: Matches) -> KV:
-        """Return the matches, [B, H, T, R, D] each, at their places, before what is rotary
-        turns. If any place is free, a table is read at the places of the entries that give way.
+        """Return the matches, [B, H, T, R, D] each, at their places, before a
+        rotation. If any place is free, a table is read at the places of the entries that give way.
         """
         if self.placer.rotation is not None:
             at = self._slot_places.to(matches.ages.device)

@@ -81,14 +81,14 @@ def rows_mask(model: PreTrainedModel, spec: ModelSpec, visible: Tensor, num_befo
     return torch.finfo(model.dtype).min * hidden.to(model.dtype)
 
 
-def bloom_mask(model: PreTrainedModel, visible: Tensor, turn: Tensor, num_sinks: int) -> Tensor:
+def bloom_mask(model: PreTrainedModel, visible: Tensor, shift: Tensor, num_sinks: int) -> Tensor:
     """Return BLOOM's mask for entries [T, S'] that queries see or do not, sinks first, whose bias
-    is that of `turn` [T] positions less.
+    is that of `shift` [T] positions less.
     """
-    dtype, ones = model.dtype, torch.ones(1, 2, dtype=torch.float32, device=turn.device)
+    dtype, ones = model.dtype, torch.ones(1, 2, dtype=torch.float32, device=shift.device)
     slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
     mask = slopes.new_zeros(1, len(slopes), *visible.shape)
-    mask[..., :num_sinks] = slopes[:, :, 1:] * turn[:, None]
+    mask[..., :num_sinks] = slopes[:, :, 1:] * shift[:, None]
     return mask.masked_fill(~visible, torch.finfo(dtype).min)
 
 

@@ -43,7 +43,7 @@ def band(
 
 def band_and_sinks(
     query: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     keys: Tensor,
     values: Tensor,
     num_sinks: int,
@@ -56,14 +56,14 @@ def band_and_sinks(
     logarithms of their sums of exponentials: [B, T, H, D].
 
     Args:
-        query, turned: in one form for the sinks and one for the band.
+        query, rotated: in one form for the sinks and one for the band.
         keys, values: [B, H_kv, S, D], sinks first.
         num_early: queries before the end of the sinks, which see no band.
         at: [T] int64, the token of each query.
     """
     sinks, window = keys.tensor_split([num_sinks], 2)
     of_sinks, of_window = values.tensor_split([num_sinks], 2)
-    out, sums = band(turned, window, of_window, width, scale)
+    out, sums = band(rotated, window, of_window, width, scale)
     if not num_sinks:
         return out
     if num_early:
@@ -77,21 +77,21 @@ def band_and_sinks(
     both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
     weights = (scores - both[..., None]).exp().to(values.dtype)
     weights = weights.unflatten(1, (sinks.shape[1], -1))
-    given = (weights.flatten(2, 3) @ of_sinks).unflatten(2, weights.shape[2:4])
-    given = given.flatten(1, 2).transpose(1, 2)
+    out_of_sinks = (weights.flatten(2, 3) @ of_sinks).unflatten(2, weights.shape[2:4])
+    out_of_sinks = out_of_sinks.flatten(1, 2).transpose(1, 2)
     share = (sums - both).exp().transpose(1, 2)[..., None]
-    return torch.addcmul(given.float(), out.float(), share).to(query.dtype)
+    return torch.addcmul(out_of_sinks.float(), out.float(), share).to(query.dtype)
 
 
 def both_forms(
-    query: Tensor, turned: Tensor, keys: Tensor, values: Tensor, num_sinks: int
+    query: Tensor, rotated: Tensor, keys: Tensor, values: Tensor, num_sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of twice the size, whose one product has both forms of a query: its
-    place beside the sinks, and its turn beside the window.
+    place beside the sinks, and its position in the frame beside the window.
     """
     sinks, window = keys.tensor_split([num_sinks], 2)
     keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
-    return torch.cat([query, turned], -1), keys, pad(values, (0, values.shape[3]))
+    return torch.cat([query, rotated], -1), keys, pad(values, (0, values.shape[3]))
 
 
 @functools.cache

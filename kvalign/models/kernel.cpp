@@ -181,7 +181,7 @@ struct Attention {
   int64_t num_heads, num_queries, num_slots;  // queries of a head of keys
   float scale;
   Kind kind;  // of float32 or int8
-  const float *cosines, *sines, *bases;  // of int8: the turns of places, and what to add to keys; or none
+  const float *cosines, *sines, *bases;  // of int8: the angles of places, and what to add to keys; or none
   int64_t num_pairs;
 
   template <int VECTORS>
@@ -189,7 +189,7 @@ struct Attention {
     if (base)
       for (int i = 0; i < VECTORS; i++) store(key + 16 * i, load(key + 16 * i) + load(base + 16 * i));
     const float *c = cosines + at * num_pairs, *s = sines + at * num_pairs;
-    float* other = key + num_pairs;  // the other half; the rest of a key does not turn
+    float* other = key + num_pairs;  // the other half; the rest of a key does not rotate
     int64_t j = 0;
     for (; j + 16 <= num_pairs; j += 16) {
       const Floats x = load(key + j), y = load(other + j);
@@ -545,9 +545,9 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
 
 // Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
 SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, AtenTensorHandle keys,
-                           AtenTensorHandle values, AtenTensorHandle turns, AtenTensorHandle bases, double scale,
+                           AtenTensorHandle values, AtenTensorHandle angles, AtenTensorHandle bases, double scale,
                            AtenTensorHandle* result) {
-  for (const auto tensor : {places, query, keys, values, turns, bases}) {
+  for (const auto tensor : {places, query, keys, values, angles, bases}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
@@ -558,12 +558,12 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, Aten
   attention.out = data_of(*result), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
   attention.num_slots = size_of(keys, 2);
-  attention.kind = kind_of(keys), attention.num_pairs = size_of(turns, 3);
-  attention.cosines = data_of(turns), attention.sines = attention.cosines + size_of(turns, 2) * attention.num_pairs;
+  attention.kind = kind_of(keys), attention.num_pairs = size_of(angles, 3);
+  attention.cosines = data_of(angles), attention.sines = attention.cosines + size_of(angles, 2) * attention.num_pairs;
   attention.bases = size_of(bases, 0) ? data_of(bases) : nullptr;
   if (size_of(places, 0) != rows || size_of(places, 1) != attention.num_slots) return AOTI_TORCH_FAILURE;
   const int64_t last = *std::max_element(attention.places, attention.places + rows * attention.num_slots);
-  if (attention.num_pairs && size_of(turns, 2) <= last) return AOTI_TORCH_FAILURE;
+  if (attention.num_pairs && size_of(angles, 2) <= last) return AOTI_TORCH_FAILURE;
   return run_for(dim, attention, rows);
 }
 

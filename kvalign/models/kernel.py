@@ -120,7 +120,7 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
-    attended = ("places", "query", "keys", "values", "turns", "bases")
+    attended = ("places", "query", "keys", "values", "angles", "bases")
     parameters = ", ".join(f"Tensor {name}" for name in attended)
     library.define(f"attend({parameters}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
@@ -167,7 +167,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    turns: Tensor | None = None,
+    angles: Tensor | None = None,
     bases: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query of each row.
@@ -178,22 +178,22 @@ def attend(
         query: [B, H, 1, D] float32; D is one of `DIMS`.
         keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
             (`kvalign.cache.int8`).
-        turns: [1, 2, P, N] float32: cosines and sines with which a key of int8 turns N pairs of its
-            numbers, `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do not
-            turn.
+        angles: [1, 2, P, N] float32: cosines and sines that rotate N pairs of the numbers of a key
+            of int8, `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do
+            not rotate.
         bases: [H_kv, D] float32, what is added to keys of int8 before; None: 0.
 
     Returns:
         [B, 1, H, D] float32.
     """
-    turns = query.new_empty(1, 2, 0, 0) if turns is None else turns
+    angles = query.new_empty(1, 2, 0, 0) if angles is None else angles
     bases = query.new_empty(0, 0) if bases is None else bases
-    of_query = query.contiguous(), keys, values, turns, bases
+    of_query = query.contiguous(), keys, values, angles, bases
     return torch.ops.kvalign.attend(places, *of_query, scale)
 
 
-def can_turn(rotation: Rotation | None) -> bool:
-    """Return whether `attend` can turn keys of int8 by this rotation of all layers."""
+def can_rotate(rotation: Rotation | None) -> bool:
+    """Return whether `attend` can rotate keys of int8 by this rotation of all layers."""
     if rotation is None:
         return True
     return not isinstance(rotation, RotationByLayer) and rotation.layout == "halves"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvalign.foundation.autograd import no_autograd_modes
 
-NUM_TURNS = 8
-"""Number of whole shifts whose turns are cached."""
+NUM_SHIFTS = 8
+"""Number of whole shifts whose angles are cached."""
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ LAYOUTS = {
 """Layouts to try on a model."""
 
 
-class Turn(NamedTuple):
+class Angles(NamedTuple):
     """Cosines and sines of a move, [rotary_dim / 2] or [..., S, rotary_dim / 2] float32."""
 
     cos: Tensor
@@ -54,26 +54,27 @@ class Turn(NamedTuple):
     layout: str = "halves"
 
     @classmethod
-    def of(cls, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> "Turn":
+    def of(cls, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> "Angles":
         steps = torch.as_tensor(shift, device=inv_freq.device, dtype=torch.float32)
         angles = -steps[..., None] * inv_freq
         return cls(angles.cos(), angles.sin(), layout)
 
-    def __call__(self, keys: Tensor) -> Tensor:
+    def rotate(self, keys: Tensor) -> Tensor:
+        """Keys [..., S, D], moved."""
         split, join = LAYOUTS[self.layout]
         first, second, rest = split(keys, self.cos.shape[-1])
         first, second = first.float(), second.float()
-        turned = (first * self.cos - second * self.sin).to(keys.dtype)
+        rotated = (first * self.cos - second * self.sin).to(keys.dtype)
         other = (second * self.cos + first * self.sin).to(keys.dtype)
-        return join(turned, other, rest.expand(*turned.shape[:-1], -1))
+        return join(rotated, other, rest.expand(*rotated.shape[:-1], -1))
 
     @property
-    def inverse(self) -> "Turn":
+    def inverse(self) -> "Angles":
         """The move back."""
-        return Turn(self.cos, -self.sin, self.layout)
+        return Angles(self.cos, -self.sin, self.layout)
 
-    def to(self, device: torch.device) -> "Turn":
-        return Turn(self.cos.to(device), self.sin.to(device), self.layout)
+    def to(self, device: torch.device) -> "Angles":
+        return Angles(self.cos.to(device), self.sin.to(device), self.layout)
 
 
 class Rotation:
@@ -86,30 +87,30 @@ class Rotation:
 
     def __init__(self, inv_freq: Tensor, is_bounded: bool = True, layout: str = "halves"):
         self.inv_freq, self.is_bounded, self.layout = inv_freq, is_bounded, layout
-        self._turns: dict[tuple[int, torch.device], Turn] = {}
-        self._from_start: dict[torch.device, Turn] = {}
+        self._angles: dict[tuple[int, torch.device], Angles] = {}
+        self._from_start: dict[torch.device, Angles] = {}
 
     def at(self, layer: int) -> "Rotation":
         """Rotation of a layer's keys."""
         return self
 
-    def turn(self, shift: Tensor) -> Turn:
-        """Return a function that moves keys so many positions [..., S] towards the start."""
-        return Turn.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
+    def angles(self, shift: Tensor) -> Angles:
+        """Angles that move keys so many positions [..., S] towards the start."""
+        return Angles.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
 
-    def turn_to(self, at: slice | Tensor, device: torch.device) -> Turn:
-        """Return a function that moves keys from position 0 to the positions `at`, [..., S] or a
-        slice of them.
+    def angles_to(self, at: slice | Tensor, device: torch.device) -> Angles:
+        """Angles that move keys from position 0 to the positions `at`, [..., S] or a slice of
+        them.
         """
         if isinstance(at, Tensor):
-            return self.turn(-at.to(device))
-        turns = self._from_start.get(device)
-        if turns is None or len(turns.cos) < at.stop:
+            return self.angles(-at.to(device))
+        angles = self._from_start.get(device)
+        if angles is None or len(angles.cos) < at.stop:
             with no_autograd_modes():
                 num = 1 << max(10, (at.stop - 1).bit_length())  # seldom made anew
                 positions = torch.arange(num, device=device)
-                turns = self._from_start[device] = self.turn(-positions)
-        return Turn(turns.cos[at], turns.sin[at], self.layout)
+                angles = self._from_start[device] = self.angles(-positions)
+        return Angles(angles.cos[at], angles.sin[at], self.layout)
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
         """Keys [..., S, D], moved `shift` positions towards the start."""
@@ -117,14 +118,14 @@ class Rotation:
             return rerotate(keys, shift, self.inv_freq, self.layout)
         # All layers of a step ask for the same few.
         key = shift, keys.device
-        turn = self._turns.get(key)
-        if turn is None:
-            if len(self._turns) >= NUM_TURNS:
-                self._turns.clear()
+        angles = self._angles.get(key)
+        if angles is None:
+            if len(self._angles) >= NUM_SHIFTS:
+                self._angles.clear()
             with no_autograd_modes():
                 inv_freq = self.inv_freq.to(keys.device, torch.float32)
-                turn = self._turns[key] = Turn.of(shift, inv_freq, self.layout)
-        return turn(keys)
+                angles = self._angles[key] = Angles.of(shift, inv_freq, self.layout)
+        return angles.rotate(keys)
 
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
         """Same for the keys of all layers, stacked along `dim`."""
@@ -140,7 +141,7 @@ class RotationByLayer(Rotation):
     def at(self, layer: int) -> Rotation:
         return self.layers[layer]
 
-    def turn(self, shift: Tensor) -> Turn:
+    def angles(self, shift: Tensor) -> Angles:
         raise TypeError("layers rotate differently: use at(layer)")
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
@@ -166,4 +167,4 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor, layout: str = 
     Returns:
         [..., S, D] in the dtype of `keys`; a shift of 0 returns the same numbers.
     """
-    return Turn.of(shift, inv_freq.to(keys.device, torch.float32), layout)(keys)
+    return Angles.of(shift, inv_freq.to(keys.device, torch.float32), layout).rotate(keys)

@@ -44,8 +44,8 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 """Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the places [B, S] of the
 entries that they see (`InSight`), and keys and values as each layer stores them, [B, H, S, width of
 the form]: logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may
-change; other attention is of one row, with a full cache. Where the kernel turns keys of 8 bits, it
-is given their turns behind all others (`kvalign.models.kernel.attend`).
+change; other attention is of one row, with a full cache. Where the kernel rotates keys of 8 bits,
+it is given their angles behind all others (`kvalign.models.kernel.attend`).
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -139,10 +139,10 @@ class _Step(nn.Module):
     def forward(
         self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
     ) -> Tensor:
-        turns = entries[-1] if len(entries) % 2 else None
+        angles = entries[-1] if len(entries) % 2 else None
         behind = (position_ids - places.amax(1, keepdim=True))[:, None]
         is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
-        seen = InSight(places, behind, turns) if is_ours else None
+        seen = InSight(places, behind, angles) if is_ours else None
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
             dtype = self.model.dtype
             form = Int8(dtype, self._bare_keys(i)) if self.is_int8 else Form(dtype)
@@ -236,8 +236,8 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
     rows = {0: Dim("rows", min=2)} if len(inputs[0]) > 1 else {}
     slots = Dim("slots", min=2)
     of_entries = [rows | {2: slots}] * (len(inputs[4:]) // 2 * 2)
-    of_turns = [{2: Dim("places", min=2)}] * (len(inputs[4:]) % 2)
-    return rows, rows, {}, rows | {1: slots}, (*of_entries, *of_turns)
+    of_angles = [{2: Dim("places", min=2)}] * (len(inputs[4:]) % 2)
+    return rows, rows, {}, rows | {1: slots}, (*of_entries, *of_angles)
 
 
 def forget_old() -> None:

@@ -119,9 +119,9 @@ class Stored(Stepper):
             return None
         decode, entries = cache.describe().decode, [layer.entries for layer in cache.attention]
         assert decode is not None
-        turns = None
+        angles = None
         if isinstance(decode.in_sight, InSight):
-            places, _, turns = decode.in_sight
+            places, _, angles = decode.in_sight
         elif is_read_by_kernel(self.model, entries[0].data.keys):
             places = places_of(step, entries[0].num_slots)
         elif (
@@ -134,8 +134,8 @@ class Stored(Stepper):
         else:
             return None
         seen = [x for ring in entries for x in ring.data]
-        if turns is not None:
-            seen.append(turns)
+        if angles is not None:
+            seen.append(angles)
         return [ids, decode.position_ids, decode.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:

@@ -225,7 +225,7 @@ def sinks_lost(patch):
 
 
 def sinks_of_the_first_row(patch):
-    right = StreamingCache._turn_sinks
+    right = StreamingCache._rotate_sinks
 
     def wrong(self, step):
         right(self, step)
@@ -233,7 +233,7 @@ def sinks_of_the_first_row(patch):
             sinks = layer.entries.data.keys[:, :, : self.sizes.num_sinks]
             sinks.copy_(sinks[:1].expand_as(sinks))
 
-    patch(StreamingCache, "_turn_sinks", wrong)
+    patch(StreamingCache, "_rotate_sinks", wrong)
 
 
 def mask_short(patch):
