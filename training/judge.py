@@ -160,14 +160,14 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     """Give an aligner the trained weights of these parts and the untrained ones of the others. A
     weight's name begins with its part: `key_scale` and `table.key` belong to `key`.
     """
-    chosen = {}
+    weights = {}
     for name in trained:
         words = {word.partition("_")[0] for word in name.split(".")}
         used = any(kv in parts for kv in TARGETS if kv in words) or (
             parts and not words & {*TARGETS}
         )
-        chosen[name] = trained[name] if used else untrained[name]
-    aligner.load_state_dict(chosen)
+        weights[name] = trained[name] if used else untrained[name]
+    aligner.load_state_dict(weights)
 
 
 def excerpts(text: Text, largest: int) -> dict[int, Tensor]:

@@ -143,12 +143,12 @@ def _in_aligner(out: Path, command: str, settings: TextSettings) -> AlignerConfi
         return None
     config = read_checked(AlignerConfig, out / CONFIG)
     same = record_of(command, settings, {})["command"], text_sha256(settings.corpus)
-    made = [
+    sources = [
         (part.get("command"), part.get("data", {}).get("text_sha256"))
         for part in map(config.training.get, settings.kvs)
         if isinstance(part, dict)
     ]
-    return config if made == [same] * len(settings.kvs) else None
+    return config if sources == [same] * len(settings.kvs) else None
 
 
 @torch.no_grad()
@@ -165,9 +165,9 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         num_numbers += stale[0].numel()
         for layer in range(clean[0].shape[1]):
             entries = KV(*(x[:, layer] for x in stale))
-            moved = aligner.realign(layer, aligner.anchor(layer, entries, move.now + half), move)
+            outputs = aligner.realign(layer, aligner.anchor(layer, entries, move.now + half), move)
             for i in range(2):
-                realigned[i] += (moved[i] - clean[i][:, layer]).square().sum().cpu()
+                realigned[i] += (outputs[i] - clean[i][:, layer]).square().sum().cpu()
         for i in range(2):
             unchanged[i] += (stale[i] - clean[i]).square().sum().cpu()
         progress.advance(2 * ids.numel())

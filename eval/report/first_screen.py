@@ -114,8 +114,8 @@ class _Model:
             return f"{where} {in_words(rows[0])} was measured alone: perplexity {figures}."
         if not reference:
             lowest = conclusions.lowest(rows)
-            said = f" Lowest: {lowest}." if lowest else ""
-            return f"{where} there is no reference, so no ratios: give --reference recompute.{said}"
+            more = f" Lowest: {lowest}." if lowest else ""
+            return f"{where} there is no reference, so no ratios: give --reference recompute.{more}"
         fair = comparable(rows, reference)
         if all(is_reference(row, reference) for row in fair):
             return f"{where} no method has as many sinks as {reference}."
@@ -149,8 +149,8 @@ class _Model:
                 f"All methods write readable words, so go by perplexity and repetition: {span} of "
                 "4-grams were there before."
             )
-        said = conclusions.beside(rows) or conclusions.readable(rows)
-        return said[0].upper() + said[1:]
+        sentence = conclusions.beside(rows) or conclusions.readable(rows)
+        return sentence[0].upper() + sentence[1:]
 
     def _ratios(self) -> Plot | None:
         """Perplexity by cache size, relative to the reference if there is one."""

@@ -49,9 +49,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
     nothing is near.
     """
     known = list(known)
-    others = [meant for meant, aliases in _ALIASES.items() if name in aliases.split()]
+    others = [candidate for candidate, aliases in _ALIASES.items() if name in aliases.split()]
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return next((meant for meant in others or near if meant in known), None)
+    return next((candidate for candidate in others or near if candidate in known), None)
 
 
 F = TypeVar("F", bound=Callable)

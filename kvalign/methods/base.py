@@ -89,8 +89,8 @@ class Method(NotPickled, ABC):
         if num_evicted is None:
             num_evicted = cls.default_num_evicted
         window_size = cache_size - typed("num_sinks", num_sinks, int)
-        given = {name: size for name, size in more.items() if size is not None}
-        return CacheSizes(cache_size, num_sinks, num_evicted_of(num_evicted, window_size), **given)
+        sizes = {name: size for name, size in more.items() if size is not None}
+        return CacheSizes(cache_size, num_sinks, num_evicted_of(num_evicted, window_size), **sizes)
 
     @classmethod
     def ignored_settings(cls) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ class Method(NotPickled, ABC):
     def in_words(self) -> str:
         """Description of the method: `kvalign (table), cache of 64 entries, 0 sinks`."""
         sizes = self.sizes
-        kept = ", positions kept" if sizes.positions == "keep" else ""
-        policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
+        positions = ", positions kept" if sizes.positions == "keep" else ""
+        policy = "" if sizes.is_oldest else f", policy {sizes.policy}{positions}"
         aside = f", memory of {sizes.memory} tokens" if sizes.memory else ""
         sinks = f"{sizes.num_sinks} sinks"
         size = f"{sizes.cache_size} entries{' in int8' if sizes.cache_dtype == 'int8' else ''}"

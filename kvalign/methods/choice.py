@@ -98,8 +98,8 @@ def aligners_at_hand(model: PreTrainedModel, *, at_least: Merit = "used") -> lis
     """
     name = spec_of(model.config).name
     others = (one for one in checkpoints.ALIGNERS if one.startswith(f"kvalign-{name}-"))
-    found = (_shipped(model), *others, str(trained_here(model, at_least=at_least) or ""))
-    return list(dict.fromkeys(one for one in found if one))
+    names = (_shipped(model), *others, str(trained_here(model, at_least=at_least) or ""))
+    return list(dict.fromkeys(one for one in names if one))
 
 
 def obstacles(
@@ -163,12 +163,12 @@ def in_figures(folder: Path) -> str:
     """
     for part in _config(folder).training.values():
         try:  # what a config says of training is informative
-            said = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
+            figures = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
             if shipped := part["judged"].get("shipped"):
-                said += (
+                figures += (
                     f", {math.exp(shipped['val_nll']):.4g} with the shipped {shipped['aligner']}"
                 )
-            return said
+            return figures
         except (TypeError, KeyError, AttributeError, OverflowError):
             continue
     return ""

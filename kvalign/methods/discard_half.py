@@ -53,8 +53,8 @@ class DiscardHalf(Reencoding):
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
         rows = self._rows_of(state)
-        held = {name.removeprefix("cache."): x for name, x in state.items() if "." in name}
-        self.cache.restore(held, self.model)
+        of_cache = {name.removeprefix("cache."): x for name, x in state.items() if "." in name}
+        self.cache.restore(of_cache, self.model)
         if self.cache.seen != [len(row) for row in rows]:
             self.reset()
             raise UserError("a stream's entries must be those of its tokens")
@@ -63,25 +63,25 @@ class DiscardHalf(Reencoding):
     def feed(self, ids: Tensor) -> Tensor:
         """Read ids. A full row is re-encoded when it is full; the others take their step."""
         seen = self.extend(ids)
-        kept = [self.keep(row) for row in seen]
+        kept_rows = [self.keep(row) for row in seen]
         with self.cache.changing():
-            logits, self.cache = self._fed(ids, seen, kept)
-            self.rows = kept
+            logits, self.cache = self._feed_rows(ids, seen, kept_rows)
+            self.rows = kept_rows
         return logits
 
-    def _fed(
-        self, ids: Tensor, seen: list[Tensor], kept: list[Tensor]
+    def _feed_rows(
+        self, ids: Tensor, seen: list[Tensor], kept_rows: list[Tensor]
     ) -> tuple[Tensor, StreamingCache]:
-        """Logits of rows that see `seen` and keep `kept`, and the cache with the kept ones."""
-        full = [i for i, row in enumerate(kept) if row is not seen[i]]
-        others = [i for i in range(len(kept)) if i not in full]
+        """Logits of rows that see `seen` and keep `kept_rows`, and the cache with the kept ones."""
+        full = [i for i, row in enumerate(kept_rows) if row is not seen[i]]
+        others = [i for i in range(len(kept_rows)) if i not in full]
         alike = len({len(row) for row in seen}) == 1
         if not full:
             return self._step(self.cache, ids), self.cache
         if alike:
             cache = self._new_cache()
-            return self._step(cache, torch.stack(kept)), cache
-        logits = ids.new_empty(len(kept), self.model.config.vocab_size, dtype=torch.float32)
+            return self._step(cache, torch.stack(kept_rows)), cache
+        logits = ids.new_empty(len(kept_rows), self.model.config.vocab_size, dtype=torch.float32)
         caches = []
         if others:
             self.cache.select(others)
@@ -89,10 +89,10 @@ class DiscardHalf(Reencoding):
             caches.append(self.cache)
         for i in full:
             caches.append(self._new_cache())
-            logits[i] = self._step(caches[-1], kept[i][None])[0]
+            logits[i] = self._step(caches[-1], kept_rows[i][None])[0]
         order = others + full
         caches[0].join(caches[1:])
-        caches[0].select([order.index(i) for i in range(len(kept))])
+        caches[0].select([order.index(i) for i in range(len(kept_rows))])
         return logits, caches[0]
 
     def _step(self, cache: StreamingCache, ids: Tensor) -> Tensor:

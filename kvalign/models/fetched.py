@@ -51,8 +51,8 @@ MODELS = {
 
 def cache_dir() -> Path:
     """The folder of fetched models: KVALIGN_CACHE, or the user's cache folder of this platform."""
-    if moved := os.environ.get(MOVED_BY):
-        return Path(moved).expanduser()
+    if path := os.environ.get(MOVED_BY):
+        return Path(path).expanduser()
     if sys.platform == "darwin":
         user = Path("~/Library/Caches")
     elif sys.platform == "win32":

@@ -184,11 +184,11 @@ class Captured(Stepper):
         assert step is not None
         step = replace(step, decode=None)
 
-        def run(given: Inputs) -> Tensor:
-            cache.step = replace(step, counts=given.counts)
+        def run(buffers: Inputs) -> Tensor:
+            cache.step = replace(step, counts=buffers.counts)
             decode = cache.describe().decode
             assert decode is not None
-            return last_logits(self.model, given.ids, cache, position_ids=decode.position_ids)
+            return last_logits(self.model, buffers.ids, cache, position_ids=decode.position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
         compiled = nullcontext() if self.regions is None else self.regions.called()

@@ -150,8 +150,8 @@ class _Step(nn.Module):
                 _Layer(KV(*pair), form, slot, position_ids, places[:, None] + behind, seen)
             )
         cache = Cache(layers=layers)
-        told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
-        return self.model(input_ids=ids, logits_to_keep=1, **told).logits
+        inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
+        return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits
 
 
 def load_or_make(
@@ -175,7 +175,7 @@ def load_or_make(
             with FileLock(folder() / f".{key}.lock"):  # another start may be making it
                 run = _load(file, weights)
                 if run is None or not _gives_logits_of(model, run, inputs):
-                    run = _made(model, inputs, weights, file)
+                    run = _make(model, inputs, weights, file)
                 return run
         except Exception as error:  # what export does not take, or a full disk
             why = next(iter(str(error).splitlines()), type(error).__name__)
@@ -185,16 +185,16 @@ def load_or_make(
 
 def _gives_logits_of(model: PreTrainedModel, run: Run, inputs: list[Tensor]) -> bool:
     """Return whether a step gives the logits that the model gives now."""
-    given = [x.detach() for x in inputs]  # which the step marks
-    expected = _Step(model, inputs[4].dtype == torch.int8)(*given)
-    found = run([*given])[0]
+    copies = [x.detach() for x in inputs]  # which the step marks
+    expected = _Step(model, inputs[4].dtype == torch.int8)(*copies)
+    logits = run([*copies])[0]
     is_exact = inputs[4].dtype == torch.float32 and packed.weights_of(model) == "float32"
     most = _EXACT if is_exact else _ROUNDED
-    return bool((found - expected).std() <= most * expected.std())
+    return bool((logits - expected).std() <= most * expected.std())
 
 
 @progress.shown_as("compile")
-def _made(
+def _make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
 ) -> Run | None:
     """The step, once a file has it and it gives the model's logits."""
@@ -202,7 +202,7 @@ def _made(
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
     def write(partial: Path) -> None:
-        made = partial / file.name
+        package = partial / file.name
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             may_change = _dims(model, inputs)
@@ -212,15 +212,15 @@ def _made(
             progress.phase("compiling the step, once; a minute or more, later starts load it")
             torch._inductor.aoti_compile_and_package(
                 exported,
-                package_path=str(made),
+                package_path=str(package),
                 inductor_configs={
                     "aot_inductor.package_constants_in_so": False,
                     "cpp.threads": 1,  # products have several; what lies between them is too little
                     **kernel.inductor_configs(),
                 },
             )
-        write_json(partial / about.name, {"sha256": sha256(made), "torch": torch.__version__})
-        run = _load(made, weights)
+        write_json(partial / about.name, {"sha256": sha256(package), "torch": torch.__version__})
+        run = _load(package, weights)
         if run is None or not _gives_logits_of(model, run, inputs):
             raise RuntimeError("the compiled step gives other logits than the model")
 
@@ -295,9 +295,9 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 def tensors_of(model: PreTrainedModel, is_int8: bool) -> dict[str, Tensor]:
     """Parameters and buffers by their names in a `_Step`."""
-    found = _Step(model, is_int8)
+    step = _Step(model, is_int8)
     named = [
-        *found.named_parameters(remove_duplicate=False),
-        *found.named_buffers(remove_duplicate=False),
+        *step.named_parameters(remove_duplicate=False),
+        *step.named_buffers(remove_duplicate=False),
     ]
     return {name: x.detach() for name, x in named}

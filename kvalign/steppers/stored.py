@@ -147,8 +147,8 @@ class Stored(Stepper):
             self._runs = {}
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
-            asked = self.model, inputs, self._weights, self.makes
-            self._runs[is_one] = load_or_make(*asked) if self._snapshot.is_plain else None
+            request = self.model, inputs, self._weights, self.makes
+            self._runs[is_one] = load_or_make(*request) if self._snapshot.is_plain else None
             if self._runs[is_one] is None and had.get(is_one) is not None:
                 log.warning(CHANGED)
         return self._runs[is_one]

@@ -50,12 +50,12 @@ class Answer:
         self._pieces.append(piece)
         is_end = token in self._end_ids
         stops = self._stops
-        shown = "" if is_end else stops.read(piece) if stops else piece
+        text = "" if is_end else stops.read(piece) if stops else piece
         if is_end or (stops and stops.has_stopped):
             self.finish = "stop"
         elif self._most and len(self.token_ids) >= self._most:
             self.finish = "length"
-        return piece, shown + stops.rest() if stops and self.finish else shown
+        return piece, text + stops.rest() if stops and self.finish else text
 
     @property
     def text(self) -> str:

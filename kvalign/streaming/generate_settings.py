@@ -141,9 +141,9 @@ def _check(name: str, value: Any) -> None:
     is_plain = isinstance(value, bool | int | float | str)
     if value is None or (is_plain and value == nothing):
         return
-    got = f"={value!r:.60}" if is_plain else ""
+    value_text = f"={value!r:.60}" if is_plain else ""
     raise UserError(
-        f"streaming {why}: leave out {name}{got}"
+        f"streaming {why}: leave out {name}{value_text}"
         if nothing is None
         else f"streaming {why}: {name} must be {nothing}, got {value!r:.60}"
     )

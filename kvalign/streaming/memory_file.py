@@ -175,13 +175,13 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
     if path.stat().st_size < max(1, record_len) * (file.end - file.first):
         raise UserError(f"{path} is damaged: it is shorter than {stream.name} says")
     entries = Entries([x.new_empty(1, x.shape[1], len(sums), x.shape[3]) for x in like], file.end)
-    known = iter(sums.tolist())
+    checksums = iter(sums.tolist())
     with path.open("rb") as source:
         source.seek((entries.first - file.first) * record_len)
         for slots in entries.spans(entries.first):
             records = torch.empty(slots.stop - slots.start, record_len, dtype=torch.uint8)
             source.readinto(records.numpy().data)
-            if any(crc != next(known) for crc in _sums(records)):
+            if any(crc != next(checksums) for crc in _sums(records)):
                 raise UserError(f"{path} is damaged: its checksum differs")
             entries.put(slots, records)
     return entries.tensors

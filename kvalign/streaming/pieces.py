@@ -130,12 +130,12 @@ def ids_of(part: list[int] | Piece) -> Sequence[int]:
 
 def first_of(parts: Sequence[list[int] | Piece], num: int) -> list[list[int] | Piece]:
     """The first `num` tokens of these parts."""
-    found = []
+    firsts = []
     for part in parts:
         if own := part[: max(num, 0)]:
-            found.append(own)
+            firsts.append(own)
         num -= len(part)
-    return found
+    return firsts
 
 
 def encode(

@@ -250,8 +250,8 @@ def _read(
             name: file.get_tensor(name) for name in present if names is None or name in names
         }
     if names is None:
-        found = checksum(metadata.get("stream", ""), tensors)
-        if metadata.get(_CHECKSUM, found) != found:
+        digest = checksum(metadata.get("stream", ""), tensors)
+        if metadata.get(_CHECKSUM, digest) != digest:
             raise UserError(f"{path} is damaged: its checksum differs")
     return checked(SavedStream, document, wrong), tensors
 

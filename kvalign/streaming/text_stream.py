@@ -191,34 +191,34 @@ class TextStream(NotPickled):
         if not edited:
             raise UserError("the edit leaves nothing of this stream: reset() it")
         num_more, num_lost = len(edited) - len(ids), 0
-        num_fed, from_fed, end_fed, given = self.num_fed + num_more, start, end, new
+        num_fed, from_fed, end_fed, parts = self.num_fed + num_more, start, end, new
         if end >= self.num_fed or num_fed == len(edited):  # the rest is fed as usual
             from_fed, end_fed = min(start, self.num_fed), self.num_fed
-            num_fed, given = min(from_fed, len(edited) - 1), []
+            num_fed, parts = min(from_fed, len(edited) - 1), []
             if any(isinstance(part, Piece) for part in new):  # but what is encoded already
                 num_fed = min(end + num_more, len(edited) - 1)
-                given = first_of([ids[from_fed:start], *new], num_fed - from_fed)
+                parts = first_of([ids[from_fed:start], *new], num_fed - from_fed)
             from_fed = min(from_fed, num_fed)
-        if is_fed := from_fed < self.num_fed or bool(given):
+        if is_fed := from_fed < self.num_fed or bool(parts):
             # Of a stream that was encoded anew, or lost all that it had, the method knows the last
             # tokens only. Text before these is text alone, as what has been evicted.
             unknown = self.num_fed - self.method.num_tokens
             num_lost = max(0, min(stop, unknown) - start)
-            if is_fed := end_fed > unknown or (end_fed == unknown and bool(given)):
+            if is_fed := end_fed > unknown or (end_fed == unknown and bool(parts)):
                 first, last = (max(x - unknown, 0) for x in (from_fed, end_fed))
                 again = max(start - max(from_fed, unknown), 0)  # fed once more, not replaced
-                num_lost += max(self.method.edit(first, last, *self._given(given)) - again, 0)
+                num_lost += max(self.method.edit(first, last, *self._inputs_of(parts)) - again, 0)
 
-        def moved(x: int, if_inside: int) -> int:
+        def place_after(x: int, if_inside: int) -> int:
             return x if x <= start else x + num_more if x >= end else if_inside
 
-        spans = [(moved(x, end + num_more), moved(y, start)) for x, y in answers]
+        spans = [(place_after(x, end + num_more), place_after(y, start)) for x, y in answers]
         with self._whole.change():
             self.resume(edited, num_fed, num_new, [(x, y) for x, y in spans if x < y])
         self._before_edit = _BeforeEdit(*before, is_fed)
         return min(num_lost, stop - start)
 
-    def _given(self, parts: list[list[int] | Piece]) -> Iterator[Tensor | EncodedPart]:
+    def _inputs_of(self, parts: list[list[int] | Piece]) -> Iterator[Tensor | EncodedPart]:
         model = self.method.model
         for part in parts:
             if isinstance(part, Piece):

@@ -57,10 +57,10 @@ def message_ids(
     """
     masks: dict[str, str] = {}
     if not special_tokens:
-        said = [{x: y for x, y in message.items() if x != "role"} for message in messages]
-        free, masks = masked([*_texts_in([said, system, tools])], tokenizer)
-        said, system, tools = _with_texts([said, system, tools], iter(free))
-        messages = [{**a, **b} for a, b in zip(messages, said, strict=True)]
+        contents = [{x: y for x, y in message.items() if x != "role"} for message in messages]
+        free, masks = masked([*_texts_in([contents, system, tools])], tokenizer)
+        contents, system, tools = _with_texts([contents, system, tools], iter(free))
+        messages = [{**a, **b} for a, b in zip(messages, contents, strict=True)]
     text = messages_text(
         tokenizer, messages, goes_on=goes_on, system=system, template=template, tools=tools
     )
@@ -246,16 +246,16 @@ def call_text(tokenizer: PreTrainedTokenizerBase, call: Mapping[str, Any]) -> st
     """
     tool = {"name": call["function"]["name"], "description": "?", "parameters": {}}
     tools = [{"type": "function", "function": tool}]
-    asked: list[dict[str, Any]] = [_message("user", "?")]
-    answered = [*asked, {**_message("assistant", ""), "tool_calls": [call]}]
+    question: list[dict[str, Any]] = [_message("user", "?")]
+    answered = [*question, {**_message("assistant", ""), "tool_calls": [call]}]
     try:
-        plain, told, whole = (
+        plain, with_tools, whole = (
             _render(tokenizer, talk, to_answer=False, tools=of)
-            for talk, of in ((asked, None), (asked, tools), (answered, tools))
+            for talk, of in ((question, None), (question, tools), (answered, tools))
         )
     except UserError:
         return ""
-    return "" if plain == told else whole.removeprefix(told)
+    return "" if plain == with_tools else whole.removeprefix(with_tools)
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -302,8 +302,8 @@ def _render(
 ) -> str:
     values = values or {}
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
-    if taken := sorted(name for name in values if name in own or name.endswith("_token")):
-        raise UserError(f"a chat template takes no {taken[0]} from a request")
+    if clashes := sorted(name for name in values if name in own or name.endswith("_token")):
+        raise UserError(f"a chat template takes no {clashes[0]} from a request")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     if fault := fault_of(tokenizer.chat_template, special):
         raise UserError(f"the chat template of this model cannot be used: {fault}")

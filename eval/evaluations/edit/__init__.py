@@ -241,9 +241,9 @@ class EditEvaluation(Evaluation):
         }[y]
         y_axis = {"ratio": "perplexity, anew = 1", "kept": "answered behind the edit"}[y]
         figure = draw(panels, x="", y=y_axis, names=[*ways])
-        said = [f"{way}: {listed(spans(of, y, 3))}" for way, of in ways.items() if way != ANEW]
+        ratios = [f"{way}: {listed(spans(of, y, 3))}" for way, of in ways.items() if way != ANEW]
         caption = f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
-        return figure, caption, f"{title.capitalize()}; {'; '.join(said)}."
+        return figure, caption, f"{title.capitalize()}; {'; '.join(ratios)}."
 
 
 def _judged(document: Document) -> str:

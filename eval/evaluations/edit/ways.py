@@ -124,8 +124,8 @@ class Way:
         else:
             num = min(self.exactly, edit.alone.num)
             ids, alone = [edit.new[:, :num], again], [replace(edit.alone, first=num)]
-        given: list[Tensor | EncodedPart] = [*ids[:1], *alone, *ids[1:]]
-        method.edit(edit.start, stop, *(x for x in given if _num(x)))
+        parts: list[Tensor | EncodedPart] = [*ids[:1], *alone, *ids[1:]]
+        method.edit(edit.start, stop, *(x for x in parts if _num(x)))
         return sum(map(_num, ids))
 
 
@@ -197,7 +197,7 @@ def score_method(
                     of_ways[str(way)].append(answers(method, text, edit))
                     seconds[str(way)] += time.perf_counter() - began
                     on_streams(len(edit.ids))
-            shown = (_facts if texts.are_facts else _figures)(of_ways)
+            figures = (_facts if texts.are_facts else _figures)(of_ways)
             times = _times(
                 method,
                 texts.edit(kind, next(texts.batches(settings, length)), method.model),
@@ -206,7 +206,7 @@ def score_method(
             rows += [
                 sizes_of(method)
                 | {"kind": kind, "length": length, "way": way}
-                | shown[way]
+                | figures[way]
                 | {"encoded": encoded[way], "edit_ms": times[way]}
                 | {"num_edits": settings.num_edits, "seconds": seconds[way]}
                 for way in of_ways
@@ -253,21 +253,21 @@ def _of_facts(method: Method, text: Text, edit: Edit) -> dict[str, list[bool]]:
     tokens tell, too (contested), facts put in (read), and those cut with their old value (told).
     """
     method.feed(text.after[:, -1:])
-    found: dict[str, list[bool]] = {name: [] for name in ("kept", "contested", "read", "told")}
+    answers: dict[str, list[bool]] = {name: [] for name in ("kept", "contested", "read", "told")}
     for name, part in (("kept", text.after), ("read", edit.new), ("told", edit.old)):
         behind = text.after[:, :0] if name == "kept" else text.after
-        asked = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
-        questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in asked])
+        facts = [_fact(*x) for x in zip(part.tolist(), behind.tolist(), strict=True)]
+        questions = torch.tensor([[QUESTION + (key or 0)] for key, _ in facts])
         best = copy.deepcopy(method).feed(questions.to(text.after.device)).argmax(-1).tolist()
-        rows = zip(asked, best, text.before.tolist(), edit.new.tolist(), strict=True)
+        rows = zip(facts, best, text.before.tolist(), edit.new.tolist(), strict=True)
         for (key, value), answer, before, new in rows:
             # A fact that stands before the edit with the same value is not cut.
             if key is None or (name == "told" and _last([*before, *new], key) == value):
                 continue
-            found[name].append(answer == ANSWER + value)
+            answers[name].append(answer == ANSWER + value)
             if name == "kept" and _last(new, key) is not None:
-                found["contested"].append(answer == ANSWER + value)
-    return found
+                answers["contested"].append(answer == ANSWER + value)
+    return answers
 
 
 def _fact(part: list[int], behind: list[int]) -> tuple[int | None, int]:
@@ -283,8 +283,8 @@ def _fact(part: list[int], behind: list[int]) -> tuple[int | None, int]:
 
 def _last(ids: list[int], key: int) -> int | None:
     """The last value of a key."""
-    told = [x % NUM_VALUES for x in ids if x < QUESTION and x // NUM_VALUES == key]
-    return told[-1] if told else None
+    values = [x % NUM_VALUES for x in ids if x < QUESTION and x // NUM_VALUES == key]
+    return values[-1] if values else None
 
 
 def _facts(of_ways: dict[str, list[dict[str, list[bool]]]]) -> dict[str, Row]:

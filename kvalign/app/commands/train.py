@@ -106,9 +106,9 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
     sinks, so that they differ only in the aligner. The sinks are the chosen ones, unless no aligner
     was streamed with them: a network uses only the usual ones.
     """
-    chosen = judged["num_sinks"]
+    own_sinks = judged["num_sinks"]
     tried_with = [row["num_sinks"] for row in judged["streams"] if row["parts"]]
-    num_sinks = chosen if chosen in tried_with else tried_with[0]
+    num_sinks = own_sinks if own_sinks in tried_with else tried_with[0]
     losses = {
         tuple(row["parts"]): row["val_nll"]
         for row in judged["streams"]
@@ -123,7 +123,7 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
         f"{', '.join(map(str, judged['cache_sizes']))} and {num_sinks} sinks: "
         f"{math.exp(losses[()]):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
-        f"with discard-half{f' of {chosen} sinks' * (chosen != num_sinks)}{_beside(judged)}"
+        f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}{_beside(judged)}"
     ]
     if judged["parts"]:
         return [*lines, f"used: {figures(tuple(judged['parts']))}"]
@@ -133,7 +133,7 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         if losses[tried] < losses[()]
         else "is no better"
     )
-    what = f"streaming-llm with {chosen} sinks"
+    what = f"streaming-llm with {own_sinks} sinks"
     return [
         *lines,
         (f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals {what}"),

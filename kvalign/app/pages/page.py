@@ -69,10 +69,10 @@ def build(
         prompt: str, methods: list[str], model: str, has_memory: bool, **settings: Any
     ) -> list:
         """Streams of the chosen methods; UserError for errors that concern all of them."""
-        chosen = [name for name in METHODS if name in methods]
+        in_order = [name for name in METHODS if name in methods]
         if has_memory:
             settings |= {"memory": memory or MEMORY, "num_recalled": num_recalled}
-        return begin(load(model), prompt, chosen, cache_dtype=cache_dtype, **settings)
+        return begin(load(model), prompt, in_order, cache_dtype=cache_dtype, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
         settings = dict(zip(INPUTS, values, strict=True))
@@ -111,8 +111,8 @@ def build(
             streams = settle(PROMPT, **dict(zip(SIZES, values, strict=True)))
         except UserError as error:
             return _message(str(error))
-        shown = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
-        return next(shown, None) or _message(streams[0].line)
+        frames = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
+        return next(frames, None) or _message(streams[0].line)
 
     def ends(
         methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
@@ -141,16 +141,16 @@ def build(
                     lines=3,
                     max_length=PROMPT_LEN,
                 )
-                chosen, names = able(DEFAULT_METHODS, models[0]), offered(models[0])
+                first_methods, names = able(DEFAULT_METHODS, models[0]), offered(models[0])
                 which_first = names[0] if names else None
                 methods = gr.CheckboxGroup(
                     METHODS,
-                    value=chosen,
+                    value=first_methods,
                     label="Methods",
                     info="they take turns; tokens/s counts own steps only",
                     elem_id="methods",
                 )
-                most = controls.most_entries(first, chosen, which_first)
+                most = controls.most_entries(first, first_methods, which_first)
                 cache_size = controls.slider(
                     "cache_size",
                     controls.LEAST_ENTRIES,
@@ -162,7 +162,7 @@ def build(
                 num_evicted = controls.slider(
                     "num_evicted",
                     1,
-                    controls.most_evicted(min(64, most), chosen, which_first),
+                    controls.most_evicted(min(64, most), first_methods, which_first),
                     1,
                     info="entries; discard-half: half",
                     elem_id="num_evicted",

@@ -13,7 +13,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.app.serve.tools import Tools
-from kvalign.app.serve.turn import AnswerRow, Chosen, State, Turn
+from kvalign.app.serve.turn import AnswerRow, State, TokenLogprob, Turn
 from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Piece:
 
     index: int
     text: str
-    tokens: tuple[Chosen, ...] = ()  # with their logprobs, if the request wants them
+    tokens: tuple[TokenLogprob, ...] = ()  # with their logprobs, if the request wants them
 
 
 @dataclass(frozen=True)

@@ -34,38 +34,38 @@ class Edits(NamedTuple):
         return sum(len(change.new) for change in self.changes)
 
 
-def edits_between(held: Sequence[int], asked: Sequence[int]) -> Edits:
-    """Edits after which what is held is the beginning of what is asked for, without its last token,
-    which is to be fed. Tokens are kept where a run of them comes in the same order in both; each
-    token is looked at once.
+def edits_between(ids: Sequence[int], new_ids: Sequence[int]) -> Edits:
+    """Edits after which `ids` are the beginning of `new_ids`, without their last token, which is to
+    be fed. Tokens are kept where a run of them comes in the same order in both; each token is
+    looked at once.
     """
-    asked_for = asked[:-1]
+    prefix = new_ids[:-1]
     runs: dict[tuple[int, ...], list[int]] = {}
-    for j in reversed(range(len(asked_for) - RUN + 1)):
-        runs.setdefault(tuple(asked_for[j : j + RUN]), []).append(j)  # the first is last
+    for j in reversed(range(len(prefix) - RUN + 1)):
+        runs.setdefault(tuple(prefix[j : j + RUN]), []).append(j)  # the first is last
     changes, num_kept, i, j = list[Change](), 0, 0, 0
     while True:
         start = i
-        while i < len(held) and j < len(asked_for) and held[i] == asked_for[j]:
+        while i < len(ids) and j < len(prefix) and ids[i] == prefix[j]:
             i, j = i + 1, j + 1
         num_kept += i - start
-        found = _next_run(held, i, runs, j)
-        if found is None:
-            if i < len(held):
-                changes.append(Change(i, len(held), []))
+        run = _next_run(ids, i, runs, j)
+        if run is None:
+            if i < len(ids):
+                changes.append(Change(i, len(ids), []))
             return Edits(changes, num_kept, j)
-        changes.append(Change(i, found[0], [*asked_for[j : found[1]]]))
-        i, j = found
+        changes.append(Change(i, run[0], [*prefix[j : run[1]]]))
+        i, j = run
 
 
 def _next_run(
-    held: Sequence[int], start: int, runs: dict[tuple[int, ...], list[int]], at_least: int
+    ids: Sequence[int], start: int, runs: dict[tuple[int, ...], list[int]], at_least: int
 ) -> tuple[int, int] | None:
-    """The next place from `start` on of a run that comes `at_least` so late in what is asked for,
+    """The next place from `start` on of a run that comes `at_least` so late in the new ids,
     and where it comes there; None: there is none.
     """
-    for i in range(start, len(held) - RUN + 1):
-        places = runs.get(tuple(held[i : i + RUN]))
+    for i in range(start, len(ids) - RUN + 1):
+        places = runs.get(tuple(ids[i : i + RUN]))
         while places and places[-1] < at_least:
             places.pop()
         if places:

@@ -103,8 +103,8 @@ def messages_of(items: Iterable[MessageItem | CallItem | ResultItem]) -> list[Me
     is one message.
     """
     messages = list[Message]()
-    told = [item.message for item in items]
-    for role, run in groupby(told, key=lambda message: message.role):
+    parts = [item.message for item in items]
+    for role, run in groupby(parts, key=lambda message: message.role):
         several = list(run)
         calls = [call for message in several for call in message.tool_calls or ()]
         if role == "assistant" and calls:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.tools import Call, CallReader, Tools, as_json
-from kvalign.app.serve.turn import Chosen
+from kvalign.app.serve.turn import TokenLogprob
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _GONE = "gone"
@@ -55,7 +55,7 @@ class TextForm:
         """Return the reason for a choice's end, which has been said in pieces."""
         return finish
 
-    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    def of_tokens(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Return the logprobs of tokens; None without one."""
         if not tokens:
             return None
@@ -121,18 +121,18 @@ class ChatForm(TextForm):
         """Return what a chunk adds to a message: content, and whole calls."""
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
-            told = enumerate(map(as_json, calls), self._num_calls[index])
+            entries = enumerate(map(as_json, calls), self._num_calls[index])
             self._num_calls[index] += len(calls)
-            delta["tool_calls"] = [{"index": number, **call} for number, call in told]
+            delta["tool_calls"] = [{"index": number, **call} for number, call in entries]
         return {"delta": delta}
 
-    def of_tokens(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    def of_tokens(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not tokens:
             return None
         content = [
             {
-                **_told(one.spelled, one.logprob),
-                "top_logprobs": [_told(spelled, value) for spelled, value in one.top],
+                **_token_entry(one.spelled, one.logprob),
+                "top_logprobs": [_token_entry(spelled, value) for spelled, value in one.top],
             }
             for one in tokens
         ]
@@ -143,7 +143,7 @@ def _text(spelled: bytes) -> str:
     return spelled.decode(errors="replace")
 
 
-def _told(spelled: bytes, logprob: float) -> dict[str, Any]:
+def _token_entry(spelled: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(spelled), "logprob": logprob, "bytes": [*spelled]}
 
 
@@ -185,8 +185,8 @@ def warning_of(answers: Answers) -> dict[str, str]:
 def ignored_of(names: Iterable[str]) -> dict[str, str]:
     """Header that names a request's fields that no API has; none without one."""
     plain = (name.encode("ascii", "replace").decode()[:_LONGEST_NAME] for name in names)
-    told = ", ".join("".join(x if x.isprintable() else "?" for x in name) for name in plain)
-    return {IGNORED: told} if told else {}
+    header = ", ".join("".join(x if x.isprintable() else "?" for x in name) for name in plain)
+    return {IGNORED: header} if header else {}
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
@@ -224,7 +224,7 @@ async def whole(
 ) -> Response:
     """The complete answer as one document, with these headers."""
     texts, ends = [""] * answers.num, dict[int, End]()
-    tokens: list[list[Chosen]] = [[] for _ in texts]
+    tokens: list[list[TokenLogprob]] = [[] for _ in texts]
     async for batch in events_of(answers, events, receive):
         for event in batch:
             if isinstance(event, Piece):

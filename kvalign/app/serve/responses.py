@@ -18,7 +18,7 @@ from kvalign.app.serve.items import Item, messages_of
 from kvalign.app.serve.messages import MOST_TOOLS, FlatNamedTool, FlatTool, Message
 from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
 from kvalign.app.serve.tools import Call, as_json
-from kvalign.app.serve.turn import Chosen
+from kvalign.app.serve.turn import TokenLogprob
 from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -92,8 +92,8 @@ class ResponseRequest(Request):
     @property
     def previous(self) -> int | None:
         """Tokens before the answer that this request continues; None: it begins a session."""
-        given = self.previous_response_id
-        return None if given is None else int(given[len(self._root) :], 16)
+        name = self.previous_response_id
+        return None if name is None else int(name[len(self._root) :], 16)
 
     @property
     def as_chat(self) -> Chat:
@@ -155,8 +155,8 @@ class ResponseForm(ChatForm):
         self.request, self.id = request, f"{request.name}{answers.num_prompt:08x}"
 
     def part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        told = logprobs["content"] if logprobs else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
+        entries = logprobs["content"] if logprobs else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def message(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
         """An item of text."""
@@ -248,8 +248,8 @@ class ResponseStream(EventStream):
     def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, End):
             self._finish = event.finish
-            return self._told(*self.form.rest(0))
-        return self._told(*self.form.read(0, event.text), event.tokens)
+            return self._events(*self.form.rest(0))
+        return self._events(*self.form.read(0, event.text), event.tokens)
 
     def _last(self, ends: list[End]) -> str:
         status = self.form.status_of(self._finish)
@@ -258,19 +258,19 @@ class ResponseStream(EventStream):
         whole = self.form.response(status, self._output, usage_of(self.answers, ends))
         return last + self._event(f"response.{status}", response=whole)
 
-    def _told(self, text: str, calls: Sequence[Call], tokens: Sequence[Chosen] = ()) -> str:
-        told = ""
+    def _events(self, text: str, calls: Sequence[Call], tokens: Sequence[TokenLogprob] = ()) -> str:
+        events = ""
         if text or tokens:
             if self._message is None:
-                told += self._message_begins()
+                events += self._message_begins()
             logprobs = (self.form.of_tokens(tokens) or {"content": []})["content"]
             self._text += text
             self._logprobs += logprobs
             delta = {"delta": text, "logprobs": logprobs}
-            told += self._event("response.output_text.delta", **self._place, **delta)
+            events += self._event("response.output_text.delta", **self._place, **delta)
         for call in calls:
-            told += self._message_ends("completed") + self._call(self.form.call(as_json(call)))
-        return told
+            events += self._message_ends("completed") + self._call(self.form.call(as_json(call)))
+        return events
 
     def _message_begins(self) -> str:
         self._text, self._logprobs = "", list[Any]()

@@ -123,10 +123,10 @@ class Service:
         """Answer a request to /v1/responses, in a session of its own or that of an earlier one. One
         that sends all messages takes up the state of the session that had them, which stays.
         """
-        asked, begun = request.as_chat, None
+        chat, begun = request.as_chat, None
         if request.previous is None:
-            begun = self.sessions.begun(asked.messages, asked.opening)
-        return self.chat(asked, headers, put, request.previous, begun)
+            begun = self.sessions.begun(chat.messages, chat.opening)
+        return self.chat(chat, headers, put, request.previous, begun)
 
     def chat(
         self,
@@ -143,14 +143,14 @@ class Service:
         """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
         template, tools = request.chat_template_kwargs, Tools.of(request, self.tokenizer)
-        told, opening = tools.definitions if tools else None, request.opening
+        definitions, opening = tools.definitions if tools else None, request.opening
         if tools and tools.form and request.parallel_tool_calls is False:
             stops = (*(sampling.stop_strings or ()), *filter(None, [tools.form.end]))
             sampling = replace(sampling, stop_strings=stops)  # the first call ends the answer
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.new_session(Session(""), request.messages, template, told, opening)
-            ids = prompts.of_messages(new, request.messages, template, told)
+            new = prompts.new_session(Session(""), request.messages, template, definitions, opening)
+            ids = prompts.of_messages(new, request.messages, template, definitions)
             return self._submit([(new, ids)], sampling, request, put, tools=tools)
         with self._session(name, request.messages, opening) as former:
             session: Session | None = former
@@ -168,18 +168,18 @@ class Service:
                 answers = self._again(former, put)
                 answers.tools = tools
                 return answers
-            held = None
+            start = None
             if session.is_new and begun and (state := self._state(begun)) is not None:
                 session = replace(begun, id=session.id, state=None, checksum="", number=0)
-                held = state, Edits([], session.num_fed, session.num_fed)
+                start = state, Edits([], session.num_fed, session.num_fed)
             messages = new_messages(session, request.messages, opening)
             if session.is_new:
-                session = prompts.new_session(session, messages, template, told, opening)
+                session = prompts.new_session(session, messages, template, definitions, opening)
             session = session.with_request(request.messages, request.fields, headers.key)
-            ids = prompts.of_messages(session, messages, template, told)
+            ids = prompts.of_messages(session, messages, template, definitions)
             is_edited = self.settings.edit and session.is_new and name is None
-            held = self._edited(session, ids) if is_edited else held
-            return self._submit([(session, ids)], sampling, request, put, messages, tools, held)
+            start = self._edited(session, ids) if is_edited else start
+            return self._submit([(session, ids)], sampling, request, put, messages, tools, start)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -306,11 +306,11 @@ class Service:
         put: Put,
         messages: Sequence[Message] | None = None,
         tools: Tools | None = None,
-        held: tuple[State, Edits] | None = None,
+        start: tuple[State, Edits] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and the answers.
 
-        `messages` are the new messages of a session that is stored with its answer; `held` is a
+        `messages` are the new messages of a session that is stored with its answer; `start` is a
         state that a new session takes up, with edits that make it its own.
         """
         num_choices, schema = request.num_choices, request.schema_of_answer
@@ -340,7 +340,7 @@ class Service:
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
             if text is not None:
-                ids, num_cached, held = text, 0, None
+                ids, num_cached, start = text, 0, None
                 answers.num_reencoded += max(0, len(text) - len(new))
             rows = [
                 AnswerRow(
@@ -359,10 +359,10 @@ class Service:
                 for draw in range(num_choices)
             ]
             state, changes = None, list[Change]()
-            if held is None:
+            if start is None:
                 state = self.sessions.state(session) if num_cached else None
             else:
-                state, edits = held
+                state, edits = start
                 num_cached, changes = edits.num_held, edits.changes
                 answers.num_edited += edits.num_new
                 answers.num_cached -= edits.num_new

@@ -69,19 +69,19 @@ class CallReader:
 
     def __init__(self, form: CallForm, names: Sequence[str]):
         self._form, self._names = form, names
-        self._held, self._blank = "", ""  # what may begin a call, and the blank before one
+        self._tail, self._blank = "", ""  # what may begin a call, and the blank before one
         self._is_call, self._is_text, self._has_calls = not form.begin, False, False
 
     def read(self, piece: str) -> tuple[str, list[Call]]:
         """Return the content and the calls that are complete now."""
-        self._held += piece
+        self._tail += piece
         if not self._form.begin:  # an answer that does not begin as JSON is no call
-            self._is_text |= self._held.lstrip()[:1] not in ("", "{")
-            return (self._take(len(self._held)), []) if self._is_text else ("", [])
+            self._is_text |= self._tail.lstrip()[:1] not in ("", "{")
+            return (self._take(len(self._tail)), []) if self._is_text else ("", [])
         content, calls = "", list[Call]()
         while True:
             mark = self._form.end if self._is_call else self._form.begin
-            start = self._held.find(mark)
+            start = self._tail.find(mark)
             if start < 0:
                 break
             inner = self._take(start + len(mark))[:start]
@@ -99,19 +99,19 @@ class CallReader:
 
     def rest(self) -> tuple[str, list[Call]]:
         """Return what has been held back, when no more comes."""
-        text = self._take(len(self._held))
+        text = self._take(len(self._tail))
         if not self._is_call or self._is_text:
             return (text.rstrip() if self._has_calls else text), []
         call = self._call(text)
         return ("", [call]) if call else (f"{self._blank}{self._form.begin}{text}", [])
 
     def _take(self, num: int) -> str:
-        taken, self._held = self._held[:num], self._held[num:]
-        return taken
+        text, self._tail = self._tail[:num], self._tail[num:]
+        return text
 
     def _num_sure(self) -> int:
         """Characters that begin no call, and no blank before one."""
-        text, mark = self._held, self._form.begin
+        text, mark = self._tail, self._form.begin
         starts = range(max(0, len(text) - len(mark) + 1), len(text))
         num = next((start for start in starts if mark.startswith(text[start:])), len(text))
         return len(text[:num].rstrip())
@@ -173,8 +173,8 @@ class Tools:
     def message(self, text: str) -> Message:
         """A whole answer as the message that clients send back."""
         content, calls = self.read(text)
-        told = {"tool_calls": [as_json(call) for call in calls]} if calls else {}
-        return Message.model_validate({"role": "assistant", "content": content, **told})
+        fields = {"tool_calls": [as_json(call) for call in calls]} if calls else {}
+        return Message.model_validate({"role": "assistant", "content": content, **fields})
 
     @property
     def grammar(self) -> str:

@@ -27,7 +27,7 @@ State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TokenLogprob:
     """A token of an answer and its logprob, beside those of the likeliest tokens."""
 
     spelled: bytes
@@ -62,7 +62,7 @@ class AnswerRow(Row):
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         device: torch.device,
-        show: Callable[[int, str, tuple[Chosen, ...]], None],
+        show: Callable[[int, str, tuple[TokenLogprob, ...]], None],
         draw: int = 0,
         num_top: int | None = None,
         constraint: Callable[[int], LogitsProcessor] | None = None,
@@ -103,16 +103,16 @@ class AnswerRow(Row):
         """Choose the next token and show its text. A failure is this row's alone."""
         try:
             super().take(logits, method)
-            _, shown = self._answer.take(int(self.token))
-            self.text += shown
-            chosen = self._chosen(logits)
-            if shown or chosen:
-                self._show(self.index, shown, chosen)
+            _, text = self._answer.take(int(self.token))
+            self.text += text
+            logprobs = self._logprobs_of(logits)
+            if text or logprobs:
+                self._show(self.index, text, logprobs)
         except Exception as error:
             log.error("a token could not be taken", exc_info=error)
             self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
 
-    def _chosen(self, logits: Tensor) -> tuple[Chosen, ...]:
+    def _logprobs_of(self, logits: Tensor) -> tuple[TokenLogprob, ...]:
         """The last token with its logprob, if that is wanted: by the model's own logits [1, V],
         before sampling changes them.
         """
@@ -124,9 +124,9 @@ class AnswerRow(Row):
         best = zip(tokens.tolist(), values.tolist(), strict=True)
         top = [(token_bytes(self._tokenizer, one), value) for one, value in best]
         spelled = token_bytes(self._tokenizer, token)
-        chosen = Chosen(spelled, float(logprobs[token]), tuple(top), self._num_said)
-        self._num_said += len(chosen.text)
-        return (chosen,)
+        entry = TokenLogprob(spelled, float(logprobs[token]), tuple(top), self._num_said)
+        self._num_said += len(entry.text)
+        return (entry,)
 
 
 @dataclass(eq=False)

@@ -91,13 +91,13 @@ def _begins_to_edit(stream: TextStream, number: int) -> list[int]:
 
 def _move_turns(stream: TextStream, begins: list[int], start: int, stop: int, num: int) -> None:
     """Record where turns begin, once `num` tokens stand in place of those from start to stop."""
-    moved = [x if x <= start else x - (stop - start) + num for x in begins]
-    stream.notes[TURNS] = " ".join(map(str, moved))
+    starts = [x if x <= start else x - (stop - start) + num for x in begins]
+    stream.notes[TURNS] = " ".join(map(str, starts))
 
 
 def _edited(num: int, num_gone: int) -> str:
-    gone = f", {num_gone} of which had been evicted" if num_gone else ""
-    return f"{num} tokens{gone}; what follows was not encoded again"
+    note = f", {num_gone} of which had been evicted" if num_gone else ""
+    return f"{num} tokens{note}; what follows was not encoded again"
 
 
 def _num_gone(stream: TextStream) -> int:

@@ -85,7 +85,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
     changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
-    said = set[str]()
+    lines = set[str]()
     identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
@@ -93,16 +93,16 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             identity = identities.of(cell)  # as it begins
             output = run_cell(cell.command, settings.out)
-            say_trained_here(cell, output, said)
+            say_trained_here(cell, output, lines)
             keep(cell, settings.out, output, changed, identity)
     if parallel:
         of_cells = {cell.name: identities.of(cell) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
-            say_trained_here(cell, output, said)
+            say_trained_here(cell, output, lines)
             keep(cell, settings.out, output, changed, of_cells[cell.name])
 
 
-def say_trained_here(cell: Cell, output: str, said: set[str]) -> None:
+def say_trained_here(cell: Cell, output: str, lines: set[str]) -> None:
     """Name the aligners that a cell found where they were trained, each once a run: a cell is
     silent about them.
     """
@@ -112,8 +112,8 @@ def say_trained_here(cell: Cell, output: str, said: set[str]) -> None:
     model = document["settings"].get("model")
     for path in dict.fromkeys(row.get("aligner_path") for row in document["rows"]):
         line = note_of_use(path, model)
-        if path and path not in checkpoints.ALIGNERS and line not in said:
-            said.add(line)
+        if path and path not in checkpoints.ALIGNERS and line not in lines:
+            lines.add(line)
             print(escape_controls(line), file=sys.stderr)
 
 
