@@ -163,10 +163,10 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     weights = {}
     for name in trained:
         words = {word.partition("_")[0] for word in name.split(".")}
-        used = any(kv in parts for kv in TARGETS if kv in words) or (
+        is_used = any(kv in parts for kv in TARGETS if kv in words) or (
             parts and not words & {*TARGETS}
         )
-        weights[name] = trained[name] if used else untrained[name]
+        weights[name] = trained[name] if is_used else untrained[name]
     aligner.load_state_dict(weights)
 
 

@@ -53,7 +53,7 @@ def judge_aligner(settings: JudgeSettings) -> dict[str, Any]:
             f"--aligner must be of kind network, got {aligner.config.kind}: kvalign train judges "
             "other kinds as it makes them"
         )
-    if not _used(aligner.config):
+    if not _kvs_of(aligner.config):
         raise UserError(f"nothing to judge: no network of {settings.aligner} is used")
     verdict = _judge(aligner, settings.accelerator, settings.corpus)
     command = settings.command_line("judge", leave_out=("overwrite",))
@@ -69,7 +69,7 @@ def judge_networks(out: Path, accelerator: str) -> None:
     model or more text is not available, keep all of them, with a line that says why.
     """
     config = read_checked(AlignerConfig, out / CONFIG)
-    if not _used(config) or all("judged" in part for part in config.training.values()):
+    if not _kvs_of(config) or all("judged" in part for part in config.training.values()):
         return
     aligner = Aligner.from_pretrained(out)
     try:
@@ -88,7 +88,7 @@ def _judge(
     """Leave the networks that `judge` chooses in an aligner, and return its findings. The text is
     that of the recording, unless a corpus is given.
     """
-    config, kvs = aligner.config, _used(aligner.config)
+    config, kvs = aligner.config, _kvs_of(aligner.config)
     data = config.training[kvs[0]]["data"] | ({"corpus": corpus} if corpus else {})
     if "corpus" not in data:
         raise UserError("the aligner has no text of its own")
@@ -107,7 +107,7 @@ def _judge(
     return verdict
 
 
-def _used(config: AlignerConfig) -> tuple[str, ...]:
+def _kvs_of(config: AlignerConfig) -> tuple[str, ...]:
     """The networks that change something."""
     training = config.training
     return tuple(kv for kv in TARGETS if kv in training and training[kv].get("used", True))

@@ -213,8 +213,8 @@ class Run:
 
     def rate(self) -> float:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
-        left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
-        return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
+        share = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
+        return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), share)
 
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""

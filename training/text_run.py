@@ -123,14 +123,14 @@ def train_on_text(
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
-    used, num_sinks = settings.kvs, config.num_sinks
+    kvs, num_sinks = settings.kvs, config.num_sinks
     if settings.judge:
         judged = judge(aligner, weights, model, text, settings.kvs)
-        used, num_sinks = judged["parts"], judged["num_sinks"]
+        kvs, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
     progress.phase("saving")
     record["seconds"] = round(time.perf_counter() - start, 1)
-    results = {kv: {**errors[kv], **record, "used": kv in used} for kv in settings.kvs}
+    results = {kv: {**errors[kv], **record, "used": kv in kvs} for kv in settings.kvs}
     changes = {"num_sinks": num_sinks, "training": results}
     aligner.config = config.model_copy(update=changes)
     save(aligner.cpu(), out)

@@ -67,7 +67,7 @@ def _forms(row: Row) -> list[str]:
         return [f"untrained {label}"]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
-    _, colon, used = label.partition(": ")
-    ends = [f"{end}{colon}{used}" for end in (*ends, f"{path}@{revision}")]
+    _, colon, targets = label.partition(": ")
+    ends = [f"{end}{colon}{targets}" for end in (*ends, f"{path}@{revision}")]
     is_ours = checkpoints.aligner_path(path) or parts[-3:-2] == (ROOT.name,)
     return [*([label] if is_ours or not parts else []), *ends]

@@ -254,11 +254,11 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
     is unknown; "" for older rows without a bare step.
     """
     rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
-    shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
-    groups = grouped(shown, in_words).items()
+    own_rows = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
+    groups = grouped(own_rows, in_words).items()
     times = {label: [row["bare_mean_ratio"] for row in group] for label, group in groups}
     ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
-    what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
+    what = "of those that do not fail" if fit and len(own_rows) < len(rows) else "of all"
     parts = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
     rule = f"Mean step {what}, relative to a bare step, which evicts nothing"
     return f"{rule}: {'; '.join(parts)}." if parts else ""

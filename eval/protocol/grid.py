@@ -155,8 +155,8 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     ]
     how = {"recall_places": settings.recall_places, "recall_layers": settings.recall_layers}
     return [
-        which | ({"memory": memory, "num_recalled": recalled, **how} if memory else {})
-        for memory, recalled in product(settings.memory, settings.num_recalled or (None,))
+        which | ({"memory": memory, "num_recalled": num_recalled, **how} if memory else {})
+        for memory, num_recalled in product(settings.memory, settings.num_recalled or (None,))
         for which in evictions
     ]
 

@@ -29,13 +29,13 @@ def table(
     """
     from kvalign.foundation.console import Entry  # rich, which no command's --help needs
 
-    shown = [METHOD]
+    headings = [METHOD]
     lines = [[Entry(label_of(row))] for row in rows]
     fair = {id(row) for row in comparable([row for row in rows if row["method"] != FLOOR])}
     for name, column in columns.items():
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
-            shown.append(column)
+            headings.append(column)
             measure = reference if column.by_reference else None
             out = [id(row) not in fair or is_reference(row, measure) for row in rows]
             judged = [None if x else row.get(name) for row, x in zip(rows, out, strict=True)]
@@ -45,7 +45,7 @@ def table(
                 line.append(Entry(column.text(value), i in marked, _range(column, spans[i])))
     intervals = [column.interval(row) for column in columns.values() for row in rows]
     too_few = any(interval and not math.isfinite(interval[1]) for interval in intervals)
-    return Table(title, shown, lines, TOO_FEW if too_few else "")
+    return Table(title, headings, lines, TOO_FEW if too_few else "")
 
 
 def _range(column: Column, interval: tuple[float, float] | None) -> str:
@@ -63,11 +63,11 @@ def best(
     """Index of the best value, if its interval overlaps no other; without an interval of each, or
     if no direction is better, there is none.
     """
-    known = [i for i, value in enumerate(values) if value is not None]
-    if not better or len(known) < 2:
+    numbers = [i for i, value in enumerate(values) if value is not None]
+    if not better or len(numbers) < 2:
         return set()
-    top = (min if better == "lower" else max)(known, key=values.__getitem__)
-    own, others = intervals[top], [intervals[i] for i in known if i != top]
+    top = (min if better == "lower" else max)(numbers, key=values.__getitem__)
+    own, others = intervals[top], [intervals[i] for i in numbers if i != top]
     return {top} if own and all(one and apart(own, one) for one in others) else set()
 
 
@@ -95,8 +95,8 @@ def method_name(row: Row) -> str:
     if not row.get("memory"):
         return name
     is_usual = row["num_recalled"] == usual_recalled(row["cache_size"], row["num_sinks"])
-    recalled = "" if is_usual else f", {row['num_recalled']} recalled"
-    return f"{name}, memory {row['memory']}{recalled}"
+    suffix = "" if is_usual else f", {row['num_recalled']} recalled"
+    return f"{name}, memory {row['memory']}{suffix}"
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -193,12 +193,12 @@ class _Model:
         rows, first = written["rows"], written["rows"][0]
         same = ("cache_size", "prompt", "seed", "no_repeat_ngram_size")
         alike = [r for r in rows if all(r.get(x) == first.get(x) for x in same)]
-        shown = self._named(alike)[:MOST_STRIPS]
-        longest = max(len(row["chunks"]) for row in shown)
+        passages = self._named(alike)[:MOST_STRIPS]
+        longest = max(len(row["chunks"]) for row in passages)
         if not longest:
             return None
         human = human_row(written)
-        rows = [*shown, human] if human else shown
+        rows = [*passages, human] if human else passages
         cut = [row | {"chunks": row["chunks"][:longest]} for row in rows]
         figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)
         caption = f"Chunks of one passage each, C = {first['cache_size']}, in order"

@@ -45,13 +45,13 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
     """Print tables, without the columns that do not fit, and name these."""
     console = console or console_for(pipe_width=ROW_WIDTH)
     for table in tables:
-        shown, omissions = fitted(table, console.width)
-        widths = _widths(shown, console.width)
+        part, omissions = fitted(table, console.width)
+        widths = _widths(part, console.width)
         headings = [
             Heading(column.title + ARROWS[column.better], column.is_number, width=width)
-            for column, width in zip(shown.columns, widths, strict=True)
+            for column, width in zip(part.columns, widths, strict=True)
         ]
-        print_table(headings, shown.rows, title=shown.title, console=console)
+        print_table(headings, part.rows, title=part.title, console=console)
         omission = (
             f"left out at {console.width} columns: {'; '.join(omissions)}" if omissions else ""
         )
@@ -83,8 +83,8 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
     omissions = list[str]()
     for _, column, what in sorted(droppable):
-        shown = _part(table, columns, intervals)
-        if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
+        part = _part(table, columns, intervals)
+        if sum(_widths(part, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
             break
         (intervals if what else columns).discard(-column)
         title = table.columns[-column].title

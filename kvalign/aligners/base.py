@@ -186,9 +186,9 @@ class Aligner(
 
         kind = KINDS.find(config.kind)
         if unknown := sorted(config.sizes.keys() - kind.default_sizes.keys()):
-            known = ", ".join(kind.default_sizes) or "none"
+            names = ", ".join(kind.default_sizes) or "none"
             named = f"sizes do not make a {config.kind}"
-            raise UserError(f"{where}: {named}, which has {known}: got {unknown[0]!r:.80}")
+            raise UserError(f"{where}: {named}, which has {names}: got {unknown[0]!r:.80}")
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
                 aligner = kind(config)
@@ -224,10 +224,10 @@ def _no_aligner(name: str) -> str:
         return f"no aligner {name!r}: there is no such folder"
     near = nearest(name, checkpoints.ALIGNERS)
     hint = f"; did you mean {near}?" if near else ""
-    known = ", ".join(checkpoints.ALIGNERS)
+    names = ", ".join(checkpoints.ALIGNERS)
     return (
         f"no aligner {name!r}: neither a folder nor on the hub{hub.why_not()}{hint} (shipped: "
-        f"{known}; yours: kvalign aligners)"
+        f"{names}; yours: kvalign aligners)"
     )
 
 

@@ -16,9 +16,9 @@ def label_of(kind: str, training: Mapping[str, Any]) -> str:
     parts = {kv: part for kv in TARGETS if isinstance(part := training.get(kv), dict)}
     objectives = {str(part.get("objective", "mse")) for part in parts.values()}
     name = "-".join([kind, *sorted(objectives - {"mse"})])
-    used = [f"{kv}s" for kv, part in parts.items() if part.get("used", True)]
-    is_all = not parts or len(used) == len(TARGETS)
-    return name if is_all else f"{name}: {' '.join(used) or 'nothing'}"
+    targets = [f"{kv}s" for kv, part in parts.items() if part.get("used", True)]
+    is_all = not parts or len(targets) == len(TARGETS)
+    return name if is_all else f"{name}: {' '.join(targets) or 'nothing'}"
 
 
 def often(name: str, every: int) -> str:
@@ -27,8 +27,8 @@ def often(name: str, every: int) -> str:
     Args:
         name: as of `label_of`, or a path.
     """
-    first, colon, used = name.partition(": ")
-    return name if every == 1 else f"{first}-every-{every}{colon}{used}"
+    first, colon, targets = name.partition(": ")
+    return name if every == 1 else f"{first}-every-{every}{colon}{targets}"
 
 
 def note_of_use(folder: object, model: str) -> str:

@@ -44,20 +44,20 @@ _ALIASES = {
 }
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
     """The known name that was meant: by its name in other programs, else by its letters; None if
     nothing is near.
     """
-    known = list(known)
+    names = list(names)
     others = [candidate for candidate, aliases in _ALIASES.items() if name in aliases.split()]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return next((candidate for candidate in others or near if candidate in known), None)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return next((candidate for candidate in others or near if candidate in names), None)
 
 
 F = TypeVar("F", bound=Callable)
 
 
-class _Shown(str):
+class _PlainText(str):
     """Text of a signature that `help` shows as it is, without quotation marks."""
 
     __repr__ = str.__str__
@@ -75,12 +75,12 @@ def spelled_out(config: type) -> Callable[[F], F]:
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=_Shown("..."),
-                annotation=_Shown(getattr(hint, "__forward_arg__", hint)),
+                default=_PlainText("..."),
+                annotation=_PlainText(getattr(hint, "__forward_arg__", hint)),
             )
             for name, hint in config.__annotations__.items()
         ]
-        rest = rest.replace(annotation=_Shown(config.__name__))
+        rest = rest.replace(annotation=_PlainText(config.__name__))
         function.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
         return function
 
@@ -90,9 +90,9 @@ def spelled_out(config: type) -> Callable[[F], F]:
 def check_keywords(function: Callable, keywords: Iterable[str]) -> None:
     """Raise KeywordError for the first keyword that is not a parameter of the function."""
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for name in keywords:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+        if name not in names:
+            near = nearest(name, names)
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(names)}"
             raise KeywordError(f"{function.__name__}() has no keyword {name!r}: {hint}")

@@ -61,9 +61,9 @@ class Registry(UserDict[str, T], Generic[T]):
         return self[name]
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
+def unknown(what: str, name: str, names: Iterable[str]) -> str:
     """Message for an unknown name: `unknown method 'x'; did you mean y? (known: y, z)`."""
-    known = list(known)
-    near = nearest(name, known)
+    names = list(names)
+    near = nearest(name, names)
     hint = f"; did you mean {near}?" if near else ""
-    return f"unknown {what} {name!r}{hint} (known: {', '.join(known)})"
+    return f"unknown {what} {name!r}{hint} (known: {', '.join(names)})"

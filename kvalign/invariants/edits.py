@@ -112,8 +112,8 @@ def _first_layer(subject: Subject, ids: Tensor) -> float:
     method.feed(ids)
     start, stop = num - 2 * length, num - length
     method.edit(start, stop)
-    left, last = torch.cat([ids[:, :start], ids[:, stop:]], 1), ids[:, :1]
-    context = torch.cat([left[:, method.cache.index().to(ids.device)], last], 1)
+    rest, last = torch.cat([ids[:, :start], ids[:, stop:]], 1), ids[:, :1]
+    context = torch.cat([rest[:, method.cache.index().to(ids.device)], last], 1)
     with first_layer_outputs(subject.model) as outputs:
         method.feed(last)
         subject.model.base_model(input_ids=context, use_cache=False)

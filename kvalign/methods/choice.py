@@ -150,8 +150,12 @@ def trained_here(model: PreTrainedModel, *, at_least: Merit = "used") -> Path | 
         except UserError:  # a recording's, or another program's
             continue
         parts = [part for part in config.training.values() if isinstance(part, dict)]
-        used = [part for part in parts if part.get("used", True)]
-        merits = {"any": True, "used": bool(used), "judged": any("judged" in part for part in used)}
+        useful = [part for part in parts if part.get("used", True)]
+        merits = {
+            "any": True,
+            "used": bool(useful),
+            "judged": any("judged" in part for part in useful),
+        }
         if merits[at_least] and has_fingerprint(model, config.embedding_fingerprint):
             return path.parent
     return None

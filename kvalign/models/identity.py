@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
+_RECORDS: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
 """Identity of each model that was asked for one, and where its tensors were then."""
 
 
@@ -60,15 +60,15 @@ def identity(model: PreTrainedModel) -> str:
     """
     weights = [*_weights(model)]
     storages = [(name, *_storage_of(x)) for name, _, x in weights]
-    known = _KNOWN.get(model)
-    if known is None or known[0] != storages:
+    record = _RECORDS.get(model)
+    if record is None or record[0] != storages:
         abouts: dict[int, str] = {}  # by tensor, each of which is read once
         for name, module, x in weights:
             if id(x) not in abouts:
                 abouts[id(x)] = _about(_without_layout(module, name, x))
-        known = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
-        _KNOWN[model] = known
-    return known[1]
+        record = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
+        _RECORDS[model] = record
+    return record[1]
 
 
 def identity_of(name: str) -> str:

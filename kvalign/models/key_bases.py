@@ -18,14 +18,14 @@ from kvalign.models.eval_mode import in_eval_mode
 KeyBases = dict[int, Tensor]
 """Bases [H, 1, D] float32 by layer, of the layers that have one."""
 
-_known: WeakKeyDictionary[PreTrainedModel, KeyBases] = WeakKeyDictionary()
+_BASES: WeakKeyDictionary[PreTrainedModel, KeyBases] = WeakKeyDictionary()
 
 
 def key_bases(model: PreTrainedModel) -> KeyBases:
     """Return the bases of a model's keys at position 0, measured at first use."""
-    if model not in _known:
-        _known[model] = _measure(model)
-    return _known[model]
+    if model not in _BASES:
+        _BASES[model] = _measure(model)
+    return _BASES[model]
 
 
 @no_autograd_modes()

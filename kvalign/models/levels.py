@@ -38,14 +38,14 @@ def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
         span: [G, 1] the greatest of them.
     """
     step = span / 15
-    left = torch.arange(len(span), device=span.device)
+    groups = torch.arange(len(span), device=span.device)
     for num in range(15, 0, -1):
-        tried = span[left] / num
-        steps = offset[left] / tried.clamp_min(1e-30)
+        tried = span[groups] / num
+        steps = offset[groups] / tried.clamp_min(1e-30)
         fits = ((steps - steps.round()).abs() < _CLOSE).all(1)
-        step[left[fits]] = tried[fits]
-        left = left[~fits]
-        if not len(left):
+        step[groups[fits]] = tried[fits]
+        groups = groups[~fits]
+        if not len(groups):
             break
     return step
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-_KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
+_PACKAGES = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
 _INERT = "transformers.utils.output_capturing"  # hooks that stay on a model and change nothing
 _OF_ANY = frozenset(vars(nn.Module()))  # names of the attributes of every module
 
@@ -42,7 +42,7 @@ class Code:
         """
         hooks, forwards = self._then
         return not hooks and all(
-            one.__module__.split(".")[0] in _KNOWN for one in (*self._classes, *forwards)
+            one.__module__.split(".")[0] in _PACKAGES for one in (*self._classes, *forwards)
         )
 
     def _now(self) -> tuple[list[Any], list[Any]]:

@@ -48,7 +48,7 @@ change; other attention is of one row, with a full cache. Where the kernel rotat
 it is given their angles behind all others (`kvalign.models.kernel.attend`).
 """
 
-KEPT = 16  # steps, of 5 MB; those that were used longest ago go
+NUM_KEPT = 16  # steps, of 5 MB; those that were used longest ago go
 _UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(GROUP)
 """What inductor makes a constant for each packed product, and what it is."""
 _EXACT, _ROUNDED = 1e-3, 0.2
@@ -241,8 +241,8 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
 
 
 def forget_old() -> None:
-    """Remove all files except those of the `KEPT` steps that were used last."""
-    for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+    """Remove all files except those of the `NUM_KEPT` steps that were used last."""
+    for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-NUM_KEPT]:
         for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
             path.unlink(missing_ok=True)
 

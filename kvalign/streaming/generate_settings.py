@@ -90,7 +90,7 @@ NO_USE = {
 }
 """Settings without effect: details of what is refused, and what a decoder does not have."""
 
-MADE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+OWN_INPUTS = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
 """Inputs of the model that `generate` makes, whether or not its call has them."""
 
 

@@ -29,7 +29,7 @@ from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.ends import ends_of
 from kvalign.streaming.generate_settings import (
-    MADE,
+    OWN_INPUTS,
     arguments_of_generate,
     check_call,
     check_config,
@@ -89,7 +89,7 @@ def stream_generate(
             **keywords,
         )
     arguments, config = arguments_of_generate(), generation_config
-    check_call(stream_generate, arguments | {x: keywords[x] for x in keywords.keys() - MADE})
+    check_call(stream_generate, arguments | {x: keywords[x] for x in keywords.keys() - OWN_INPUTS})
     check_config(config, model.generation_config)
     named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
     if stop_strings is not None:

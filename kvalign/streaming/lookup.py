@@ -79,9 +79,9 @@ class Lookup:
         logits = take_ahead(method.cache, token)
         if logits is not None:
             return logits
-        fed = [token, *self.guess()][: max(1, most_at_once(method.cache))]
-        ids = torch.tensor([fed], device=method.model.device)
-        return method.feed(ids) if len(fed) == 1 else read_ahead(method, ids)
+        tokens = [token, *self.guess()][: max(1, most_at_once(method.cache))]
+        ids = torch.tensor([tokens], device=method.model.device)
+        return method.feed(ids) if len(tokens) == 1 else read_ahead(method, ids)
 
 
 class Ahead(NamedTuple):

@@ -140,13 +140,13 @@ def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeyp
 def test_steps_that_were_used_last_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
     (tmp_path / "steps").mkdir()
-    for i in range(step_file.KEPT + 3):
+    for i in range(step_file.NUM_KEPT + 3):
         for name in (f"{i}.pt2", f"{i}.json", f".{i}.lock"):
             (tmp_path / "steps" / name).touch()
             os.utime(tmp_path / "steps" / name, (0, 100 * (i % 10) + i))
     step_file.forget_old()
     gone = {"0", "10", "1"}
-    kept = {str(i) for i in range(step_file.KEPT + 3)} - gone
+    kept = {str(i) for i in range(step_file.NUM_KEPT + 3)} - gone
     left = {path.name for path in (tmp_path / "steps").iterdir()}
     assert left == {x for i in kept for x in (f"{i}.pt2", f"{i}.json", f".{i}.lock")}
 

@@ -44,8 +44,8 @@ def file_of(model: str) -> Path:
         raise UserError(f"the GGUF file of {model} is not here: {fetched.how_to_fetch(model)}")
     if file := gguf_file.find(model):
         return file
-    known = ", ".join(fetched.MODELS)
-    raise UserError(f"--peer {PEER} reads a GGUF file: name one, or {known}, got {model!r}")
+    names = ", ".join(fetched.MODELS)
+    raise UserError(f"--peer {PEER} reads a GGUF file: name one, or {names}, got {model!r}")
 
 
 def about(model: str) -> dict[str, str | float]:

@@ -42,10 +42,10 @@ def hint_at_wrong_text(
     pairs = [
         (row, _expected_loss(method, of_model)) for row, method in zip(rows, methods, strict=True)
     ]
-    known = [(row["low"] / math.exp(nats), row, nats) for row, nats in pairs if nats is not None]
-    if not known:
+    ratios = [(row["low"] / math.exp(nats), row, nats) for row, nats in pairs if nats is not None]
+    if not ratios:
         return
-    ratio, row, nats = min(known, key=lambda one: one[0])
+    ratio, row, nats = min(ratios, key=lambda one: one[0])
     if ratio > FAR:
         whose = f"aligner {row['aligner']}" if row["aligner"] else loaded.spec.name
         _warn(row, f"far above the {math.exp(nats):.4g} on the card of {whose}", corpus)

@@ -21,7 +21,7 @@ from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 NEW = "new"  # what was not there before
 
 
-class Shown(NamedTuple):
+class SliceKind(NamedTuple):
     """Kind of slices in the report: its section, the labels of its plot, its conclusion."""
 
     title: str
@@ -30,8 +30,8 @@ class Shown(NamedTuple):
     conclude: Callable[[list[Row], str | None], str]
 
 
-SHOWN = {
-    "bigrams": Shown(
+KINDS = {
+    "bigrams": SliceKind(
         "Recall slices",
         "Labels that end a bigram, by the distance to its last occurrence in the text, in "
         "cache sizes; and labels whose bigram is new (Arora et al. 2023). A method that still "
@@ -40,7 +40,7 @@ SHOWN = {
         "labels that end a bigram",
         conclusions.recall,
     ),
-    "tokens": Shown(
+    "tokens": SliceKind(
         "Last said",
         "Labels by the distance to the last occurrence of their own token, in cache sizes, and "
         "labels whose token is new. Beyond C only a memory still has the token, so this shows "
@@ -56,13 +56,13 @@ def sections(documents: Documents) -> list[Section]:
     return [
         Section.of(
             documents,
-            shown.title,
-            shown.about,
+            kind.title,
+            kind.about,
             partial(figure, name=name),
             partial(tables, name=name),
-            suffix=f"-{shown.title.lower().replace(' ', '-')}",
+            suffix=f"-{kind.title.lower().replace(' ', '-')}",
         )
-        for name, shown in SHOWN.items()
+        for name, kind in KINDS.items()
     ]
 
 
@@ -93,9 +93,9 @@ def figure(document: Document, name: str) -> Drawing | None:
     panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
     y = f"perplexity{by} (lower is better)"
     figure = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
-    caption = f"Perplexity{by}, {SHOWN[name].labels}, by distance to the last occurrence: "
+    caption = f"Perplexity{by}, {KINDS[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
-    return figure, caption, SHOWN[name].conclude(rows, reference)
+    return figure, caption, KINDS[name].conclude(rows, reference)
 
 
 def tables(document: Document, name: str) -> list[Table]:

@@ -65,5 +65,5 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                     say(f"[{in_words(stream)}{'; ' * bool(offer)}{offer}]")
                     offer = ""  # said once
             num_out = num_forgotten(stream)
-    used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
-    return {"settings": used, "answers": answers}
+    values = settings.values_of(stream) | {"system": stream.notes.get(SYSTEM)}
+    return {"settings": values, "answers": answers}

@@ -116,7 +116,11 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     )
     if not as_json and prompt is not source:  # a first try
         _say_next(settings, loaded)
-    document = {"settings": settings.used(text_stream), "prompt": prompt, "text": text_stream.text}
+    document = {
+        "settings": settings.values_of(text_stream),
+        "prompt": prompt,
+        "text": text_stream.text,
+    }
     return {**document, "token_ids": text_stream.token_ids, **timing}
 
 

@@ -150,8 +150,8 @@ def _kind_of(names: set[str]) -> str:
     """Kind that the flags imply."""
     first = "network" if names & OF_NETWORKS else DEFAULT_KIND
     flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
-    known = names & set().union(*flags.values())
-    return next((kind for kind in flags if known <= flags[kind]), first)
+    own = names & set().union(*flags.values())
+    return next((kind for kind in flags if own <= flags[kind]), first)
 
 
 def _with_kind(kind: str) -> type[Settings]:

@@ -124,10 +124,10 @@ def build(
 
     def follow(model: str, methods: list[str]) -> list[dict]:
         """Return the changes with another model: its aligners and its methods."""
-        names, left = offered(model), able(methods, model)
+        names, remaining = offered(model), able(methods, model)
         return [
             gr.update(choices=names, value=names[0] if names else None),
-            gr.update(value=left) if left != methods else gr.skip(),
+            gr.update(value=remaining) if remaining != methods else gr.skip(),
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:

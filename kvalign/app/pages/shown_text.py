@@ -47,9 +47,9 @@ def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
     for first, end, kind in _kinds(len(text), chunks):
         cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
         for a, b in pairwise(cuts):
-            shown = _edit(text, a, b, edits)
-            if shown or kind == "tail":
-                yield Piece(shown, kind, any(h[0] <= a < h[1] for h in headings))
+            part = _edit(text, a, b, edits)
+            if part or kind == "tail":
+                yield Piece(part, kind, any(h[0] <= a < h[1] for h in headings))
 
 
 def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str]]:
@@ -79,11 +79,11 @@ def _edits(text: str) -> list[tuple[int, int, str]]:
 
 def _edit(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
     """Part text[start:end]; an edit across its end belongs to it as a whole."""
-    shown = ""
+    part = ""
     for first, last, instead in edits:
         if last <= start or first >= end:
             continue
         if first >= start:
-            shown += text[start:first] + instead
+            part += text[start:first] + instead
         start = last
-    return shown + text[start:end]
+    return part + text[start:end]

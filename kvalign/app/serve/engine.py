@@ -139,12 +139,12 @@ class Engine(threading.Thread):
             try:
                 turn.restore()
                 if turn.changes:  # one after the other, like parts: they delay nobody
-                    self.metrics.fed.inc(turn.change(PART))
+                    self.metrics.num_fed.inc(turn.change(PART))
                     self._feeding.append(turn)
                     continue
                 part, turn.rest = turn.rest[:PART], turn.rest[PART:]
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
-                self.metrics.fed.inc(len(part))
+                self.metrics.num_fed.inc(len(part))
                 if len(turn.rest):
                     self._feeding.append(turn)
                     continue

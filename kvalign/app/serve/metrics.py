@@ -19,7 +19,7 @@ class Metrics:
             "kvalign_requests", "requests by path and status", ("path", "status")
         )
         self.generated = counter("kvalign_generated_tokens", "tokens chosen")
-        self.fed = counter("kvalign_prompt_tokens", "tokens of prompts fed")
+        self.num_fed = counter("kvalign_prompt_tokens", "tokens of prompts fed")
         self.first = seconds(
             "kvalign_time_to_first_token_seconds",
             "from a request's place in the queue to its first token",

@@ -20,7 +20,7 @@ from kvalign.app.serve.tools import Call, CallReader, Tools, as_json
 from kvalign.app.serve.turn import TokenLogprob
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
-_GONE = "gone"
+_DISCONNECT = "gone"
 _LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
 
@@ -197,15 +197,15 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        events.put_nowait(_GONE)
+        events.put_nowait(_DISCONNECT)
 
-    watching, left = asyncio.ensure_future(watch()), answers.num
+    watching, num_left = asyncio.ensure_future(watch()), answers.num
     try:
-        while left:
+        while num_left:
             batch: list[Event] = [await events.get()]
             while not events.empty():
                 batch.append(events.get_nowait())
-            if _GONE in batch:
+            if _DISCONNECT in batch:
                 raise ClientDisconnect
             pieces = [event for event in batch if not isinstance(event, RequestError)]
             if pieces:
@@ -213,7 +213,7 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
             for event in batch:
                 if isinstance(event, RequestError):
                     raise event
-            left -= sum(isinstance(event, End) for event in batch)
+            num_left -= sum(isinstance(event, End) for event in batch)
     finally:
         watching.cancel()
         answers.cancel()

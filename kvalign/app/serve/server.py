@@ -40,7 +40,7 @@ from kvalign.models.loading import LoadedModel
 
 _READ = ["GET", "HEAD"]
 _VALUES_A_TOKEN = 4  # of a body, for each token that it may bring
-_LEFT = 499  # what nginx calls a client that has left; nobody reads it
+_CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
 def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
@@ -202,7 +202,7 @@ async def _answer_to(request: Request, error: Exception) -> Response:
         case UserError():
             return RequestError(str(error)).response()
         case ClientDisconnect():
-            return Response(status_code=_LEFT)
+            return Response(status_code=_CLIENT_LEFT)
         case HTTPException():
             what = {404: "no such address", 405: "this address needs another HTTP method"}
             message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"

@@ -42,7 +42,7 @@ UNREPEATED = {"repetition_penalty": 1.1}
 WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
 # Entries that a step takes back from a memory. With more of them a fact of an early turn is less
 # likely to be answered: tests/scripts/talk.py.
-RECALLED = 8
+MOST_RECALLED = 8
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
@@ -123,7 +123,7 @@ class ConversationSettings(TalkSettings):
     num_recalled: int | None = option(
         None,
         help="entries that a step takes back from the --memory (default: a quarter of the cache, "
-        f"at most {RECALLED})",
+        f"at most {MOST_RECALLED})",
         at_least=1,
     )
     keep: str | None = option(
@@ -379,7 +379,7 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
         usual = usual_recalled(settings.cache_size or MOST, num_sinks or 0)
-        settings = replace(settings, num_recalled=min(RECALLED, usual))
+        settings = replace(settings, num_recalled=min(MOST_RECALLED, usual))
     defaults = {"repetition_window": WINDOW, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:

@@ -234,7 +234,7 @@ class StreamSettings(MethodSettings, ModelSettings):
                 f"{self.cache_size}"
             )
 
-    def used(self, stream: TextStream) -> dict[str, Any]:
+    def values_of(self, stream: TextStream) -> dict[str, Any]:
         """Return the settings of a stream, as JSON values: the flags, and the stream's own values
         for the rest.
         """

@@ -59,7 +59,7 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     if len({step.name.casefold() for step in steps}) < len(steps):  # files, on any system
         raise UserError(f"suite {name} has two cells with the same name")
     new = _flags(_split("--override", override))
-    cells, known = [], set[str]()
+    cells, all_flags = [], set[str]()
     for number, step in enumerate(steps):
         if not step.name.replace("-", "").isalnum() or len(step.name) > MAX_NAME:
             raise UserError(
@@ -74,8 +74,8 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
         cells.append(Cell(step.name, command, is_preparation, settings))
-        known |= known_flags
-    if useless := set(new) - known:
+        all_flags |= known_flags
+    if useless := set(new) - all_flags:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
     return cells
 
@@ -100,9 +100,9 @@ def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
     for word in _split("--variables", variables):
         variable, equals, value = word.partition("=")
         if not equals or variable not in suite.variables:
-            known = ", ".join(suite.variables) or "none"
+            names = ", ".join(suite.variables) or "none"
             raise UserError(
-                f"--variables takes NAME=VALUE of suite {name}'s variables ({known}), got {word!r}"
+                f"--variables takes NAME=VALUE of suite {name}'s variables ({names}), got {word!r}"
             )
         values[variable] = value
     return values
@@ -113,14 +113,14 @@ def _overridden(
 ) -> tuple[str, Settings, set[str]]:
     """Checked command with the new flags that it has, its settings, and all flags that it has."""
     command, words = catalogue.find(words)
-    known = command.settings_for(words).flags()
+    own_flags = command.settings_for(words).flags()
     of_cell = _flags(words)
     if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
         of_cell.pop("--aligner", None)  # of another model
-    flags = of_cell | {flag: values for flag, values in new.items() if flag in known}
+    flags = of_cell | {flag: values for flag, values in new.items() if flag in own_flags}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
-    return settings.command_line(command.name), settings, known
+    return settings.command_line(command.name), settings, own_flags
 
 
 def _split(flag: str, text: str) -> list[str]:

@@ -180,7 +180,7 @@ class Identities:
     """Identities of the models of cells, each read once."""
 
     def __init__(self, out: Path):
-        self.out, self._known = out, dict[str, str]()
+        self.out, self._by_name = out, dict[str, str]()
 
     def of(self, cell: Cell) -> str:
         """The identity of a cell's model; empty without one, or if it is not here."""
@@ -188,12 +188,12 @@ class Identities:
 
         if (name := cell.model(self.out)) is None:
             return ""
-        if name not in self._known:
+        if name not in self._by_name:
             try:
-                self._known[name] = identity_of(name)
+                self._by_name[name] = identity_of(name)
             except UserError:
-                self._known[name] = ""
-        return self._known[name]
+                self._by_name[name] = ""
+        return self._by_name[name]
 
 
 def run_cell(command: str, out: Path) -> str:
