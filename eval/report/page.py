@@ -66,7 +66,7 @@ def render(results: Results, contents: list[Section]) -> str:
         templates.globals[name] = _named_by_model(drawn)
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    used = {row["method"] for d in documents for row in d["rows"]}
+    names = {row["method"] for d in documents for row in d["rows"]}
     return templates.get_template("report.html").render(
         suite=results.suite,
         of=_of(results),
@@ -78,7 +78,7 @@ def render(results: Results, contents: list[Section]) -> str:
         sections=contents,
         panels=panels(results),
         paper_tables=paper_tables(results),
-        methods={name: METHODS.find(name).about for name in METHODS if name in used},
+        methods={name: METHODS.find(name).about for name in METHODS if name in names},
         csv={name: _link(document["rows"]) for name, document in results.documents.items()},
         style=Markup(style),
         script=Markup(script),

@@ -60,7 +60,7 @@ class ResponseRequest(Request):
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("items")],
-        Discriminator(lambda said: "items" if isinstance(said, list) else "text"),
+        Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
     ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(pattern=_ID)] | None = None
