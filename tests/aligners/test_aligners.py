@@ -48,18 +48,6 @@ def test_a_label_says_what_is_corrected(training, label):
     assert often("network: keys", 8) == "network-every-8: keys"
 
 
-def test_config_is_there_when_the_weights_are(models, tmp_path, monkeypatch):
-    def fail(tensors, path):
-        assert not (tmp_path / "config.json").exists()
-        path.write_bytes(b"half")
-        raise RuntimeError("no space left")
-
-    monkeypatch.setattr("kvalign.aligners.base.save_file", fail)
-    with pytest.raises(OSError, match="no space left"):
-        network(models["gpt2"]).save_pretrained(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_other_folders_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     with pytest.raises(FileNotFoundError, match="has no config.json"):

@@ -30,11 +30,6 @@ def test_untrained_anchored_network_is_its_table(model, ids):
     assert not torch.allclose(step(method, ids[:, :90], CACHE_SIZE + 1), one, atol=1e-3)
 
 
-def test_default_sinks_are_the_aligners(models):
-    assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).sizes.num_sinks == 0
-    assert make("kvalign", models["gpt2"]).sizes.num_sinks == 4
-
-
 @pytest.mark.parametrize("make_aligner", [tables, anchored])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_long_inputs_stay_within_the_tables(kind, make_aligner, models, ids):

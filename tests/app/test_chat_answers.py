@@ -49,13 +49,6 @@ def templated():
     return loaded
 
 
-def test_a_loop_is_said(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n"))
-    loops = ["--temperature", "0", "--repetition-penalty", "0.5", "--max-new-tokens", "40"]
-    assert chat(*loops) == 0
-    assert capsys.readouterr().err.count("[the answer goes round in circles: ") == 1
-
-
 def test_answers_are_calm_where_nobody_says(capsys):
     assert main(["chat", *SMALL[:-2], "--say", "Who?", "--json"]) == 0
     used = json.loads(capsys.readouterr().out)["settings"]
@@ -109,19 +102,6 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     greedy = answers(capsys)
     assert chat(*options, "--temperature", "0", "--seed", "9", "--json") == 0
     assert answers(capsys) == greedy
-
-
-@pytest.mark.slow
-def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
-    chat = ["chat", "--model", "gpt2-mini", "--say", "Who?"]
-    for command in (chat, ["generate", "--prompt", "Who?"]):
-        assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
-        err = capsys.readouterr().err
-        said = "cache of 511 entries: the context length 512 (--cache-size names"
-        assert err.count(said) == 1
-        assert main([*command, "--max-new-tokens", "2"]) == 0
-        err = capsys.readouterr().err
-        assert "cache of 128 entries, " in err and "cache of 128 entries:" not in err
 
 
 @pytest.mark.slow

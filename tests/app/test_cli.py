@@ -2,16 +2,11 @@
 
 import dataclasses
 import json
-import re
-import shlex
-import subprocess
-import sys
 
 import pytest
 from helpers.smaller import INSIDE
 from helpers.uncompiled_step import not_compiled
 
-from kvalign.app.cli import help
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS, Command
 from kvalign.app.cli.main import main
 from kvalign.foundation.settings import flag
@@ -28,34 +23,6 @@ def test_help_names_every_flag(command, capsys):
         assert "example:\n  kvalign" in out
         assert all(len(line) <= 80 for line in out.splitlines()) and "default: True" not in out
         assert all(about.count("(default") <= 1 for about in out.split("\n  --"))
-
-
-def test_the_flags_of_what_streams_stand_in_groups(capsys):
-    for command in ("generate", "chat", "serve"):
-        assert main([command, "--help"]) == 0
-        out = capsys.readouterr().out
-        titles = [line for line in out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]
-        expected = [title for title in help.TITLES if title != "results"]
-        assert titles == [f"{title}:" for title in (*expected, "example")]
-        groups = dict(zip(titles, re.split(r"(?m)^[a-z ]+:$", out)[1:], strict=True))
-        for title, flags in {
-            "text:": "temperature top-p seed",
-            "cache:": "cache-size memory num-sinks",
-            "method:": "method aligner policy",
-            "expert:": "num-evicted realign-every positions weights lookup",
-            "with any command:": "help json debug" if command != "serve" else "help debug",
-        }.items():
-            for name in flags.split():
-                assert f"--{name} " in groups[title], (command, name)
-
-
-def test_an_example_is_broken_so_that_a_shell_takes_it():
-    command = (
-        'kvalign chat --say "Who lived here -- and why?" --state talk.safetensors --seed 1 --json'
-    )
-    lines = help.example(command)
-    assert all(len(line) <= 80 for line in lines.splitlines()) and "\n" in lines
-    assert shlex.split(lines.replace("\\\n", " ")) == shlex.split(command)
 
 
 def test_usage_has_every_command_under_one_heading(capsys):
@@ -84,56 +51,24 @@ def test_a_first_word_alone_lists_its_commands(capsys):
         assert COMMANDS[name] in " ".join(printed.split())
 
 
-def test_plots_need_no_window(monkeypatch):
-    """Matplotlib reads the name of a backend as it is imported: in a process of its own."""
-    monkeypatch.setenv("MPLBACKEND", "nope")
-    code = "from kvalign.app.cli.main import main; main(['methods']); import matplotlib as m"
-    code += "; assert m.get_backend().lower() == 'agg'"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 PROMPT = ["--prompt", "The island"]
 WRONG = [
     ([], "usage: kvalign"),
     (["generat"], "unknown command 'generat'; did you mean generate?"),
-    (["doctor", "transformers"], "unrecognized arguments: transformers"),
-    (["models", "--jsn"], "unrecognized arguments: --jsn"),
-    (["completion"], "the following arguments are required: SHELL"),
-    (["completion", "tcsh"], "SHELL must be one of bash, zsh, fish, got 'tcsh'"),
     (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
     (["generate", *PROMPT, "--prompt-file", "x"], "either --prompt or --prompt-file"),
-    (["generate", "--prompt", "  \n"], "the prompt is empty"),
-    (["generate", "--prompt-file", "missing.txt"], "no file missing.txt, which --prompt-file"),
-    (
-        ["eval", "perplexity", "--model=no/model", "--methods=streaming-llm", "--cache-sizes=3"],
-        "above --num-sinks (4)",
-    ),
-    (
-        ["chat", "--model", "gpt2-mini", "--say", "Who?", "--state", "."],
-        "--state . is a folder: name a file in it",
-    ),
     (["generate", *PROMPT, "--max-tokens", "5"], "--max-tokens 5; did you mean --max-new-tokens?"),
     (["generate", *PROMPT, "--greedy"], "did you mean --no-do-sample?"),
     (["generate", *PROMPT, "--num-evicted", "third"], "takes numbers or half, got 'third'"),
-    (["eval", "perplexity", "--corpus", "short.txt"], "write text:short.txt"),
     (
         ["eval", "perplexity", "--corpus", "text:short.txt"],
         "name a longer text, or smaller --num-tokens or --cache-sizes",
     ),
-    (["eval", "perplexity", "--reference", "dense"], "--reference dense is not among --methods"),
-    (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
     (
         ["eval", "readability", "--text", "short.txt", "--top-k", "1", "--methods", "window"],
         "--text judges existing text: --methods, --top-k would have no effect",
     ),
-    (["eval", "run", "quick"], "the following arguments are required: --out"),
-    (["lanes", "--out", "short.txt"], "short.txt already exists: give --overwrite"),
     (["train", "--devices", "1"], "no finished recording of gpt2-mini in kvalign-data/gpt2-mini"),
-    (["import-published", "--keys", "k.pth", "--values", "v.pth", "--out", "a"], "--model"),
-    (
-        ["pretrain", "--out", "m", "--corpus", "text:short.txt", "--vocab-size", "300"],
-        "--context-len",
-    ),
 ]
 
 
@@ -192,21 +127,3 @@ def test_what_is_kept_of_a_prompt_are_the_sinks(keep, num_sinks, capsys):
     assert json.loads(capsys.readouterr().out)["settings"]["num_sinks"] == num_sinks
     assert main([*argv, "--keep", "16"]) == 2
     assert "--keep takes 16 entries, so --cache-size must be above that" in capsys.readouterr().err
-
-
-def test_interrupt_ends_cleanly(capfd, monkeypatch):
-    from kvalign.methods.streaming_llm import StreamingLLM
-
-    fed, feed = [], StreamingLLM.feed
-
-    def interrupted(self, ids):
-        fed.append(ids)
-        if len(fed) > 10:
-            raise KeyboardInterrupt
-        return feed(self, ids)
-
-    monkeypatch.setattr(StreamingLLM, "feed", interrupted)
-    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
-    assert main(argv) == 0
-    captured = capfd.readouterr()
-    assert captured.out.startswith("The island") and "10 tokens with streaming-llm" in captured.err

@@ -12,20 +12,18 @@ import pytest
 
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS, Command
-from kvalign.app.cli.completion import _names, complete
+from kvalign.app.cli.completion import complete
 from kvalign.app.cli.main import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.inventory.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.foundation.settings import flag
 from kvalign.methods.registry import AUTO, METHODS
-from kvalign.models import fetched
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
 CORPORA = {"python-docs", "recall", *HUB, "hub:", "text:", "marked:"}
-FILES = {"notes.txt", "my-aligner/"}
 # What is typed, and what is offered for its last word.
 LINES = [
     ("kvalign ", FIRST),
@@ -33,20 +31,15 @@ LINES = [
     ("kvalign eval ", EVALS),
     ("kvalign generate --method ", {AUTO, *METHODS}),
     ("kvalign generate --method=kv", {"kvalign"}),
-    ("kvalign generate --model ", {*checkpoints.MODELS, *fetched.MODELS}),
-    ("kvalign models --fetch ", set(fetched.MODELS)),
     (
         "kvalign generate --aligner kvalign-recall",
         {n for n in checkpoints.ALIGNERS if "recall" in n},
     ),
-    ("kvalign generate --aligner my", {"my-aligner/"}),
     ("kvalign generate --cache-size ", set()),
     ("kvalign generate --cache-size 64 --stop", {"--stop-at-end", "--stop-strings"}),
     ("kvalign eval perplexity --methods window,", {f"window,{name}" for name in METHODS}),
     ("kvalign eval perplexity --corpus ", CORPORA),
-    ("kvalign train --corpus wikitext,text:n", {"wikitext,text:notes.txt"}),
     ("kvalign eval run ", set(suites())),
-    ("kvalign report ", FILES),
     ("kvalign completion ", set(SHELLS)),
 ]
 
@@ -100,17 +93,6 @@ def test_every_flag_is_offered(command, monkeypatch):
         offered |= {"--no-" + flag(f.name)[2:] for f in bools}
     offered |= {"--json"} if one.has_json else set()
     assert offers(f"kvalign {command} --", monkeypatch) == offered
-
-
-def test_every_field_with_names_is_one_of_a_command():
-    classes = [cls for c in COMMANDS for cls in Command(c).all_settings().values()]
-    assert _names().keys() <= {field.name for cls in classes for field in dataclasses.fields(cls)}
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_asks_kvalign(shell, capsys):
-    assert main(["completion", shell]) == 0
-    assert "_ARGCOMPLETE" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash here")

@@ -7,16 +7,15 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from helpers.browser import DESKTOP, PHONE, faults, watched
+from helpers.browser import DESKTOP, faults, watched
 from helpers.patience import PATIENCE_S, until
 from helpers.smaller import example
 
-from kvalign.app.cli.main import main
 from kvalign.app.pages.page import PROMPT
 from kvalign.foundation.escape import escape_controls
 
@@ -215,19 +214,6 @@ def test_pages_do_not_mix(page, dark):
     assert together[0][0].startswith("The sea of the north")
 
 
-def test_a_page_has_one_run(page):
-    choose(page, ["window"], **{"New tokens": 200})
-    page.locator(".cards").evaluate_all("found => found.forEach((cards) => cards.remove())")
-    watch_counts(page)
-    page.locator("#start").evaluate("start => { for (let i = 0; i < 3; i++) start.click(); }")
-    page.locator(".cards").wait_for()
-    finish(page)
-    seen = [one for (one,) in filter(None, page.evaluate("window.seen"))]
-    drops = sum(after < before for before, after in pairwise(seen))
-    assert drops <= 2, seen  # where the next one began
-    assert counts(page) == [200]
-
-
 def test_hostile_text_is_seen_as_text(page):
     run(page, ["window"], HOSTILE, **{"New tokens": 10})
     assert page.locator(".prompt").text_content() == escape_controls(HOSTILE)
@@ -253,24 +239,6 @@ def test_it_opens_on_stale_entries_that_fail(opened):
     alike = takewhile(lambda three: len({*three}) == 1, zip(*texts(page), strict=False))
     assert len([*alike]) > len(PROMPT) + 100
     assert faults(page) == []
-
-
-def test_sliders_stop_where_the_aligner_does(page):
-    choose(page, ["window", "kvalign"])
-    slider = page.locator("#cache_size input[type=range]")
-    most = "document.querySelector('#cache_size input[type=range]').max === '{}'"
-    page.wait_for_function(most.format(255))
-    page.get_by_label("number input for Cache size").fill("600")
-    page.keyboard.press("Tab")
-    page.wait_for_function(
-        "document.querySelector('#cache_size input[type=range]').value === '255'"
-    )
-    page.locator("#methods input[name=kvalign]").uncheck()
-    page.wait_for_function(most.format(511))
-    slider.fill("511")
-    page.locator("#methods input[name=kvalign]").check()
-    page.wait_for_function(most.format(255))
-    assert slider.input_value() == "255"
 
 
 def test_lane_follows_the_settings(page):
@@ -299,26 +267,6 @@ def test_lane_follows_the_settings(page):
     page.get_by_role("tab", name="Side by side").click()
 
 
-def test_policies_and_positions(page):
-    """They are taken by methods that have them; a card says which, or why not; so does the lane."""
-    pick(page, "Policy", "key-norm")
-    run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
-    assert page.locator(".note").all_inner_texts()[0].endswith("become stale; policy key-norm")
-    assert "policy" not in page.locator(".note").all_inner_texts()[1]
-    assert counts(page) == [10, 10]
-    pick(page, "Positions", "keep")
-    run(page, ["window", "kvalign"], **{"New tokens": 10})
-    assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
-    line = page.locator(".card [role=alert]").inner_text()
-    assert line.startswith("positions=keep leaves entries at their original positions")
-    assert counts(page) == [10]
-    page.get_by_role("tab", name="The cache").click()
-    page.get_by_text("It shows policy oldest with compact positions.").wait_for()
-    page.get_by_role("tab", name="Side by side").click()
-    pick(page, "Policy", "oldest")
-    pick(page, "Positions", "compact")
-
-
 def test_memory_is_switched_on_and_off(page):
     """A card says what it has, or why it has none; the lane shows it."""
     switch = page.locator("#memory input")
@@ -343,22 +291,6 @@ def test_memory_is_switched_on_and_off(page):
     assert "memory" not in page.locator(".card .note").inner_text()
 
 
-def test_memory_may_be_on_from_the_first():
-    """`--memory` and `--num-recalled` set what the switch on the page switches."""
-    from kvalign.app.pages.page import build
-
-    switches = {
-        memory: next(
-            block
-            for block in build(["llama-mini"], memory=memory, num_recalled=3).blocks.values()
-            if getattr(block, "label", None) == "Memory"
-        )
-        for memory in (None, 500)
-    }
-    assert [switches[memory].value for memory in (None, 500)] == [False, True]
-    assert "100000 evicted tokens" in switches[None].info and "500 e" in switches[500].info
-
-
 def test_another_model_brings_its_aligners(page):
     pick(page, "Model", "llama-mini")
     page.wait_for_function(
@@ -368,43 +300,3 @@ def test_another_model_brings_its_aligners(page):
     pick(page, "Aligner of kvalign", "kvalign-llama-mini-network")
     run(page, ["kvalign"], **{"New tokens": 10})
     assert page.locator(".card h2").inner_text() == "kvalign (network)"
-
-
-def test_phone_has_room(opened):
-    phone = opened(**PHONE)
-    choose(phone, **{"New tokens": 2000})
-    phone.click("#start")
-    phone.locator(".card").nth(1).wait_for()
-    stage = phone.locator("#stage").bounding_box()
-    assert 0 <= stage["y"] < 100, "what is written is in sight"
-    phone.locator("#stop").click()  # so is Stop
-    finish(phone)
-    lefts = [card.bounding_box()["x"] for card in phone.locator(".card").all()]
-    assert lefts[0] == lefts[1]
-    assert phone.evaluate("document.documentElement.scrollWidth") == 390
-    phone.get_by_role("tab", name="The cache").click()
-    phone.frame_locator("#lane iframe").get_by_role("button", name="Play").wait_for()
-    assert phone.evaluate("document.documentElement.scrollWidth") == 390
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        (["--port", "PORT"], "is in use: name another with --port, or 0"),
-        (["--host", "192.0.2.1", "--without-key"], "cannot listen on --host 192.0.2.1"),
-        (["--aligner", "kvalign-llama-mini-table"], "was made for"),
-    ],
-)
-def test_wrong_flags_are_one_line(wrong, expected, address, capfd):
-    port = str(urlsplit(address).port)
-    flags = [port if word == "PORT" else word for word in wrong]
-    assert main(["demo-ui", *(["--port", "0"] if port not in flags else []), *flags]) == 2
-    error = capfd.readouterr().err
-    assert expected in error and error.count("\n") == 1
-
-
-def test_missing_gradio_is_named(monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "kvalign.app.pages.page", raising=False)
-    assert main(example("demo-ui")) == 2
-    assert capfd.readouterr().err.endswith("it needs gradio: pip install 'kvalign[ui]'\n")

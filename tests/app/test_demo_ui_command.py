@@ -43,8 +43,9 @@ def test_models_and_streams_are_as_asked(monkeypatch):
     monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
     monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: None)
     flags = ["--model", "llama-mini", "--weights", "int8", "--cache-dtype", "int8"]
+    flags += ["--memory", "500"]
     assert main(["demo-ui", "--port", "0", *flags]) == 0
-    assert built["cache_dtype"] == built["weights"] == "int8" and built["memory"] is None
+    assert built["cache_dtype"] == built["weights"] == "int8" and built["memory"] == 500
 
 
 def test_sigint_ends_it_in_the_background():

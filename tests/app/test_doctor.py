@@ -8,10 +8,8 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers.hub_cache import put_into_cache
 from packaging.requirements import Requirement
 
@@ -118,78 +116,6 @@ def test_transformers_must_be_in_the_supported_range(monkeypatch, capsys):
     assert last.startswith("required, but not ok: transformers; optional")
 
 
-def test_an_extra_outside_its_range_is_wrong_and_no_failure(monkeypatch):
-    install(monkeypatch, {"pandas": "1.5.3"})
-    check = by_name()["pandas"]
-    assert (check.state, check.found) == ("wrong", "1.5.3, supported is >=2.2")
-    assert check.todo == "pip install 'kvalign[eval]'" and is_fit(examine())
-
-
-@pytest.mark.parametrize("broken", ["torch", "kvalign.models.architectures", "huggingface_hub"])
-def test_a_broken_package_is_a_line_and_no_traceback(broken, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, broken, None)
-    assert main(["doctor"]) == 1
-    captured = capsys.readouterr()
-    lines = [line for line in captured.out.splitlines() if line.startswith("wrong")]
-    assert any(
-        broken in line and "install or correct what is missing or wrong above" in line
-        for line in lines
-    )
-    assert "Traceback" not in captured.out + captured.err
-
-
-def test_metadata_that_is_missing_is_a_line(monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("kvalign.app.inventory.checks.metadata.metadata", missing)
-    check = by_name()["packages"]
-    assert check.state == "wrong" and check.required and "kvalign" in check.found
-
-
-def test_cuda_devices_are_named(monkeypatch):
-    of = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    found = by_name("devices")
-    assert list(found) == ["cpu", "cuda:0", "cuda:1", "mps"]
-    assert found["cuda:1"].found == "NVIDIA H200, 150 GB"
-    assert found["cpu"].found.endswith(f" {torch.get_num_threads()} threads")
-
-
-def test_without_cuda_the_build_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "CUDA build" in by_name()["cuda"].todo
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "nvidia-smi" in by_name()["cuda"].todo
-
-
-def test_hub_and_its_cache(tmp_path, monkeypatch):
-    assert by_name("hub")["cache"].found.startswith(f"{tmp_path / 'hub'}: empty")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "weights").write_bytes(bytes(1_230_000))
-    put_into_cache(tmp_path / "hub", "some/model", tmp_path / "own")
-    assert by_name("hub")["cache"].found.startswith(f"{tmp_path / 'hub'}: 1.23 MB")
-    assert by_name("hub")["hub"].found == "https://huggingface.co does not answer"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert by_name("hub")["hub"].found == "https://huggingface.co is off (HF_HUB_OFFLINE)"
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
-    assert by_name("hub")["hub"].state == "ok"
-
-
-def test_models_and_aligners_of_the_cache_are_shown(tmp_path):
-    assert by_name("models")["from the hub"].state == "missing"
-    put_into_cache(tmp_path / "hub", "some/gpt2", checkpoints.FOLDER / "gpt2-mini")
-    put_into_cache(tmp_path / "hub", "some/aligner", checkpoints.FOLDER / checkpoints.ALIGNERS[0])
-    found = by_name("models")
-    assert list(found) == [*checkpoints.MODELS, "some/gpt2", *fetched.MODELS]
-    assert found["some/gpt2"].found == "cached, gpt2, learned positions"
-    assert by_name("aligners")["some/aligner"].found == "cached, table for gpt2-mini"
-
-
 def test_a_shipped_model_without_its_weights_is_wrong(tmp_path, monkeypatch):
     shutil.copytree(checkpoints.FOLDER, tmp_path / "shipped")
     (tmp_path / "shipped" / "llama-mini" / "model.safetensors").unlink()
@@ -224,9 +150,3 @@ def test_word_list_is_the_pinned_one(monkeypatch):
     install(monkeypatch, {"english-words": None})
     (check,) = by_name("word lists").values()
     assert check.state == "missing"
-
-
-@pytest.mark.slow
-def test_disk_and_memory_have_numbers():
-    for check in by_name("machine").values():
-        assert check.found.split()[0].replace(".", "").isdigit() and " free " in check.found

@@ -7,8 +7,6 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from helpers.tiny_gguf import readers
@@ -16,10 +14,9 @@ from helpers.tiny_wheel import write_wheel
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks, fetch, listing
+from kvalign.app.inventory import checks, listing
 from kvalign.app.sessions.conversation import ConversationSettings
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import lock_file, sha256
+from kvalign.foundation.files import sha256
 from kvalign.models import fetched
 
 NAME = "smollm2-135m-instruct"
@@ -119,47 +116,6 @@ def test_what_is_not_the_known_file_is_not_kept(
 
 
 @pytest.mark.slow
-def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    with lock_file(cache / LOCK, cache / NAME):
-        assert main(FETCH) == 2
-    assert capsys.readouterr().err == (
-        f"kvalign models: error: another run is writing to {cache / NAME}: wait for it, or name "
-        "another folder\n"
-    )
-    assert main(FETCH) == 0
-
-
-def test_a_fault_within_pip_is_named(source, monkeypatch, capsys):
-    said = "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device\n"
-    failed = subprocess.CompletedProcess([], 2, stdout="", stderr=said)
-    monkeypatch.setattr("kvalign.app.inventory.fetch.subprocess.run", lambda *_, **__: failed)
-    assert main(FETCH) == 2
-    assert "1.0: OSError: [Errno 28] No space left on device (" in capsys.readouterr().err
-
-
-def test_the_cache_is_the_users_and_one_variable_moves_it(tmp_path, monkeypatch):
-    monkeypatch.delenv(fetched.MOVED_BY, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for platform, place in {"linux": ".cache", "darwin": "Library/Caches"}.items():
-        monkeypatch.setattr(sys, "platform", platform)
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        assert fetched.cache_dir() == tmp_path / place / "kvalign"
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert fetched.cache_dir() == tmp_path / "mine" / "kvalign"
-    monkeypatch.setenv(fetched.MOVED_BY, "~/elsewhere")
-    assert fetched.cache_dir() == tmp_path / "elsewhere"
-    assert fetched.model_path(NAME) is None and fetched.model_path("..") is None
-
-
-def test_a_name_that_is_none_is_refused(capsys):
-    assert main(["models", "--fetch", "smollm3"]) == 2
-    assert NAME in capsys.readouterr().err
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     fetched.model_path(NAME) is None, reason=f"{NAME} is not here: {fetched.how_to_fetch(NAME)}"
 )
@@ -173,27 +129,6 @@ def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     first, *between, last = json.loads(capsys.readouterr().out)["answers"]
     assert "Paris" in first["text"] and "Paris" in last["text"]
     assert sum(answer["num_tokens"] for answer in between) > 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_step_that_is_being_compiled_meanwhile_stays(
-    is_there, source, tmp_path, monkeypatch, capsys
-):
-    """Whether there is a model or not."""
-    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
-
-    def compile_beside(*_):
-        partial.mkdir(parents=True, exist_ok=True)
-        if not is_there:
-            raise UserError("there is none")
-        return download(*_)
-
-    download = fetch._download
-    monkeypatch.setattr(fetch, "_download", compile_beside)
-    partial.mkdir(parents=is_there) if is_there else None
-    assert main(FETCH) == (0 if is_there else 2)
-    assert partial.is_dir()
 
 
 def test_chat_takes_what_was_fetched_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):

@@ -2,9 +2,7 @@
 model that is not the default, and what each refuses.
 """
 
-import json
 import os
-import shutil
 
 import pytest
 from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
@@ -14,7 +12,6 @@ from kvalign.app.cli import standard_input
 from kvalign.app.cli.main import main
 from kvalign.app.commands.generate import PROMPT
 from kvalign.app.sessions.marks import BEYOND, tokens_past
-from kvalign.training.settings import TuneSettings
 
 NETWORK = "kvalign-data/gpt2-mini/network"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
@@ -85,77 +82,6 @@ def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     assert "[token" not in kvalign("generate --max-new-tokens 20").err
     assert tokens_past(None, 5) is None is tokens_past(8192, 5)
     assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND
-
-
-@pytest.mark.slow
-def test_another_corpus_has_folders_of_its_own(kvalign, tmp_path):
-    (tmp_path / "my text.txt").write_text(TEXT[:24_000])
-    kvalign("gen-data --num-tokens 2560")
-    text = ["--corpus", "text:my text.txt"]
-    assert main(["gen-data", "--num-tokens", "2560", *text]) == 0
-    printed = kvalign("train --target key --max-steps 2")
-    assert "recording: kvalign-data/gpt2-mini/caches-text-my-text.txt\n" in printed.err
-    assert "not judged by streams: corpus 'text:my text.txt' has" not in printed.err
-    assert "aligner: kvalign-data/gpt2-mini/network-text-my-text.txt\n" in printed.out
-    table = ["train", "--num-tokens", "6000", "--chunk-len", "48", *text]
-    assert main(table) == 0
-    assert (tmp_path / "kvalign-data/gpt2-mini/table-text-my-text.txt/config.json").exists()
-    sweep = TuneSettings(target="value")
-    assert str(sweep.folder) == "kvalign-data/gpt2-mini/sweep-value-text-my-text.txt"
-    sweep = TuneSettings(target="value", data=tmp_path / "data")
-    assert sweep.folder == tmp_path / "sweep-value"
-
-
-@pytest.mark.slow
-def test_json_is_machine_clean(kvalign):
-    out = "kvalign-data/gpt2-mini/caches"
-    assert json.loads(kvalign("gen-data --json").out)["out"] == out
-    printed = kvalign("train --target key --max-steps 2 --json")
-    assert json.loads(printed.out).keys() == {"key"} and not says_next(printed)
-    printed = kvalign("generate --max-new-tokens 5 --json")
-    assert json.loads(printed.out)["prompt"] == PROMPT and not says_next(printed)
-
-
-@pytest.mark.slow
-def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
-    assert says_next(kvalign("gen-data --out caches")) == [
-        "next (takes minutes): kvalign train --target key --data caches"
-    ]
-    printed = kvalign("train --target key --data caches --max-steps 2")
-    assert says_next(printed) == [
-        "next (takes minutes): kvalign train --target value --data caches --max-steps 2",
-        "next: kvalign generate",  # two steps change nothing
-    ]
-    assert (tmp_path / "network/config.json").exists(), "beside the recording"
-    kvalign("train --target value --data caches --max-steps 2 --out mine")
-    assert (tmp_path / "mine/config.json").exists()
-
-
-@pytest.mark.slow
-def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_path):
-    for number, name in enumerate(("old", "newest", "unfinished")):
-        folder = tmp_path / "kvalign-data/gpt2-mini" / name
-        kvalign(f"gen-data --num-tokens 2560 --seed {number} --out {folder}")
-        os.utime(folder / "manifest.json", (number, number))
-    (folder / "manifest.json").unlink()
-    shutil.copytree(folder.with_name("newest"), tmp_path / "kvalign-data/llama-mini/stray")
-    printed = kvalign("train --target key --max-steps 2")
-    assert "recording: kvalign-data/gpt2-mini/newest\n" in printed.err
-    refused = kvalign("train --target key --model llama-mini", code=2)
-    assert "no finished recording of llama-mini" in refused.err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("verdicts")
-def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
-    printed = kvalign("train --num-tokens 6000 --chunk-len 48")
-    assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out
-    said = "next: kvalign generate --method kvalign --aligner kvalign-data/gpt2-mini/table"
-    assert says_next(printed) == [said]
-    assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
-    again = kvalign("train --num-tokens 6000 --chunk-len 48 --aligner-kind table")
-    assert again.out == printed.out and "already has this, finished" in again.err
-    assert "already holds an aligner" in kvalign("train", code=2).err
 
 
 @pytest.fixture

@@ -21,11 +21,9 @@ ROOM = 2000  # bytes of a file
 PERPLEXITY = "eval perplexity --methods window --cache-sizes 16 --num-tokens 200"
 COMMANDS = {
     "report": "report results",
-    "lanes": "lanes --out o/page.html",
     "kept losses": f"{PERPLEXITY} --keep o",
     "a plot": f"{PERPLEXITY} --plot o/plot.png",
     "a page": "eval readability --methods window --cache-sizes 16 --max-new-tokens 20 --page o",
-    "a document": f"{PERPLEXITY} --out o/mine.json",
     "a suite": "eval run suite.yaml --out o",
     "a recording": "gen-data --num-tokens 600 --chunk-len 64 --out o",
     "a memory": "chat --model llama-mini --state o/talk.safetensors --say Hi --max-new-tokens 9 "

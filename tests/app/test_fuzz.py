@@ -11,9 +11,7 @@ import secrets
 import time
 from collections import Counter
 
-import numpy as np
 import pytest
-import torch
 from helpers.almost_right import JSON, changed
 from helpers.hostile_weights import header
 from helpers.refusals import SECONDS, altered_aligner, altered_model, files_in
@@ -29,16 +27,13 @@ from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite
 from kvalign.cache.sizes import CacheSizes
-from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
 from kvalign.data_gen.store import open_store
-from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import flag
 from kvalign.methods import make_method
 from kvalign.streaming.sampling import Sampling
-from kvalign.streaming.turns import turn_ids
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +44,6 @@ CASES = {
     "suites": 200,
     "results": 120,
     "aligners": 100,
-    "templates": 3,  # a process each
-    "calls": 150,
     "prompts": 80,
     "streams": 80,
     "models": 50,
@@ -249,64 +242,6 @@ def test_models(data, name, models_folder):
         survives(lambda: load_model(str(folder)), models_folder)
     finally:
         path.write_bytes(kept)
-
-
-PARTS = """
-{{ {% }} %} messages [0] [-1] . content role | length upper tojson for m in messages endfor if endif
-set x = 1 / 0 + 'a' ( ) range(9) loop.index raise_exception('no') macro endmacro ! 9**9 10**9
-'x'*10**9 ~ center(10**9) tojson(indent=10**9) range(9**5) generation endgeneration break
-"""
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-
-
-@seed(SEED)
-@few("templates")
-@given(
-    parts=st.lists(st.sampled_from(PARTS.split()), max_size=7),
-    cut=st.integers(0, len(TEMPLATE)),
-    first=st.booleans(),
-)
-def test_templates(parts, cut, first):
-    LOADED.tokenizer.chat_template = TEMPLATE[:cut] + " ".join(parts) + TEMPLATE[cut:]
-    survives(lambda: turn_ids(LOADED.tokenizer, "Hi", first, "Be brief."))
-
-
-TENSORS = st.sampled_from(
-    [torch.ones(2), torch.tensor([[5, 6]]), torch.tensor([[2**40]]), torch.ones(1, 0), np.int64(3)]
-)
-ANY = JSON | TENSORS | st.integers(-3, 70) | st.binary(max_size=3) | st.lists(st.integers(0, 9))
-CALLS = {
-    "stream": lambda x: kvalign.stream(LOADED.model, LOADED.tokenizer, x, cache_size=16),
-    "feed": lambda x: make_method("window", LOADED.model, cache_size=16, warn=False).feed(x),
-    "encode": lambda x: make_method("recompute", LOADED.model, cache_size=16).feed(x),
-    "tokens": lambda x: next(
-        kvalign.stream_tokens(make_method("dense", LOADED.model, cache_size=4), x)
-    ),
-    "score": lambda x: kvalign.score(make_method("recompute", LOADED.model, cache_size=4), x),
-    "batch": lambda x: next(
-        kvalign.stream_batch(LOADED.model, LOADED.tokenizer, x, cache_size=8), 0
-    ),
-    "cache": lambda x: kvalign.make_cache(LOADED.model, cache_size=x),
-    "spec": lambda x: kvalign.StreamingCache(x, CacheSizes(8)),
-    "sizes": lambda x: kvalign.StreamingCache(LOADED.spec, x),
-    "load": lambda x: load_model(x),
-    "device": lambda x: load_model("recall-gpt2", device=x),
-    "dtype": lambda x: load_model("recall-gpt2", dtype=x),
-    "aligner": Aligner.from_pretrained,
-    "file": lambda x: kvalign.load_stream(x, LOADED.model, LOADED.tokenizer),
-    "corpus": lambda x: next(texts(x)),
-    "settings": lambda x: PerplexitySettings(cache_sizes=x, corpus="x"),
-    "path": lambda x: PerplexitySettings(plot=x),
-}
-
-
-@seed(SEED)
-@few("calls")
-@given(call=st.sampled_from(sorted(CALLS)), value=ANY)
-def test_calls(call, value, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
-    survives(lambda: CALLS[call](value), tmp_path)
 
 
 @seed(SEED)

@@ -98,17 +98,6 @@ cells:
 """
 
 
-def test_a_table_keeps_nothing(folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(
-        "kvalign.training.table_run.standardise", lambda *_: signal.raise_signal(signal.SIGINT)
-    )
-    words = "train --aligner-kind table --num-tokens 6000 --chunk-len 48 --out table"
-    assert main(words.split()) == 130 and not (folder / "table").exists()
-    said = "interrupted; nothing was kept; give the same command to start again"
-    assert capfd.readouterr().err.endswith(f"kvalign train: {said}\n")
-
-
 def test_a_suite_keeps_finished_cells(folder, monkeypatch, capfd, undrawn):
     (folder / "two.yaml").write_text(SUITE)
     command = "eval run two.yaml --out results"

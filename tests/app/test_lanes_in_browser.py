@@ -42,8 +42,6 @@ MEMORIES = [
 ]
 MEMORY = dict(method="streaming-llm", family="rotary", cache_size=8, num_sinks=2, memory=6)
 NUMBERS = "found => found.map((one) => one.lastChild.textContent)"
-# Figure 4 of StreamingLLM (Xiao et al. 2024): the cached tokens and token 9, with positions.
-FIGURE_4 = [[0, 0], [1, 1], [2, 2], [3, 3], [6, 4], [7, 5], [8, 6], [9, 7]]
 
 
 @pytest.fixture
@@ -210,38 +208,6 @@ def test_memory_is_seen(opened):
     assert "6 tokens, which is all that fits" in tab.locator("#kept").inner_text()
 
 
-def test_memory_where_it_can_be(opened):
-    tab = opened(**MEMORY)
-    memory, says = tab.locator("#memory"), tab.locator("output[for=memory]")
-    for family, method, lack in [
-        ("rotary", "window", ""),
-        ("rotary", "kvalign", ""),
-        ("learned", "kvalign", ""),
-        ("learned", "streaming-llm", "not on learned positions"),
-        ("alibi", "kvalign", "not on alibi positions"),
-        ("rotary", "recompute", "not for recompute"),
-        ("rotary", "dense", "not for dense"),
-    ]:
-        tab.locator("#family").select_option(family)
-        tab.locator("#method").select_option(method)
-        assert memory.is_disabled() == bool(lack) and says.inner_text() == (lack or "6"), method
-        assert tab.locator("#recalls:visible").count() == (not lack)
-        assert tab.locator(".recalled .now, .recalled .away").count() == (0 if lack else 2)
-        assert (tab.locator(".recalled .away").count() > 0) == (family == "rotary" and not lack)
-    tab.locator("#method").select_option("streaming-llm")
-    assert tab.locator("#num_evicted").is_disabled() and not memory.is_disabled()
-    tab.locator("#num_recalled").fill("5")
-    assert tab.locator(".cell.recalled").count() == 5
-    tab.locator("#num_sinks").fill("7")
-    assert says.inner_text() == "needs a window of 2" and memory.is_disabled()
-    tab.locator("#num_sinks").fill("2")
-    memory.fill("0")
-    assert tab.locator(".cell.recalled").count() == 0
-    assert not tab.locator("#num_evicted").is_disabled()
-    tab.get_by_role("button", name="with a memory").click()
-    assert tab.locator(".cell.recalled").count() == 2 and memory.input_value() == "30"
-
-
 def test_script_writes_where_the_cache_writes(opened):
     found = opened().evaluate(
         """([settings, numTokens]) => JSON.stringify(settings.map((some) =>
@@ -259,21 +225,6 @@ def test_script_writes_where_the_cache_writes(opened):
             assert ring.most == size
             for data in ring.data:
                 assert data[0, 0, : len(held), 0].tolist() == held, (sizes, token)
-
-
-def test_slots_show_what_stays(opened):
-    tab = opened(method="streaming-llm", family="rotary")
-
-    def slots(kinds):
-        return [int(x) for x in tab.locator(kinds).all_inner_texts()]
-
-    assert slots("#ring b") == [0, 1, 2, 8, 4, 5, 6, 7] and not slots("#ring b.old")
-    tab.keyboard.press("ArrowRight")
-    assert slots("#ring b") == [0, 1, 2, 8, 4, 5, 6, 7] and slots("#ring b.old") == [4]
-    assert "rotated to follow" in tab.locator("#written").inner_text()
-    for name, has_ring in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
-        tab.locator("#method").select_option(name)
-        assert tab.locator("#ring:visible").count() == has_ring, name
 
 
 def test_what_moved_is_called_by_what_corrects_it(models, opened):
@@ -295,35 +246,6 @@ def test_what_moved_is_called_by_what_corrects_it(models, opened):
         assert set(states) == expected, (name, family)
 
 
-def test_figure_4_of_streaming_llm(opened):
-    tab = opened()
-    tab.get_by_role("button", name="StreamingLLM, figure 4").click()
-    assert [[token, now] for token, _, now in shown(tab)] == FIGURE_4
-    assert said(tab).startswith("Token 9 arrives at position 7 and attends to 8 entries.")
-    assert tab.locator("#stream s").inner_text() == "4\N{EN DASH}5"
-    assert tab.locator(".cell.sink").count() == 4 and tab.locator(".cell.rotated").count() == 3
-
-
-def test_keys(opened):
-    tab = opened()
-    text = said(tab)
-    tab.keyboard.press("ArrowRight")
-    assert said(tab) != text
-    tab.keyboard.press("ArrowLeft")
-    assert said(tab) == text
-    tab.locator("#num_sinks").focus()
-    tab.keyboard.press("ArrowLeft")  # belongs to the slider
-    assert tab.locator("#num_sinks").input_value() == "2"
-    play = tab.locator("#play")
-    tab.locator("#scroll").focus()
-    for state in ("Pause", "Play"):
-        tab.keyboard.press("Space")
-        assert play.inner_text() == state
-    play.focus()
-    tab.keyboard.press("Space")  # the button's own, once
-    assert play.inner_text() == "Pause"
-
-
 def test_plays_until_paused(opened):
     tab = opened()
     tab.locator("#speed").fill("4")
@@ -334,48 +256,6 @@ def test_plays_until_paused(opened):
     text = said(tab)
     tab.wait_for_timeout(600)
     assert said(tab) == text and tab.locator("#says").get_attribute("aria-live") == "polite"
-
-
-def test_dense_stops_and_begins_anew(opened):
-    tab = opened(method="dense", cache_size=3, num_sinks=0)
-    assert (
-        said(tab)
-        == "Token 4 does not fit: the context length, here 4, is reached. The stream stops."
-    )
-    assert tab.get_by_role("button", name="Step forward").is_disabled()
-    tab.get_by_role("button", name="Play").click()
-    assert shown(tab) == [[0, 0, 0]]
-
-
-def test_sizes_stay_consistent(opened):
-    tab = opened(cache_size=7, num_sinks=3, num_evicted=4)
-
-    def values():
-        return [int(tab.locator(f"#{name}").input_value()) for name in SIZE_NAMES]
-
-    tab.locator("#num_sinks").fill("6")
-    assert values() == [7, 6, 1]
-    tab.locator("#cache_size").fill("3")
-    assert values() == [3, 2, 1]
-    tab.locator("#cache_size").fill("10")
-    assert values() == [10, 6, 4], "what was chosen comes back"
-    tab.locator("#method").select_option("window")
-    assert values() == [10, 0, 4] and tab.locator("#num_sinks").is_disabled()
-    tab.locator("#method").select_option("discard-half")
-    assert values() == [10, 6, 2] and tab.locator("#num_evicted").is_disabled()
-    tab.locator("#method").select_option("streaming-llm")
-    assert tab.locator(".cell.stale").count() > 0
-    tab.locator("#family").select_option("alibi")
-    assert tab.locator(".cell.stale").count() == 0 < tab.locator(".cell.by-slot").count()
-
-
-def test_without_controls_it_still_plays(opened):
-    tab = opened(controls=False)
-    assert tab.locator("select:visible").count() == 0
-    assert tab.locator("input:visible").count() == 1  # speed
-    assert "a cache of 7 entries, 3 sinks, 1 evicted at once" in tab.locator("#about").inner_text()
-    tab.keyboard.press("ArrowRight")
-    assert said(tab).startswith("Entry 4 is evicted")
 
 
 @pytest.mark.parametrize(("cache_size", "memory"), [(1, 0), (MAX_CACHE_SIZE, 100)])

@@ -1,13 +1,10 @@
 """What is listed is what the registries hold, and what lies in the hub's cache and can be used."""
 
 import json
-import logging
-import re
 
 import pytest
 from helpers.hub_cache import put_into_cache
 from helpers.tiny_models import tiny_model
-from transformers import AutoConfig
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
@@ -83,20 +80,6 @@ def test_aligners_of_a_model_alone(capsys):
     assert "`kvalign train --model some/other` makes one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt"])
-def test_a_config_says_the_same_with_and_without_transformers(model_type, tmp_path):
-    tiny_model(model_type).save_pretrained(tmp_path)
-    config, plain = AutoConfig.from_pretrained(tmp_path), listing._model_config(tmp_path)
-    assert isinstance(plain, type(config)) is (model_type == "opt")
-    assert spec_of(plain, "x") == spec_of(config, "x")
-    path = tmp_path / "config.json"  # as of before transformers 5: much is left to defaults
-    said = json.loads(path.read_text())
-    for name in ("rope_parameters", "head_dim", "n_head"):
-        said.pop(name, None)
-    path.write_text(json.dumps(said))
-    assert isinstance(listing._model_config(tmp_path), type(config))
-
-
 def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path):
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path / "own")
@@ -110,25 +93,6 @@ def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path)
     assert row["where"] == "cached" and row["architecture"] == "qwen3"
     for name in ("context_len", "num_layers", "num_kv_heads", "head_dim"):
         assert row[name] == getattr(spec, name)
-
-
-@pytest.mark.parametrize(
-    "config", ["{", "[]", '{"model_type": "gpt2", "n_head": "x"}', '{"model_type": []}', "\x00"]
-)
-def test_a_damaged_folder_of_the_cache_harms_nothing(cache, tmp_path, config, caplog):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "config.json").write_text(config)
-    (tmp_path / "own" / "model.safetensors").write_text("")
-    put_into_cache(cache, "some/damaged", tmp_path / "own")
-    with caplog.at_level(logging.WARNING):
-        assert names(listing.models()) == list(checkpoints.MODELS)
-        assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
-    assert config == "[]" or "some/damaged, cached in" in caplog.text
-
-
-def test_a_cache_that_is_none_is_no_cache(cache):
-    cache.write_text("a file")
-    assert names(listing.models()) == list(checkpoints.MODELS)
 
 
 def test_aligners_of_the_cache_are_shown_without_control_characters(cache, capsys):
@@ -151,20 +115,3 @@ def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
         heading, rule, *lines = block.splitlines()
         assert heading.split()[0] == next(iter(rows[0])) and set(rule) == {"─"}
         assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in rows]
-
-
-@pytest.mark.parametrize("command", ["models", "aligners"])
-def test_a_narrow_terminal_gets_a_card_each_with_all_of_it(command, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main([command]) == 0
-    out = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in out.splitlines())
-    assert "left out" not in out
-    first, *_ = getattr(listing, command)()
-    _, card, _ = re.split(r"(?m)^(?=\S)", out, maxsplit=2)
-    assert card.splitlines()[0] == first["name"] and len(card.splitlines()) <= 4
-    facts = " · ".join(line.strip() for line in card.splitlines()[1:]).split(" · ")
-    told = {name.replace("_", " "): value for name, value in first.items() if name != "name"}
-    for name, value in told.items():
-        text = ", ".join(value) if isinstance(value, list) else str(value)
-        assert value is None or f"{name} {text}" in facts

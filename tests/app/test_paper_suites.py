@@ -1,13 +1,10 @@
 """The paper's suites: its figures beside ours, its number of rows, whole on local copies."""
 
-import json
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 from helpers.hub_data import write_data_set
-from helpers.results_example import write_folder
 from helpers.smaller import one_trial, output_of
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
@@ -18,10 +15,10 @@ from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.data_gen.chunks import split_of
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.report.contents import paper_tables, summary
+from kvalign.eval.report.contents import paper_tables
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.eval.report.suite_file import parse_suite_text
-from kvalign.eval.report.sweeps import Sweep, tables
+from kvalign.eval.report.sweeps import Sweep
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
@@ -64,52 +61,6 @@ def test_paper_figures_stand_beside_ours():
     other = suite_of("paper-smollm2").paper
     assert other.tables[0].rows["kvalign (network)"][255] == 137.13
     assert "swapped" in other.notes[0]
-
-
-def test_table_1_stands_beside_ours():
-    paper, ours = suite_of("paper-distilgpt2"), sweep()
-    first = paper_tables(Results({}, paper, {"tune-keys": ours}))[0]
-    texts = {line[0].text: [entry.text for entry in line[1:]] for line in first.rows}
-    assert texts["tune-keys, the paper"] == ["256", "64", "1024", "0.00083", "0.00189", "0.00320"]
-    assert texts["tune-keys, ours"] == ["32", "64", "16384", "0.00100", "0.25000", "0.50000"]
-    assert texts["tune-values, ours: not run"] == [""] * 6
-    trials = tables({"tune-keys": ours})[0]
-    assert [line[1].text for line in trials.rows] == ["finished", "failed"]
-
-
-def test_a_sweep_that_is_none_is_named(tmp_path, capfd):
-    folder = write_folder(tmp_path / "results")
-    step = {"name": "tune-keys", "command": "tune --target key"}
-    (folder / "suite.yaml").write_text(json.dumps({"prepare": [step], "cells": []}))
-    (folder / "prepared").mkdir()
-    (folder / "prepared" / "tune-keys.json").write_text('{"result": {"target": "key"}}')
-    assert main(["report", str(folder)]) == 2
-    assert re.search(r"tune-keys\.json: .*result\.best: Field required", capfd.readouterr().err)
-
-
-def test_rows_of_one_text_are_put_together():
-    """Those of one label, and other texts, count once: the first."""
-
-    def document(corpus, *methods):
-        rows = [
-            dict(method=m, aligner=None, cache_size=64, num_sinks=k, num_evicted=1)
-            | dict(num_labels=9, perplexity=p)
-            for m, k, p in methods
-        ]
-        settings = {"model": "m", "corpus": corpus, "stepwise": False}
-        return {"kind": "eval perplexity", "settings": settings, "rows": rows}
-
-    found = {
-        "a": document("x", ("recompute", 0, 1.0), ("window", 0, 2.0)),
-        "b": document("x", ("recompute", 0, 9.0), ("recompute", 4, 3.0)),
-        "c": document("y", ("streaming-llm", 4, 4.0)),
-    }
-    (table,) = summary(Results(found))
-    assert [(row[0].text, row[1].text) for row in table.rows] == [
-        ("recompute, 0 sinks", "1.00"),
-        ("window, 0 sinks", "2.00"),
-        ("recompute, 4 sinks", "3.00"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from kvalign.app.cli.main import main
-from kvalign.policies import POLICIES
 
 GENERATE = "generate --model gpt2-mini --prompt the --cache-size 32 --max-new-tokens 40 --seed 0"
 
@@ -23,15 +22,6 @@ def test_each_policy_streams_and_says_what_it_took(policy, capfd):
 
 
 @pytest.mark.slow
-def test_the_default_is_the_oldest(capfd):
-    texts = []
-    for flags in ([], ["--policy", "oldest"], ["--policy", "h2o"]):
-        assert main([*GENERATE.split(), *flags]) == 0
-        texts.append(capfd.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.slow
 def test_the_end_of_kept_positions_is_said(capfd):
     keep = (
         "--method streaming-llm --policy key-norm --positions keep --max-new-tokens 600 --top-k 1"
@@ -41,9 +31,3 @@ def test_the_end_of_kept_positions_is_said(capfd):
     assert (
         "the stream ends here: the model has no more positions\n256 tokens with streaming" in said
     )
-
-
-def test_policies_are_listed(capfd):
-    assert main(["policies", "--json"]) == 0
-    listed = json.loads(capfd.readouterr().out)["policies"]
-    assert [row["policy"] for row in listed] == list(POLICIES) and all(x["about"] for x in listed)

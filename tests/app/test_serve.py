@@ -10,7 +10,6 @@ import threading
 import httpx
 import openai
 import pytest
-import torch
 from helpers.patience import PATIENCE_S, until
 from helpers.served import serving
 from helpers.smaller import example
@@ -20,7 +19,6 @@ from kvalign.app.cli.main import main
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import locked
 from kvalign.streaming.turns import opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
@@ -199,33 +197,6 @@ def test_a_client_that_leaves_frees_its_row(client, server):
     assert not sessions._busy
 
 
-@pytest.mark.slow
-def test_a_sick_row_ends_alone(loaded):
-    sick = 4242
-    weights = loaded.model.get_input_embeddings().weight
-    row = weights.data[sick].clone()
-    with serving(loaded, cache_size=48) as server, server.client() as client:
-        healthy = content(say(client, "Who?", max_tokens=40))
-        try:
-            weights.data[sick] = torch.nan
-            # The head is the same matrix; its row would make every logit of this token sick.
-            loaded.model.lm_head.weight = torch.nn.Parameter(weights.detach().nan_to_num())
-            other = say(client, "Who?", max_tokens=40, stream=True)
-            first = next(other)
-            with pytest.raises(openai.InternalServerError, match="are not finite"):
-                client.completions.create(model="gpt2-mini", prompt=[5, sick, 7], max_tokens=5)
-            pieces = [c.choices[0].delta.content or "" for c in (first, *other)]
-            assert "".join(pieces) == healthy
-            failing = client.completions.create(
-                model="gpt2-mini", prompt=[5, sick], max_tokens=5, stream=True
-            )
-            with pytest.raises(openai.APIError, match="are not finite"):
-                list(failing)
-        finally:
-            weights.data[sick] = row
-            loaded.model.tie_weights()
-
-
 def test_a_full_queue_is_429_and_others_go_on(loaded):
     with (
         serving(loaded, cache_size=48, max_streams=1, max_queue=1) as server,
@@ -268,39 +239,6 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
     with pytest.raises(UserError, match="--max-sessions must be at least 2"):
         Service(few, loaded)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--method", "dense"], "dense cannot be served: its rows cannot be joined"),
-        (
-            ["--method", "streaming-llm", "--positions", "keep"],
-            "a server's streams must have no end",
-        ),
-        (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
-        (["--evict", "all"], "--evict must be one of entries, turns"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--api-key", "a", "--without-key"], "--without-key and a key contradict"),
-        (["--sessions", "held"], "another run is writing to held"),
-        (["--keep-unnamed"], "--keep-unnamed needs a folder: --sessions DIR"),
-    ],
-)
-def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with locked(tmp_path / "held"):
-        assert main(["serve", "--port", "0", *flags]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert message in error[-1] and error[-1].startswith("kvalign serve: error: ")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.7.7", "example.org", "127.0.0.1.nip"])
-def test_others_are_let_in_with_a_key(host, monkeypatch, capsys):
-    monkeypatch.delenv("KVALIGN_API_KEY", raising=False)
-    monkeypatch.setattr(ServeSettings, "load", lambda settings: pytest.fail("it loads a model"))
-    assert main(["serve", "--host", host, "--port", "0"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--api-key" in error and "--without-key" in error
 
 
 @pytest.mark.parametrize(
@@ -347,21 +285,3 @@ def test_the_example_serves_until_ctrl_c(tmp_path):
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
-    given = []
-    monkeypatch.setattr("kvalign.app.serve.engine.give_back", lambda: given.append(1))
-    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", seconds)
-    say(client, "Who?")
-    until(lambda: given)
-
-
-@pytest.mark.slow
-def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server):
-    for i in range(12):
-        told = {"role": "system", "content": "x " * i + "Know."}
-        say(client, [told, {"role": "user", "content": "Who?"}], max_tokens=1)
-    assert server.service._blank.cache_info().currsize <= 8

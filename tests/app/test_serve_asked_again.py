@@ -9,7 +9,6 @@ import pytest
 from helpers.served import serving
 
 from kvalign.app.serve import prompts
-from kvalign.app.serve.sessions import as_read
 from kvalign.streaming import stream_file
 
 DRAWN = dict(temperature=1, seed=1, max_tokens=8)
@@ -77,12 +76,6 @@ def test_a_first_turn_and_a_text_are_asked_again_with_other_fields(server):
         assert text("text", seed=2) == text("text-alone", seed=2) != once
 
 
-def test_the_same_request_written_in_another_way(server):
-    once, _ = ask(server, says("Who?"), "way", stop="zz")
-    other = dict(stop=["zz"], n=1, max_tokens=None, max_completion_tokens=8, metadata={"a": "b"})
-    assert ask(server, says("Who?"), "way", **other)[0] == once
-
-
 def test_a_key_belongs_to_one_request(server):
     once, _ = ask(server, says("Who?"), "key", key="one")
     assert ask(server, says("Who?"), "key", key="one")[0] == once
@@ -132,35 +125,6 @@ def test_messages_are_compared_as_people_read_them(loaded, session):
             messages = says(made(asked), made(answer), "Why?")
             assert messages != says(asked, answer, "Why?")
             assert ask(server, messages, session)[1] == held.num_fed > 0
-
-
-def test_what_is_held_is_what_the_model_wrote(loaded):
-    with serving(loaded, cache_size=48) as server:
-        answer, _ = ask(server, says("Who?"), "s")
-        ask(server, says("Who?", answer.strip(), "Why?"), "s")
-        (session,) = server.service.sessions._by_id.values()
-        assert answer in loaded.tokenizer.decode(session.ids)
-
-
-def test_another_word_or_system_message_is_no_such_difference(server):
-    told = [{"role": "system", "content": "You know islands."}]
-    answer, _ = ask(server, told + says("Who?"), "told")
-    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
-        ask(server, told + says("Who?", f"{answer}!", "Why?"), "told")
-    with pytest.raises(openai.BadRequestError, match="do not continue the session"):
-        ask(server, [{"role": "system", "content": "You know seas."}, *says("Why?")], "told")
-    told[0]["content"] += "\r\n"
-    assert ask(server, told + says("Why?"), "told")[1] > 0
-
-
-def test_texts_that_are_continued_are_compared_letter_by_letter(server):
-    """A space at the end of a prompt is another prompt."""
-    assert as_read("The king ") == as_read("The king")
-    with server.client() as client:
-        asked = dict(model="gpt2-mini", extra_body={"session": "letters"}, **DRAWN)
-        first = client.completions.create(prompt="The king", **asked)
-        then = client.completions.create(prompt="The king ", **asked)
-    assert then.usage.prompt_tokens > first.usage.prompt_tokens + DRAWN["max_tokens"]
 
 
 @pytest.mark.slow

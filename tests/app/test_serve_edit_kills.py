@@ -19,7 +19,6 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method
-from kvalign.streaming import stream_file
 
 
 @contextmanager
@@ -149,18 +148,6 @@ def test_an_error_in_an_edit_ends_its_request_alone(loaded, undisturbed, monkeyp
         check_as_undisturbed(service, messages, undisturbed)
 
 
-def test_two_edits_and_the_talk_itself_at_once(loaded, undisturbed):
-    messages, after, changed = undisturbed
-    with running(loaded) as service:
-        talk(service)
-        with service.engine._wakes:  # all three begin in the same round
-            one, other = (begun(service, edited(messages)) for _ in range(2))
-            third = begun(service, more(messages))
-        assert ended(*one) == ended(*other) == changed
-        assert ended(*third) == (after, 0)
-        assert not service.sessions._busy
-
-
 def test_what_a_kill_leaves_goes_on(loaded, undisturbed, tmp_path, monkeypatch):
     """The folder as it is in the middle of an edit, and just before its answer is stored."""
     folder, change, keep = tmp_path / "talks", Turn.change, SessionUpdate._keep
@@ -197,24 +184,6 @@ def test_what_a_kill_leaves_goes_on(loaded, undisturbed, tmp_path, monkeypatch):
                 check_as_undisturbed(service, messages, undisturbed)
 
 
-def test_a_talk_that_is_written_meanwhile_is_not_edited(loaded, undisturbed, tmp_path, monkeypatch):
-    """Its tokens are no longer those that were compared."""
-    read, paths = stream_file.read, []
-    with running(loaded, sessions=tmp_path / "talks", keep_unnamed=True) as service:
-        messages = talk(service)
-
-        def reading(path):
-            if not paths:
-                paths.append(path)
-                said(service, more(messages))
-            return read(path)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(stream_file, "read", reading)
-            assert said(service, edited(messages))[1] == 0
-        assert paths and len(service.sessions) == 2
-
-
 def of_ids(loaded, ids, cache_size=60):
     method = make_method("streaming-llm", loaded.model, cache_size=cache_size, num_sinks=4)
     method.reset()
@@ -244,19 +213,3 @@ def test_changes_in_parts_are_the_changes(loaded):
     last = torch.tensor([[3]])
     close = torch.cosine_similarity(turn.method.feed(last), fresh.feed(last))
     assert close > 0.98
-
-
-@torch.no_grad()
-def test_an_edit_that_evicts_holds_what_the_conversation_would(loaded):
-    ids = torch.arange(100, 150)[None]
-    changes = [Change(6, 8, [1]), Change(20, 21, [*range(30)]), Change(40, 42, [5])]
-    turn = turn_of(of_ids(loaded, ids), ids[0, :1], [*changes])
-    turn.restore()
-    while turn.changes:
-        turn.change(8)
-    whole = ids[0].tolist()
-    for start, stop, new in reversed(changes):
-        whole[start:stop] = new
-    assert turn.method.num_tokens == len(whole) > 60
-    fresh = of_ids(loaded, torch.tensor([whole]))
-    assert turn.method.cache.index().tolist() == fresh.cache.index().tolist()

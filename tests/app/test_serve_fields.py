@@ -93,9 +93,7 @@ def test_names_of_other_apis_are_not_ours():
     ("name", "value"),
     [
         ("top_k", -2),
-        ("min_p", 1.5),
         ("repetition_penalty", 0),
-        ("chat_template_kwargs", {"a": 1}),
         ("chat_template_kwargs", {"a": "<|im_end|>"}),
     ],
 )

@@ -92,20 +92,6 @@ def test_an_answer_of_a_schema_is_one(client, seed):
         assert set(answer) == {"ok", "kind"} and answer["kind"] in ("sea", "land")
 
 
-def test_answers_side_by_side_have_each_its_form(client):
-    choices = ask(
-        client, response_format=OF_SCHEMA, n=3, max_tokens=60, temperature=1.5, seed=1
-    ).choices
-    assert all(set(json.loads(one.message.content)) == {"ok", "kind"} for one in choices)
-
-
-def test_json_of_any_schema_begins_an_object(client):
-    text = ask(client, response_format={"type": "json_object"}).choices[0].message.content
-    assert text.startswith("{")
-    plain = ask(client, response_format={"type": "text"}).choices[0].message.content
-    assert plain == ask(client).choices[0].message.content
-
-
 def test_a_schema_that_cannot_be_obeyed_is_refused(client):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
     with pytest.raises(openai.BadRequestError, match="schema that cannot be obeyed"):
@@ -116,9 +102,3 @@ def test_without_the_package_json_is_refused_by_name(client, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
         ask(client, response_format={"type": "json_object"})
-
-
-def test_bytes_of_tokens_are_those_of_the_text(loaded):
-    ids = loaded.tokenizer("The café on the island, 東")["input_ids"]
-    text = b"".join(token_bytes(loaded.tokenizer, one) for one in ids).decode()
-    assert text == "The café on the island, 東"

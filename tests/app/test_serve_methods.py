@@ -20,7 +20,6 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
 from kvalign.models.loading import load_model
-from kvalign.steppers import stored
 from kvalign.streaming.turns import turn_ids
 
 METHODS = [
@@ -95,17 +94,6 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     found = not_compiled(monkeypatch)
     sessions_are_streams(STORED, "llama-mini", models)
     assert set(found) >= {1, 2, 3}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [STORED], ids=str)
-def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
-    """Nothing is compiled at a request."""
-    monkeypatch.setattr(stored, "load_or_make", lambda *args: None)
-    monkeypatch.setattr("torch.compile", lambda *args: pytest.fail("a request waits for it"))
-    sessions_are_streams(method, "llama-mini", models)
-    (line,) = (x.message for x in caplog.records if "not compiled" in x.message)
-    assert line.startswith(f"steps are not compiled: those of {method['method']}")
 
 
 def sessions_are_streams(method, name, models):

@@ -3,7 +3,6 @@
 import json
 from typing import get_type_hints
 
-import openai
 import pytest
 from helpers.served import serving
 from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
@@ -11,16 +10,14 @@ from openai.types import responses as theirs
 from openai.types.responses.response_input_param import FunctionCallOutput
 
 from kvalign.app.serve.answers import Answers, End, Piece
-from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.items import CallItem, MessageItem, ResultItem, messages_of
 from kvalign.app.serve.messages import Function
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
 from kvalign.app.serve.tools import HERMES, Tools
-from kvalign.app.serve.wire import Chat, parsed
+from kvalign.app.serve.wire import parsed
 
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
 NAMED = {"type": "function", "name": "weather"}
-LOGPROBS = "message.output_text.logprobs"
 QUESTION = "How warm is it in Rome?"
 
 
@@ -79,39 +76,6 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
     assert beside.usage.input_tokens > after.usage.input_tokens
 
 
-def test_chat_calls_the_same(client):
-    messages = [{"role": "user", "content": QUESTION}]
-    named = {"type": "function", "function": {"name": "weather"}}
-    asked = dict(model="gpt2-mini", messages=messages, tools=[WEATHER, TIME], tool_choice=named)
-    (call,) = client.chat.completions.create(**asked, temperature=0).choices[0].message.tool_calls
-    (item,) = respond(client, tool_choice=NAMED).output
-    assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
-
-
-def test_events_make_the_call(client):
-    whole = respond(client, tool_choice=NAMED)
-    events = list(respond(client, tool_choice=NAMED, stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert [event.type.removeprefix("response.") for event in events] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
-    begun, delta, done, ended = events[2:6]
-    (item,) = events[-1].response.output
-    assert begun.item.arguments == "" and begun.item.call_id == item.call_id
-    assert delta.item_id == done.item_id == item.id and ended.item == item
-    assert delta.delta == done.arguments == item.arguments == whole.output[0].arguments
-    asked = dict(model="gpt2-mini", input=QUESTION, tools=FLAT, tool_choice=NAMED, temperature=0)
-    with client.responses.stream(**asked) as stream:
-        (helped,) = stream.get_final_response().output
-    assert (helped.name, helped.arguments) == (item.name, item.arguments)
-
-
 def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
     tools = Tools([WEATHER, TIME], (), HERMES)
@@ -159,58 +123,6 @@ def test_items_of_one_answer_are_one_message():
     two = [{"role": "assistant", "content": text} for text in "ab"]
     apart = messages_of(read(input=[*two, {"role": "user", "content": "c"}]).input)
     assert [one.content for one in apart] == ["a", "b", "c"]
-
-
-def test_the_same_tools_in_both_forms():
-    flat = read(tools=FLAT, tool_choice=NAMED, parallel_tool_calls=False).as_chat
-    nested = Chat.model_validate(
-        {
-            "model": "m",
-            "messages": [{"role": "user", "content": "Hello"}],
-            "tools": [WEATHER, TIME],
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        }
-    )
-    assert flat.opening == nested.opening and flat.must_call == nested.must_call
-    assert flat.parallel_tool_calls is False
-
-
-@pytest.mark.parametrize(
-    ("fields", "what"),
-    [
-        (dict(tools=[{"type": "web_search"}]), "tools: the type 'web_search' is not supported"),
-        (dict(tools=[{"type": "mcp", "server_label": "x"}]), "tools: the type 'mcp' is not supp"),
-        (dict(tool_choice={"type": "file_search"}), "tool_choice: the type 'file_search' is not"),
-        (dict(tools=FLAT, tool_choice={**NAMED, "name": "x"}), "tool_choice names 'x'"),
-        (dict(tools=[FLAT[0], FLAT[0]]), "tools has two of the same name"),
-        (dict(tools=[{**FLAT[0], "defer_loading": True}]), "tools: defer_loading is not supported"),
-        (dict(tools=FLAT, include=[LOGPROBS]), "include: logprobs are not supported with tools"),
-        (dict(input=[{"type": "reasoning", "summary": []}]), "input: an item of the type 'reas"),
-        (dict(input=[{"type": "item_reference", "id": "x"}]), "input: an item of the type 'item"),
-        (
-            dict(input=[{"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]),
-            "input: arguments of a call must be",
-        ),
-        (dict(input=[{"role": "assistant", "content": "Hello"}]), "input: the last message must"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(fields, what):
-    with pytest.raises(RequestError, match=what) as caught:
-        str(read(**fields).as_chat)
-    assert caught.value.status == 400 and caught.value.param in what
-
-
-def test_a_template_without_tools_refuses_them(loaded):
-    loaded.tokenizer.chat_template = None
-    try:
-        with (
-            serving(loaded, cache_size=64) as one,
-            one.client() as client,
-            pytest.raises(openai.BadRequestError, match="tools is not supported: the chat"),
-        ):
-            respond(client)
-    finally:
-        loaded.tokenizer.chat_template = HERMES_TEMPLATE
 
 
 @pytest.mark.parametrize(

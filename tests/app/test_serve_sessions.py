@@ -3,26 +3,22 @@ again, files that are damaged, replaced or written by others.
 """
 
 import copy
-import itertools
 import os
+import random
 import shutil
-import time
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 from helpers.changed_stream import change_stream
 from helpers.patience import PATIENCE_S
 from helpers.served import serving
+from helpers.server_kills import attack_sessions
 
-from kvalign.app.cli.main import main
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import locked
 from kvalign.models.identity import embedding_fingerprint
-from kvalign.streaming import stream_file
 
 
 @pytest.fixture
@@ -96,16 +92,6 @@ def test_sessions_of_other_weights_are_refused(loaded, tmp_path):
         restarted_with_other()
 
 
-def test_requests_without_a_session_push_no_named_one_out(loaded):
-    with serving(loaded, cache_size=48, max_sessions=2, max_unnamed=2) as server:
-        first = [ask(server, "Who?", name) for name in ("a", "b")]
-        for i in range(5):
-            text(ask(server, f"Number {i}?"))
-        assert list(server.service.sessions._by_id)[:2] == ["a", "b"]
-        assert len(server.service.sessions) == 4
-        assert all(num_cached(ask(server, "Why?", name)) > 0 for name in ("a", "b")), first
-
-
 @pytest.mark.slow
 def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
     talk = [{"role": "user", "content": "Who?"}]
@@ -146,26 +132,6 @@ def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
     assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
     twice = ask(server, "Why?", "s", x_stainless_retry_count=0)
     assert num_prompt(twice) > num_prompt(once), "a turn that is said twice"
-
-
-@pytest.mark.slow
-def test_openai_s_client_that_tries_again_by_itself(server):
-    """The answer to a first turn is lost on its way; the client asks again, and then goes on."""
-    lost = []
-
-    def losing(reply):
-        if reply.request.url.path.endswith("completions") and not lost:
-            reply.read()
-            lost.append(reply.json())
-            raise httpx.ReadError("the line broke")
-
-    http = httpx.Client(event_hooks={"response": [losing]}, timeout=PATIENCE_S)
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", http_client=http) as client:
-        asked = dict(model="gpt2-mini", temperature=0, max_tokens=6, extra_body={"session": "s"})
-        messages = [{"role": "user", "content": "Who?"}]
-        reply = client.chat.completions.create(messages=messages, **asked)
-    assert lost and reply.choices[0].message.content == lost[0]["choices"][0]["message"]["content"]
-    assert reply.usage.prompt_tokens == lost[0]["usage"]["prompt_tokens"]
 
 
 def replaced_by_an_older_one(path, older):
@@ -269,62 +235,6 @@ def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp
         is_refused(ask(server, "Why?", "other"), 500, "session_damaged", tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda notes, tensors: notes.update(turns="one"),
-        lambda notes, tensors: notes.update(number="9" * 5000),
-        lambda notes, tensors: tensors.pop("ids"),
-    ],
-)
-def test_a_file_that_says_what_no_server_does_keeps_nobody_from_starting(change, loaded, tmp_path):
-    """Its checksum is right: it is no signature."""
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        text(ask(server, "Who?", "s"))
-    (path,) = files(tmp_path)
-    saved, tensors = stream_file.read(path)
-    change(saved.notes, tensors)
-    stream_file.write(path, saved, tensors)
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.folder_notes()
-        is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_clock_that_is_set_makes_no_session_older(loaded, tmp_path, monkeypatch):
-    """Each look at it, and each file, is a day before the last; the order of use stays."""
-    days = itertools.count(20_000, -1)
-    monkeypatch.setattr("time.time", lambda: 86_400.0 * next(days))
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        for name, said in (("a", "Who?"), ("b", "Who?"), ("c", "Who?"), ("a", "Why?")):
-            text(ask(server, said, name))
-            path = server.service.sessions.store._path(name)
-            os.utime(path, (time.time(),) * 2)
-        with server.client() as client:
-            asked = dict(model="gpt2-mini", prompt="A", max_tokens=5)
-            assert len(list(client.completions.create(stream=True, **asked))) > 1
-    for _ in range(2):
-        with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-            assert list(server.service.sessions._by_id) == ["b", "c", "a"]
-            assert num_cached(ask(server, "When?", "a")) > 0
-
-
-@pytest.mark.slow
-def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        text(ask(server, "Who?", "s"))
-        (path,) = files(tmp_path)
-        before = path.read_bytes()
-        with locked(tmp_path):  # as the command has it
-            assert main(["chat", "--state", str(path), "--say", "Why?"]) == 2
-        assert "is in use" in capsys.readouterr().err
-        assert path.read_bytes() == before
-        # Without the lock (another machine, say) it is noticed when the session goes on.
-        assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
-
-
 def test_an_answer_that_cannot_be_kept_names_no_path(loaded, tmp_path, monkeypatch):
     def full(path, *_):
         raise OSError(f"cannot write {path}: no space left")
@@ -337,20 +247,8 @@ def test_an_answer_that_cannot_be_kept_names_no_path(loaded, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_what_is_kept_in_memory_is_no_larger_than_it_has_to_be(server):
-    """A buffer has room for more, and a long row of a batch lengthens those of all others."""
-    text(ask(server, "Who?"))
-    (session,) = server.service.sessions._by_id.values()
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in session.state.values())
-
-
-@pytest.mark.slow
-def test_a_talk_that_chat_went_on_with_is_no_session_any_more(loaded, tmp_path):
-    """What the server knows of what was said is of before."""
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        text(ask(server, "Who?", "s"))
-    (path,) = files(tmp_path)
-    assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        assert path.name in server.service.folder_notes()
-        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
+def test_sessions_survive_kills(tmp_path):
+    more = ("--memory", "500")
+    found = attack_sessions(tmp_path / "talks", 1, random.Random(0), num_sessions=8, more=more)
+    nothing: dict = {"corrupt": [], "lost": [], "left_over": []}
+    assert found == {"command": "serve", "kills": 1, "same_result": True, **nothing}

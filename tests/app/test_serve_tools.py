@@ -9,7 +9,6 @@ import sys
 
 import openai
 import pytest
-from helpers.patience import PATIENCE_S
 from helpers.served import serving
 from helpers.tool_templates import TEMPLATES, TIME, WEATHER
 
@@ -18,7 +17,6 @@ from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import AS_READ, digest
 from kvalign.app.serve.tools import HERMES, LLAMA, Call, CallReader, Tools, form_of
 from kvalign.app.serve.wire import Chat
-from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import message_ids, messages_text, opening_len
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -143,32 +141,6 @@ def test_special_tokens_in_tools_and_calls_are_text(form, loaded):
         assert ids.count(loaded.tokenizer.eos_token_id) == num
 
 
-def test_a_template_that_leaves_results_out_is_refused(form, loaded):
-    loaded.tokenizer.chat_template = TEMPLATES[form].replace("m.content", "'?'", 1)
-    result = [{"role": "tool", "content": "warm"}]
-    with pytest.raises(UserError, match="leaves out the tool's message"):
-        messages_text(loaded.tokenizer, result, goes_on=True, tools=[WEATHER])
-
-
-@pytest.mark.parametrize(
-    ("fields", "what"),
-    [
-        (dict(tool_choice="required", tools=None), "tool_choice needs tools"),
-        (dict(tool_choice={"type": "function", "function": {"name": "x"}}), "which is not among"),
-        (dict(tools=[TIME, TIME]), "two of the same name"),
-        (dict(tools=[{"type": "web_search"}]), "tools"),
-        (dict(response_format={"type": "json_object"}), "response_format is not supported with"),
-        (
-            dict(messages=[{"role": "assistant", "tool_calls": [{"type": "function"}]}, *ASKED]),
-            "messages",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_refused(fields, what):
-    with pytest.raises(Exception, match=what):
-        chat(**fields)
-
-
 def test_an_answer_and_what_a_client_sends_back_are_the_same(loaded):
     """Ids, blanks and the order of arguments make no difference."""
     tools = Tools([WEATHER, TIME], (), HERMES)
@@ -250,10 +222,3 @@ def test_without_llguidance_no_call_can_be_required(client, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="tool_choice is not supported"):
         ask(client, tool_choice="required")
     assert ask(client, max_tokens=2).choices[0].message.content is not None
-
-
-def test_a_template_without_tools_refuses_a_client_in_one_line(loaded):
-    with serving(loaded, cache_size=64) as one, one.client() as client:
-        client.timeout = PATIENCE_S
-        with pytest.raises(openai.BadRequestError, match="tools is not supported: the chat templ"):
-            ask(client)

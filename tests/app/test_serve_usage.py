@@ -110,37 +110,6 @@ def test_all_forms_say_the_same(models):
         assert {*usage_of(short)["kvalign"].values()} == {0}
 
 
-@pytest.mark.slow
-def test_whole_turns_that_go_are_counted(models):
-    """Of the conversation, which is always whole in `prompt_tokens`; what stays is encoded anew."""
-    said, before, reencoded = [{"role": "system", "content": "You know islands."}], 0, []
-    with (
-        serving(models["gpt2-mini"], cache_size=96, evict="turns") as server,
-        server.client() as client,
-    ):
-        for number, turn in enumerate((*TURNS, *TURNS, "Where?")):
-            said.append({"role": "user", "content": turn})
-            reply = ask(client, "gpt2-mini", said, "t")
-            usage = usage_of(reply)
-            of_kvalign, num_prompt = usage["kvalign"], usage["prompt_tokens"]
-            cached = usage["prompt_tokens_details"]["cached_tokens"]
-            assert num_prompt > before
-            before = num_prompt
-            gone = of_kvalign["forgotten_prompt_tokens"]
-            assert (HEADER in reply.headers) == bool(gone)
-            assert of_kvalign["evicted_tokens"] == gone  # whole turns make room for the answer
-            assert num_prompt - gone + usage["completion_tokens"] <= 96
-            assert bool(number) == bool(cached or of_kvalign["reencoded_tokens"])
-            if number and not cached:
-                reencoded.append(of_kvalign["reencoded_tokens"])
-                assert 0 < reencoded[-1] < num_prompt - gone
-            said.append({"role": "assistant", "content": reply.parse().choices[0].message.content})
-        again = ask(client, "gpt2-mini", said[:-1], "t")
-    assert len(reencoded) > 1
-    assert usage_of(again)["kvalign"] == of_kvalign | {"reencoded_tokens": 0}
-    assert usage_of(again)["prompt_tokens"] == num_prompt
-
-
 def test_a_page_may_read_the_header(models):
     origin = "chrome-extension://abc"
     with (

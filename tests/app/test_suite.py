@@ -13,7 +13,6 @@ from helpers.results_example import documents
 
 from kvalign.app.cli.main import main
 from kvalign.app.suites import cells as suite_cells
-from kvalign.app.suites import suite
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.eval.report.results_folder import read
@@ -136,24 +135,6 @@ def test_another_model_leaves_the_aligners_of_a_suite_behind():
 
 
 @pytest.mark.slow
-def test_variables_are_filled_in_and_changed(own, tmp_path, capfd):
-    """A word each, spaces and commas included; {out} may be part of one."""
-    text = "variables: {sizes: '16', keep: '{out}/my losses'}\n" + SUITE
-    text = text.replace("{out}/losses", "{keep}").replace("sizes 16", "sizes {sizes}")
-    (tmp_path / "own.yaml").write_text(text)
-    changed = ["--variables", "sizes=16,24"]
-    assert main(["eval", "run", "own.yaml", "--out", "results", *changed]) == 0
-    found = read(tmp_path / "results").documents
-    assert {row["cache_size"] for row in found["short"]["rows"]} == {16, 24}
-    assert len(list((tmp_path / "results" / "my losses").iterdir())) == 4
-    for wrong in ("size=1", "sizes", "'sizes=1"):
-        assert main(["eval", "run", "own.yaml", "--out", "other", "--variables", wrong]) == 2
-    error = capfd.readouterr().err
-    assert "--variables takes NAME=VALUE of suite own.yaml's variables (sizes, keep)" in error
-    assert """--variables "'sizes=1": No closing quotation""" in error
-
-
-@pytest.mark.slow
 def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 30", "--num-tokens 99999999"))
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
@@ -236,19 +217,6 @@ def test_variables_name_what_is_here(away, tmp_path):
     assert found == {"of-prompts": {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}}
 
 
-def test_a_hub_that_answers_is_not_second_guessed(away, monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
-    assert lacks_of(parse_suite(AWAY, "own.yaml")) == {}
-
-
-def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "suite.yaml").write_text("title: other")
-    assert main(["eval", "run", "own.yaml", "--out", "results"]) == 2
-    assert "has the results of another suite" in capfd.readouterr().err
-    assert (tmp_path / "results" / "suite.yaml").read_text() == "title: other"
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
     cells = suite_cells.parse_suite(suite_cells.read_suite(name), name)
@@ -267,13 +235,3 @@ def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
     assert main(["eval", "run", "own.yaml", "--out", "results", "--ray"]) == 0
     found = read(tmp_path / "results").documents
     assert [len(found[name]["rows"]) for name in ("short", "long")] == [1, 2]
-
-
-def test_an_aligner_that_was_trained_here_is_named_once_a_run(capsys):
-    row = {"aligner_path": "mine/table"}
-    output = json.dumps({"settings": {"model": "m"}, "rows": [row, row, {"aligner_path": None}]})
-    said = set()
-    for command in ("eval perplexity", "eval latency", "eval recall --aligner mine/table"):
-        cell = SimpleNamespace(command=f"kvalign {command}", is_preparation=False)
-        suite.say_trained_here(cell, output, said)
-    assert capsys.readouterr().err == "using mine/table, trained here: none ships for m\n"

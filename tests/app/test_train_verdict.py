@@ -43,12 +43,6 @@ def judged(losses, parts, num_sinks):
             ["20.09", "2.718", "24.53"],
             "not used: 24.53 with keys and values realigned is no better",
         ),
-        (
-            {(0, ()): 2.999, (4, ()): 3.0, (4, BOTH): 2.998},
-            ((), 4),
-            ["20.09", "2.718", "20.05"],
-            "is not distinguishable from streaming-llm",
-        ),
     ],
 )
 def test_sinks_are_equal(losses, chosen, figures, word):

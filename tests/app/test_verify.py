@@ -68,11 +68,7 @@ def test_cache_of_the_users_own(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cache", "forgetful_cache"], "takes MODULE:NAME"),
-        (["--cache", "no_such_module:make"], "No module named 'no_such_module'"),
-        (["--cache", "forgetful_cache:makes"], "has no attribute 'makes'"),
         (["--cache", "forgetful_cache:number"], "must be callable with a model, got int"),
-        (["--cache", "forgetful_cache:make", "--num-sinks", "2"], "leave out num_sinks"),
         (["--cache-size", "5000"], "--cache-size must be at most 511"),
     ],
 )

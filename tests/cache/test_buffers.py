@@ -11,12 +11,6 @@ from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import spec_of
-from kvalign.models.rope import rerotate
-
-
-def slow(what):
-    return pytest.param(what, marks=pytest.mark.slow)
-
 
 # What keeps entries right: kind of model, aligner, cache size, buffers of a layer.
 MOVED = {
@@ -83,40 +77,3 @@ def test_rows_that_come_and_go_leave_no_room_behind(num_rows, models):
     for x in (x for layer in one.layers for ring in layer.rings for x in ring.data):
         assert x.shape[0] == num_rows and x.shape[2] == 41
         assert x.untyped_storage().nbytes() == x.numel() * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "what", ["rotating", *(slow(x) for x in ("table", "returning", "moved table"))]
-)
-@torch.no_grad()
-def test_half_precision_does_not_drift(dtype, what):
-    """After 3000 steps the keys that attention gets are those of float32 arithmetic, rounded two
-    or three times (measured: rotating in bfloat16 at each step is off by 12 %).
-    """
-    cache, aligner, spec = make_cache(what)
-    cache_size, realigner = cache.sizes.cache_size, cache.realigner
-    rotation = realigner.rotation
-    inv_freq = rotation.inv_freq if rotation else torch.zeros(0)
-    means, scales = torch.zeros(64, 1), torch.ones(64)
-    if aligner:
-        means, scales = aligner.key[0], aligner.key_scale[0]
-    rng, num_steps = torch.Generator().manual_seed(0), 3000
-    given, run_on = [], []
-    for i in range(num_steps):
-        keys, place = random_keys(spec, 1, 1, rng, dtype), min(i, cache_size)
-        given.append(keys)
-        run_on.append(cache.positions()[0] - place if i else 0)
-        cache.update(keys, keys, 0)
-        if i % 333 and i + 1 < num_steps:
-            continue
-        index = cache.index()
-        born, now = index.clamp(max=cache_size), torch.arange(len(index))
-        held = torch.cat([given[token] for token in index], 2).float()
-        held = rerotate(held, born + torch.tensor(run_on)[index], inv_freq)
-        part = scales[..., now, None] * (held - means[..., born, :]) / scales[..., born, None]
-        expected = torch.where(now[:, None] < 4, held, means[..., now, :] + part)
-        expected = rerotate(expected, -now - cache.frame.num_behind(i + 1), inv_freq)
-        error = (cache.layers[0].keys.float() - expected).norm(dim=-1)
-        rounding = torch.finfo(dtype).eps / 2 * (part.norm(dim=-1) + expected.norm(dim=-1))
-        assert (error <= 1.5 * rounding).all()

@@ -43,14 +43,3 @@ def test_tokens_of_one_call_are_as_single_ones_or_refused(kind, sizes, models, i
         ]
         assert torch.allclose(found, torch.cat(expected, 1), atol=1e-4)
         at += num
-
-
-def test_a_cache_is_printed_in_a_line(models, ids):
-    cache = kvalign.make_cache(models["llama"], **SIZES)
-    made = "StreamingCache(cache_size=20, num_sinks=4)"
-    assert repr(cache) == str(cache) == f"{made}: 0 entries in it, 0 tokens seen"
-    for n in range(30):
-        models["llama"](ids[:, n : n + 1], past_key_values=cache, use_cache=True)
-    assert repr(cache) == f"{made}: 20/20 entries in it, 30/30 tokens seen"
-    other = kvalign.make_cache(models["llama"], **SIZES, policy="h2o")
-    assert repr(other).startswith("AnySlotCache(cache_size=20, num_sinks=4, policy='h2o'): 0 ent")

@@ -10,12 +10,10 @@ from helpers.tiny_models import tiny_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvalign
-from kvalign.aligners.entries import KV
 from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
 from kvalign.models.key_bases import key_bases
-from kvalign.streaming.lookup import read_ahead, take_ahead
 from kvalign.streaming.scoring import score
 
 INT8 = Int8(torch.float32)
@@ -113,23 +111,6 @@ def test_a_saved_stream_goes_on_to_the_last_digit(kind, models, ids):
     assert torch.equal(stepped(after, ids[:, 90:]), stepped(method, ids[:, 90:]))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_rows_are_what_they_are_alone(kind, models, ids):
-    lens, model = (5, 30, 70), models[kind]
-    alone = [new(model, **MEMORY) for _ in lens]
-    together, *others = (new(model, **MEMORY) for _ in lens)
-    for one, method, n in zip(alone, (together, *others), lens, strict=True):
-        for x in (one, method):
-            x.feed(ids[:1, :n])
-    together.join(others)
-    together.select([2, 0, 1])
-    for i in range(30):
-        tokens = [ids[:1, n + i : n + i + 1] for n in lens]
-        expected = torch.cat([one.feed(x) for one, x in zip(alone, tokens, strict=True)])
-        found = together.feed(torch.cat(tokens)[[2, 0, 1]])
-        assert apart(found, expected[[2, 0, 1]]) < 0.05
-
-
 def test_what_is_written_again_at_each_move_is_refused(models):
     llama = models["llama"]
     for make in (network, anchored):
@@ -152,51 +133,6 @@ def test_a_file_says_that_its_entries_have_8_bits(tmp_path):
     assert again.method.sizes.cache_dtype == "int8"
     assert "cache of 16 entries in int8" in again.method.in_words
     assert list(again) == list(stream)
-
-
-def test_scales_that_are_no_numbers_are_refused(models, ids):
-    method = new(models["llama"])
-    method.feed(ids)
-    state = method.state()
-    wrong = KV(*(state[f"1.bare.{j}"].clone() for j in range(2)))
-    wrong.values.view(torch.float32)[0, 0, 3, -1] = torch.nan
-    with pytest.raises(UserError, match=r"a stream's 1.bare.1 has scales that are not finite"):
-        new(models["llama"]).restore(state | {"1.bare.1": wrong.values})
-
-
-def at_once(method, ids):
-    method.feed(ids)
-
-
-def in_parts(method, ids):
-    for start, end in ((0, 1), (1, 18), (18, 60), (60, NUM)):
-        method.feed(ids[:, start:end])
-
-
-def on_trial(method, ids):
-    """As `--lookup` reads, whose guesses are wrong now and then."""
-    method.feed(ids[:, :40])
-    for i in range(40, NUM, 4):
-        guesses = ids[:, i : i + 5].clone()
-        guesses[:, 3:] = 1
-        read_ahead(method, guesses)
-        for token in ids[0, i + 1 : i + 3].tolist():
-            take_ahead(method.cache, token)
-        method.feed(ids[:, i + 3 : i + 4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("read", [at_once, in_parts, on_trial])
-@pytest.mark.parametrize("kind", WAYS)
-def test_an_entry_is_rounded_the_same_way_in_whichever_pass_it_comes(kind, read, models, ids):
-    """Across ends of frames. Numbers between two steps of 8 bits may be rounded either way."""
-    stepped(one := new(models[kind]), ids[:1])
-    read(other := new(models[kind]), ids[:1])
-    state = other.state()
-    for name, x in one.state().items():
-        if name not in ("seen", "end"):
-            apart = (x[..., :-4].int() - state[name][..., :-4].int()).abs()
-            assert apart.max() <= 1 and apart.float().mean() < 2e-3, name
 
 
 def as_qwen2(model, bias):

@@ -1,11 +1,8 @@
 """What a memory takes back is what was evicted and scores best, placed where it is said to lie."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
-from helpers.methods import anchored, network, tables
+from helpers.methods import anchored, tables
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
@@ -16,7 +13,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
-from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
+from kvalign.memory.recall_places import RECENCY_BY_AGE
 from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
@@ -135,14 +132,6 @@ def test_a_saved_stream_goes_on(ids):
     assert torch.allclose(stepped(after, ids), expected, atol=1e-4)  # it has forgotten all
 
 
-def test_a_segment_of_one_token_after_single_ones(large, ids):
-    expected, method = stepped(new(large["llama"]), ids[:, :60]), new(large["llama"])
-    for i in range(41):
-        method.feed(ids[:, i : i + 1])
-    found = [method.feed_segment(ids[:, i : i + 1])[:, -1] for i in range(41, 60)]
-    assert torch.allclose(torch.stack(found, 1), expected[:, 41:], atol=1e-4)
-
-
 @torch.no_grad()
 def test_a_loop_of_ones_own_feeds_single_tokens(large, ids):
     """Once the cache is full; what is refused changes nothing."""
@@ -156,71 +145,12 @@ def test_a_loop_of_ones_own_feeds_single_tokens(large, ids):
     assert torch.allclose(found[-1].logits[:, -1], expected, atol=1e-4)
 
 
-def test_what_is_stored_is_what_was_evicted(ids):
-    """To the bit, by the slot of its token, also when the ring has come round."""
-    sizes = CacheSizes(16, 2, memory=20, num_recalled=6)
-    rng = torch.Generator().manual_seed(0)
-    entries = KV(*(torch.randn(2, 3, 1500, 4, generator=rng) for _ in range(2)))
-    memory = Memory(entries, sizes, FLOATS)
-    start = 0
-    for num in (1, 1, 30, 512, 1, 400, 512, 43):
-        memory.write([start, start], entries.slots(start, num))
-        start += num
-        newest = range(max(2, start - 28), start)
-        for j in newest:
-            for held, x in zip(memory.entries, entries, strict=True):
-                slot = (j - 2) % held.shape[2]
-                assert torch.equal(held[:, :, slot], x[:, :, j])
-    assert start == 1500 and memory.num_slots == memory.most < 600
-
-
-def test_places():
-    sizes = CacheSizes(16, 2, memory=60, num_recalled=4)
-    ages = torch.tensor([2000, 1990, 20, 11])
-    free = RecallPlaces(sizes, 256, by_age=True, is_free=True)
-    older, old, *new = (11 + free.beyond(ages)).tolist()
-    assert new == [19, 11] and older - old == 8  # they were 9 and 10 apart
-    assert old == pytest.approx(11 + 8 * math.log1p(1979 / 8), abs=3)
-    spread = free.beyond(torch.tensor([4000, 3000, 2000, 1000]))
-    assert (-spread.diff()).tolist() == [8, 8, 8]
-    few = RecallPlaces(sizes, 32, by_age=True, is_free=True)
-    assert (11 + few.beyond(torch.tensor([10**9, 10**9, 10**9, 10**9]))).max() == 31
-    # Of 20 positions four may take up half.
-    assert (-few.beyond(torch.tensor([40, 30, 20, 11])).diff()).tolist() == [2, 2, 2]
-    by_rank = RecallPlaces(sizes, 64, by_age=False, is_free=False)
-    assert by_rank.at(ages, 16).tolist() == [2, 3, 4, 5]
-    shares = by_rank.age_bias(ages).exp()  # of one in a window of 16
-    assert shares.tolist() == pytest.approx([0.5, 0.5, 0.8, 1]) and free.age_bias(ages) is None
-    looked_up = RecallPlaces(sizes, 64, by_age=True, is_free=False)
-    assert looked_up.frame.cache_size == 48  # half of the positions to spare
-    assert looked_up.at(torch.tensor([1000, 100, 20, 11]), 48).tolist() == [24, 29, 33, 37]
-    fewer = RecallPlaces(replace(sizes, num_recalled=1), 64, by_age=True, is_free=False)
-    assert fewer.frame.cache_size == 32
-    # Before the 49th token positions are those of the stream: nothing lies where it is not yet.
-    assert looked_up.at(torch.tensor([18, 14, 12, 11]), 20).tolist() == [2, 6, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("bloom", {}, "memory does not work with .*: bloom models do not expose"),
         ("gpt2", {}, "memory needs an aligner on"),
         ("llama", dict(policy="h2o"), "memory needs policy oldest"),
-        ("llama", dict(num_evicted=2), "memory needs policy oldest"),
-        (
-            "llama",
-            dict(num_recalled=14),
-            "num_recalled must be between 1 and 13 with cache_size 16",
-        ),
-        ("llama", dict(num_sinks=15), "memory needs a window of at least 2 entries"),
-        ("llama", dict(memory=5), "memory must be at least num_recalled"),
-        ("llama", dict(memory=-1), "memory must be at least 0"),
-        ("llama", dict(memory=0), "need a memory: give memory, too"),
-        ("llama", dict(recall_layers="1,3"), "recall_layers must be among the 3 layers"),
-        ("llama", dict(recall_layers="2-1"), "recall_layers must have ranges that go up"),
-        ("llama", dict(recall_layers="a"), "recall_layers must be numbers and ranges as 7,15-29"),
-        ("llama", dict(recall_layers=1), "recall_layers must be"),
-        ("llama", dict(recall_places="near"), "recall_places must be age or rank, got 'near'"),
     ],
 )
 def test_what_does_not_go_together(kind, changes, message, models):
@@ -228,12 +158,17 @@ def test_what_does_not_go_together(kind, changes, message, models):
         make_method("streaming-llm", models[kind], warn=False, **SIZES | changes)
 
 
-def test_aligners_that_do_not_go_with_it(models):
-    with pytest.raises(UserError, match="and a memory, need one that places each entry by itself"):
-        make_method("kvalign", models["gpt2"], aligner=network(models["gpt2"]), **SIZES)
-    changes = dict(aligner=anchored(models["gpt2"]), recall_places="age")
-    with pytest.raises(UserError, match="recall_places=age on learned positions needs a table"):
-        make_method("kvalign", models["gpt2"], **SIZES | changes)
-    table = tables(models["gpt2"])
-    with pytest.raises(UserError, match="memory needs realign_every 1"):
-        make_method("kvalign", models["gpt2"], aligner=table, realign_every=2, **SIZES)
+@pytest.mark.parametrize("places", ["age", "rank"])
+def test_recalling_all_is_dense_attention(places):
+    """All that a memory of so few tokens holds: what attends to the C + 1 newest entries is
+    transformers' own sliding window. Places by age are true distances there.
+    """
+    model = tiny_model("mistral", sliding_window=None, vocab_size=VOCAB)
+    banded = tiny_model("mistral", sliding_window=17, vocab_size=VOCAB)
+    sizes = dict(cache_size=16, num_sinks=0, memory=8, num_recalled=8, recall_places=places)
+    # No token comes twice while it is remembered: none says again what another does.
+    ids = torch.randperm(VOCAB - 2, generator=torch.Generator().manual_seed(5))[None, :64] + 2
+    expected = banded(input_ids=ids, use_cache=False).logits[0]
+    method = make_method("streaming-llm", model, warn=False, **sizes)
+    steps = torch.stack([method.feed(ids[:, i : i + 1])[0] for i in range(64)])
+    assert torch.allclose(steps, expected, atol=1e-4)

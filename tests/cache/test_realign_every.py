@@ -1,28 +1,14 @@
-"""Entries that are moved every so many evictions, against lists of entries moved by the formula."""
+"""How many evictions entries may wait until they are moved."""
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, anchored, network, tables
+from helpers.methods import CACHE_SIZE, anchored, tables
 from helpers.tiny_models import CONTEXT_LEN
 
 from kvalign.cache.realign import check_realign_every, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.kvalign import KVAlign
-
-ALIGNERS = {
-    "table": lambda model: tables(model, scale=0.5),
-    "anchored": lambda model: random_weights(anchored(model, scale=0.5)),
-    "network": lambda model: network(model, train=True),
-}
-CELLS = [("gpt2", "table"), *((k, a) for k in ("gpt2", "llama") for a in ("anchored", "network"))]
-
-
-def random_weights(aligner):
-    torch.manual_seed(4)
-    for net in (aligner.key, aligner.value):
-        torch.nn.init.normal_(net.fc3.weight, std=0.3)
-    return aligner
 
 
 @pytest.mark.parametrize(
@@ -47,11 +33,8 @@ def test_positions_are_used_and_no_more_than_there_are(
 
 
 def test_where_it_has_no_effect_it_is_refused(models):
-    sizes = CacheSizes(CACHE_SIZE, 4, 1, 3)
-    for kind, aligner in CELLS:
-        check_realign_every(sizes, realigner_of(models[kind], ALIGNERS[aligner](models[kind])))
-    rotary_table = realigner_of(models["llama"], tables(models["llama"]))
-    for realigner in (realigner_of(models["llama"]), rotary_table):
+    sizes, model = CacheSizes(CACHE_SIZE, 4, 1, 3), models["llama"]
+    for realigner in (realigner_of(model), realigner_of(model, tables(model))):
         with pytest.raises(UserError, match="realign_every must be 1"):
             check_realign_every(sizes, realigner)
         check_realign_every(CacheSizes(CACHE_SIZE, 4, 1, 1), realigner)

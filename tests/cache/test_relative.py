@@ -9,10 +9,7 @@ from helpers.tiny_models import KINDS, tiny_model
 
 from kvalign.cache import segments
 from kvalign.cache.realigner import is_exact
-from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models import band
-from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import losses, score, score_stepwise
 
 EXACT = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bloom")
@@ -55,38 +52,6 @@ def test_nothing_else_is_taken(models):
     sliding = tiny_model("mistral", sliding_window=8)
     assert not make("window", sliding).is_exact
     assert not make("kvalign", models["gpt2"]).is_exact  # a network
-
-
-def test_memory_does_not_grow_with_the_text(models, ids):
-    model = models["gpt2"]
-    cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE, 4, 3))
-    stored = set()
-    for start in range(0, 150, 10):
-        cache.feed_segment(model, ids[:, start : start + 10])
-        stored.add(cache.num_stored)
-        stored.add(cache.layers[0].keys.shape[2])
-    assert max(stored) <= CACHE_SIZE
-
-
-def test_logits_are_kept_as_asked(models, ids):
-    model = models["llama"]
-    all_of_them, some = (
-        StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE)).feed_segment(model, ids, keep)
-        for keep in (0, 3)
-    )
-    assert all_of_them.shape[:2] == ids.shape and some.shape[1] == 3
-    assert torch.allclose(all_of_them[:, -3:], some, atol=1e-5)
-
-
-def test_a_segment_that_fails_leaves_no_trace(models, ids):
-    """Neither in the model nor in the cache, of which a later segment is the first."""
-    model = models["gpt2"]
-    before = model(input_ids=ids[:, :30]).logits
-    cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE))
-    with pytest.raises(RuntimeError):
-        cache.feed_segment(model, ids.float())
-    assert cache.step is None and cache.seen == []
-    assert torch.equal(model(input_ids=ids[:, :30]).logits, before)
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "recompute"])

@@ -1,8 +1,6 @@
 """Texts come back as they are, ids as those of the whole text, errors at once and in one line."""
 
 import hashlib
-import json
-import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -11,9 +9,7 @@ from helpers.hub_data import write_data_set
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import marked
-from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
-from kvalign.data_gen.python_docs import python_docs
+from kvalign.data_gen.corpora import text_sha256, texts, token_pieces
 from kvalign.foundation.errors import UserError
 
 ODD = "a\r\nb\x0bc\u2028d\x0ce\n\n\nü €\n  f"
@@ -72,15 +68,6 @@ def test_ids_are_those_of_the_whole_text(monkeypatch, tmp_path, piece_len, patte
     assert [i for piece in pieces for i in piece] == tokenizer(text)["input_ids"]
 
 
-@pytest.mark.slow
-def test_python_docs_are_split_by_document():
-    names = {split: [row["name"] for row in python_docs(split)] for split in ("train", "test")}
-    assert set(names["train"]).isdisjoint(names["test"])
-    assert 0.05 < len(names["test"]) / len(names["train"]) < 0.2
-    assert next(texts("python-docs", "test")).startswith(next(python_docs("test"))["text"])
-    assert "module/argparse.py" in names["train"] + names["test"]
-
-
 def test_marked_text_is_wikitexts(tmp_path):
     (tmp_path / "x.txt").write_text("It's a two-part 1,000.5 “word”.\n\nNext\n")
     assert _text(f"marked:text:{tmp_path}/x.txt") == (
@@ -116,14 +103,6 @@ def test_hub_data_sets_are_read_from_local_folders(offline, tmp_path):
         _text("hub:a:b:c:d")
 
 
-def test_json_lines_without_a_test_split(offline, tmp_path):
-    lines = [json.dumps({"text": f"row {i}\n"}) for i in range(3)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    assert _text(f"hub:{tmp_path}") == "row 0\n\nrow 1\n\nrow 2\n\n"
-    with pytest.raises(UserError, match=r"cannot load 'test' of .*Available splits"):
-        _text(f"hub:{tmp_path}", "test")
-
-
 @pytest.mark.parametrize("spec", ["wikitext", "everyday", "hub:some/set", "marked:wikitext"])
 def test_no_network_is_said_at_once_with_what_works(offline, spec):
     with pytest.raises(
@@ -139,35 +118,6 @@ def test_unknown_corpora_and_splits_are_refused():
         texts("python-docs", "val")
 
 
-@pytest.mark.parametrize(
-    "spec", ["", "text:", "hub:", "marked:", "python-docs:x", "wikitext:", ":x"]
-)
-def test_specifications_without_what_they_need_are_unknown(spec):
-    with pytest.raises(UserError, match="unknown corpus"):
-        texts(spec)
-
-
-def test_files_that_cannot_be_read_are_named(offline, tmp_path):
-    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8 text: .*0xe9"):
-        _text(f"text:{tmp_path}/latin.txt")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "train-00000.parquet").write_bytes(b"PAR1 not parquet")
-    with pytest.raises(UserError, match=r"cannot (load|read) 'train' of '.*set'") as caught:
-        _text(f"hub:{folder}")
-    assert "\n" not in str(caught.value)
-
-
-def test_hub_data_sets_among_corpora_have_ids(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "local" / "set").mkdir(parents=True)
-    specs = ["marked:wikitext", "wikitext", "hub:a/b:config:column", "hub:local/set", "hub:c"]
-    others = ["python-docs", "text:wikitext", f"hub:{tmp_path}", "hub:../x/y", "hub:"]
-    assert hub_datasets([*specs, *others]) == ["Salesforce/wikitext", "a/b", "c"]
-    assert hub_datasets([]) == []
-
-
 def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two").mkdir()
@@ -176,14 +126,6 @@ def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
     both = hashlib.sha256(b"one\r\n" + "zwei é".encode()).hexdigest()
     found = text_sha256(["marked:text:two", "python-docs", "hub:a/b", "text:two/a.txt"])
     assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
-
-
-def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):
-    marked._moses.cache_clear()
-    monkeypatch.setitem(sys.modules, "sacremoses", None)
-    (tmp_path / "x.txt").write_text("text")
-    with pytest.raises(UserError, match=r"needs sacremoses \(pip install 'kvalign\[pretrain\]'\)"):
-        _text(f"marked:text:{tmp_path}/x.txt")
 
 
 @pytest.mark.slow

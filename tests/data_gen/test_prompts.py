@@ -39,19 +39,9 @@ def test_files_hold_turns_or_a_prompt(tmp_path):
 
 NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\): '
 BAD = [
-    ("{'turns': ['x']}", "must be JSON: Expecting property name"),
-    ('{"turns": ["x"]', "must be JSON: Expecting ',' delimiter"),
-    ("[" * 100_000, "must be JSON: "),
     (b'{"prompt": "\xff"}', "must be JSON: 'utf-8' codec can't decode"),
-    ('["x"]', NEEDED + r"it: .*, got \['x'\]"),
-    ("{}", NEEDED + "turns: Field required"),
     ('{"turns": "x"}', NEEDED + "turns: .* valid list, got 'x'"),
-    ('{"turns": []}', NEEDED + "turns: List should have at least 1 item"),
-    ('{"turns": ["x", 1]}', NEEDED + "turns.1: .* valid string, got 1"),
     ('{"turns": ["x", " "]}', NEEDED + r"turns.1: .*, got ' '"),
-    ('{"prompt": ""}', NEEDED + "turns.0: .*, got ''"),
-    (json.dumps({"prompt": {"more": "x" * 999}}), NEEDED + r"turns: .*'more': 'x{70}$"),
-    (r'{"prompt": "\ud800"}', NEEDED + "turns.0: "),
 ]
 
 
@@ -65,30 +55,6 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_no_prompt_at_all_is_refused(tmp_path, text):
-    (tmp_path / "empty.jsonl").write_text(text)
-    with pytest.raises(UserError, match=r"no prompt in .*empty\.jsonl: at least one is needed"):
-        conversations(f"{tmp_path}/empty.jsonl")
-
-
-def test_missing_files_are_named(tmp_path):
-    (tmp_path / "folder.jsonl").mkdir()
-    for name in ("missing.jsonl", "folder.jsonl"):
-        with pytest.raises(FileNotFoundError, match=rf"no prompts at '.*{name}': name a .jsonl"):
-            conversations(f"{tmp_path}/{name}")
-
-
-@pytest.mark.parametrize(
-    ("spec", "hint"), [("mtbench", "; did you mean mt-bench?"), ("prompts.txt", ""), ("", "")]
-)
-def test_unknown_prompts_are_answered_with_the_known(spec, hint):
-    with pytest.raises(UserError) as caught:  # its whole text is compared
-        conversations(spec)
-    known = "own, talk, mt-bench, PATH.jsonl"
-    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: {known})"
-
-
 def _copy_of_mt_bench(folder, rows):
     path = folder / MT_BENCH / "data" / "train-00000-of-00001.parquet"
     path.parent.mkdir(parents=True)
@@ -100,20 +66,6 @@ def test_mt_bench_is_read_from_a_copy(offline, tmp_path, monkeypatch):
     _copy_of_mt_bench(tmp_path, rows)
     monkeypatch.chdir(tmp_path)
     assert conversations("mt-bench") == [["One", "Two"], ["Three"]]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"prompt": ["One"]}, {"prompt": []}], f"{MT_BENCH} row 1 {NEEDED}turns: List"),
-        ([{"text": "One"}], f"{MT_BENCH} row 0 {NEEDED}turns: Field required"),
-    ],
-)
-def test_a_copy_of_another_form_is_refused(offline, tmp_path, monkeypatch, rows, message):
-    _copy_of_mt_bench(tmp_path, rows)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        conversations("mt-bench")
 
 
 def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):

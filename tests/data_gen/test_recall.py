@@ -48,16 +48,6 @@ def test_facts_of_all_ages_are_asked_for(max_age):
     assert counts.min() > counts.max() / 5 and found.max() < 1.5 * max_age
 
 
-def test_short_streams_ask_for_their_oldest_facts():
-    """Every second one of them; the others are as they would be."""
-    plain, asking = (FactStreams(1, 2000, 256, ask_oldest=x).take(256) for x in (False, True))
-    counts = []
-    for rows in (plain, asking):
-        found = np.array([ages(row) for row in rows.tolist()])
-        counts.append([(x > 224).sum() for x in (found[::2], found[1::2])])
-    assert counts[1][1] > 8 * counts[0][1] and 0.5 < counts[1][0] / counts[0][0] < 2
-
-
 def test_a_stream_goes_on_where_it_ended_and_begins_anywhere():
     whole, parts = (FactStreams(2, num_rows=40) for _ in range(2))
     first = whole.take(5)

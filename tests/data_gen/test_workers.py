@@ -13,10 +13,7 @@ import torch
 from helpers.tiny_corpus import TEXT
 
 from kvalign.app.cli.main import main
-from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
-from kvalign.data_gen.workers import _Worker
-from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 
 ARGV = [
@@ -87,20 +84,6 @@ def _workers_of(pid):
     return workers
 
 
-def test_a_worker_tells_what_went_wrong(tmp_path, monkeypatch):
-    """What a user can mend is raised by the run, anything else by the worker, which lives on."""
-
-    def refuse(*args):
-        raise UserError("numbers do not fit")
-
-    monkeypatch.setattr("kvalign.data_gen.workers.record_chunks", refuse)
-    worker = _Worker(RecordSettings(out=tmp_path / "out"), str(tmp_path))
-    assert worker.write(None, []) == (0, "numbers do not fit")
-    monkeypatch.setattr("kvalign.data_gen.workers.record_chunks", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        worker.write(None, [])
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -115,10 +98,3 @@ def test_two_runs_into_one_folder_are_refused(argv, capfd):
         assert main(argv) == 2
     assert "another run is writing to out" in capfd.readouterr().err
     assert [p.name for p in Path("out").iterdir()] == [".lock"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
-def test_a_read_only_folder_is_one_line_and_code_2(tmp_path, capfd):
-    tmp_path.chmod(0o500)
-    assert main([*ARGV, str(tmp_path / "out")]) == 2
-    assert "Permission denied" in capfd.readouterr().err

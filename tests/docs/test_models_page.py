@@ -26,11 +26,6 @@ def test_there_is_a_row_for_each():
     assert sees["mistral"] == "4096" and sees["gpt_oss"] == "all, or 128"
 
 
-def test_at_least_as_many_as_were_asked_for():
-    asked = {"gemma3_text", "gpt_oss", "gpt_bigcode", "gptj", "phi3", "falcon", "mixtral", "lfm2"}
-    assert asked < FAMILIES.keys() and len(FAMILIES) >= 22
-
-
 def test_it_is_in_the_site_and_names_what_is_there():
     assert "<!-- list: architectures -->" in PAGE.splitlines()
     assert "Models: models.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

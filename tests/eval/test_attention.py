@@ -8,23 +8,16 @@ from helpers.methods import STREAMING, make, step, tables
 from helpers.tiny_models import tiny_model
 
 from kvalign.app.cli.main import main
-from kvalign.eval import attention
 from kvalign.eval.evaluations.attention.weights import (
-    EDGE,
     FEWEST,
-    NUM_MIDDLE,
-    attention_of,
     in_bins,
     num_tokens,
     readable,
-    row,
     watch,
     watched,
 )
-from kvalign.eval.protocol.conclusions import sinks
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
-from kvalign.models.loading import load_model
 
 SIZE, STEPS = 30, 2
 
@@ -76,38 +69,6 @@ def test_what_is_placed_on_read_is_placed_before_for_the_same_logits(kind, ids):
     torch.testing.assert_close(logits, step(methods[1], ids[:, :60], SIZE + 1), atol=1e-3, rtol=0)
 
 
-def test_the_model_is_left_as_it_was():
-    model = tiny_model("llama")
-    name = model.config._attn_implementation
-    with pytest.raises(IndexError), watched(model):
-        model(input_ids=torch.tensor([[model.config.vocab_size]]))
-    assert model.config._attn_implementation == name
-    assert not any(module._forward_hooks for module in attention_of(model))
-
-
-def test_bins_are_means_of_entries():
-    weights = torch.arange(40.0)[None]
-    found = in_bins(weights)[0]
-    assert len(found) == FEWEST == 2 * EDGE + NUM_MIDDLE
-    assert found[:EDGE].tolist() == [0, 1, 2, 3] and found[-EDGE:].tolist() == [36, 37, 38, 39]
-    assert found[EDGE:-EDGE].tolist() == [4.5 + 2 * number for number in range(NUM_MIDDLE)]
-
-
-def test_a_row_is_of_the_layers_after_the_second(models):
-    method = make_method("window", models["gpt2"], cache_size=SIZE)
-    before = torch.zeros(3, 3, 2, FEWEST)  # [B, L, H, bins]
-    before[:, :2] = 9  # left out
-    before[:, 2, :, 0] = torch.tensor([0.2, 0.3, 0.4])[:, None]
-    before[:, 2, :, 1] = 0.1
-    before[:, 2, 1, -1] = 0.5
-    found = row(method, before.double(), torch.zeros_like(before).double())
-    assert found["first_before"] == pytest.approx(30) and found["four_before"] == pytest.approx(40)
-    assert found["latest_before"] == pytest.approx(25) and found["first_after"] == 0
-    assert found["first_before_low"] < 30 < found["first_before_high"]
-    assert found["before"]["by_head"][2] == pytest.approx([40, 40])
-    assert found["before"]["by_entry"][2][:2] == pytest.approx([30, 10])
-
-
 @pytest.mark.slow
 def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys):
     argv = ["eval", "attention", "--cache-sizes", "24,26", "--num-steps", "2", "--num-texts", "3"]
@@ -130,20 +91,3 @@ def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys)
     assert {f"attention{x}.svg" for x in ("", "-layers")} <= {
         path.name for path in (tmp_path / "plots").iterdir()
     }
-
-
-def test_sinks_are_told_from_none():
-    base = dict(method="window", aligner=None, cache_size=64, num_sinks=0, num_evicted=1)
-    base |= {"first_after": 3.0, "before": {"by_head": [[0.0]] * 6}}
-    for share, found in ((60.0, "an attention sink"), (2.0, "no sink")):
-        ends = {"first_before_low": share - 1, "first_before_high": share + 1}
-        said = sinks([base | ends | {"first_before": share}])
-        assert found in said and "layers 3 to 6" in said and "window with 0 sinks 3.0 %" in said
-    assert "before an eviction 2.0 % (95 %: 1.0 to 3.0) of the attention of layers" in said
-
-
-def test_what_cannot_be_done_is_said_in_a_line():
-    with pytest.raises(ValueError, match="--cache-sizes must be at least 30 for --num-steps 8"):
-        attention(cache_sizes=(29,))
-    with pytest.raises(ValueError, match="is too short: it has"):
-        attention(loaded=load_model("gpt2-mini"), cache_sizes=(255,), num_texts=10_000)

@@ -4,7 +4,6 @@ counts of the paper's authors on their own texts.
 
 import itertools
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvalign.eval.judging import words as words_module
-from kvalign.eval.judging.chunks import Chunk, chunks, distinct, judged, longest_run
+from kvalign.eval.judging.chunks import chunks, distinct, judged, longest_run
 from kvalign.eval.judging.rules import RULES, readers_text
 from kvalign.eval.judging.word_tokens import token_spans
 from kvalign.eval.judging.words import SHA256, load_words
@@ -28,7 +27,6 @@ TEXT = (
 )
 PAPER = [(10, 10, True), (10, 1, False), (8, 4, True)]  # the last: it fell . !
 AUTHORS = [(10, 10, True), (10, 4, False)]  # three commas more; 8 tokens are no chunk
-NLTK_DATA = os.environ.get("KVALIGN_TEST_NLTK_DATA", "")
 AUTHORS_FILES = os.environ.get("KVALIGN_TEST_READABILITY", "")
 
 
@@ -56,12 +54,6 @@ def test_chunks_lie_where_their_tokens_are():
     assert TEXT[found[2].start : found[2].end] == "it fell . Zq Zq Zq houses !"
     assert all(a.end <= b.start for a, b in itertools.pairwise(found))
     assert all(chunks(" \n ", frozenset(), rule) == [] for rule in RULES.values())
-
-
-def test_half_of_the_tokens_is_enough():
-    assert Chunk(0, 9, num_tokens=10, num_known=5).is_readable
-    assert not Chunk(0, 9, num_tokens=10, num_known=4).is_readable
-    assert not Chunk(0, 9, num_tokens=5, num_known=2).is_readable
 
 
 def test_tokens_are_those_of_nltk_3_9():
@@ -98,15 +90,6 @@ def test_word_list_is_pinned(monkeypatch):
         load_words()
     monkeypatch.undo()
     assert load_words().sha256 == SHA256
-
-
-@pytest.mark.skipif(
-    not NLTK_DATA, reason="KVALIGN_TEST_NLTK_DATA names no folder with NLTK's words"
-)
-def test_word_list_is_nltks():
-    with zipfile.ZipFile(Path(NLTK_DATA) / "corpora" / "words.zip") as archive:
-        lines = [archive.read(f"words/{name}").decode().split() for name in ("en", "en-basic")]
-    assert load_words().words == set(itertools.chain(*lines))
 
 
 def authors_names():

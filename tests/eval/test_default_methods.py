@@ -8,8 +8,6 @@ import pytest
 from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN
 
-from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.evaluations.latency.models import untrained_aligners
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.protocol.grid import make_grid
 from kvalign.methods.registry import METHODS
@@ -63,17 +61,6 @@ def test_what_lacks_an_aligner_is_left_out_and_said_once(model, caplog):
     )
 
 
-def test_a_size_beyond_the_shipped_aligner_lacks_it_alone(caplog):
-    from kvalign import load_model
-
-    model = load_model("gpt2-mini").model
-    methods = make_grid(PerplexitySettings(cache_sizes=(64, 300)), model)
-    sizes = {method.sizes.cache_size for method in methods if method.name == "kvalign"}
-    assert sizes == {64} and len(methods) == 2 * len(DEFAULT) - 1
-    (said,) = caplog.messages
-    assert "is for at most 255 entries" in said
-
-
 @pytest.mark.parametrize("asked", [{"methods": ("kvalign", "window")}, {"reference": "kvalign"}])
 def test_what_is_asked_for_is_refused(asked, models):
     with pytest.raises(ValueError, match="no aligner ships for this model"):
@@ -94,15 +81,3 @@ def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
         PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"], [given]
     )
     assert first.aligner is given and not caplog.messages
-
-
-def test_times_are_of_what_was_trained_here(models, tmp_path, monkeypatch):
-    """As in every other evaluation, unless untrained kinds are asked for."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models["gpt2"].config, "name_or_path", "mine")
-    tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
-    named = LatencySettings(**SIZES, methods=("streaming-llm", "kvalign"))
-    assert untrained_aligners(models["gpt2"], named) is None
-    asked = LatencySettings(**SIZES, aligner_kinds="network")
-    (untrained,) = untrained_aligners(models["gpt2"], asked)
-    assert untrained.config.kind == "network"

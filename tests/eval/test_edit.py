@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from helpers.refusals import refused
 
 import kvalign.eval
@@ -18,7 +17,7 @@ from kvalign.eval.evaluations.edit import (
     UNEDITED,
     EditSettings,
 )
-from kvalign.eval.evaluations.edit.ways import Edit, Text, Way, _fact, texts_of
+from kvalign.eval.evaluations.edit.ways import _fact
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.foundation.errors import UserError
@@ -43,22 +42,6 @@ def of_facts():
     loaded = load_model("recall-gpt2")
     kinds = ("cut", "insert")
     return kvalign.eval.edit(**OF_FACTS, methods="kvalign", kinds=kinds, exactly=0, loaded=loaded)
-
-
-def test_edits_are_those_of_the_text():
-    """Each kind ends in the text with the middle or without it, the last token being unfed."""
-    text = Text(
-        *(torch.arange(*ends)[None] for ends in ((0, 4), (4, 6), (6, 9), (9, 11), (20, 22)))
-    )
-    with_middle, without = [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 6, 7]
-    for kind, fed, edited in (
-        ("cut", with_middle, without),
-        ("insert", without, with_middle),
-        ("replace", [0, 1, 2, 3, 20, 21, 6, 7], with_middle),
-    ):
-        edit = Edit.of(kind, text)
-        assert edit.ids.tolist() == [fed] and edit.edited.tolist() == [edited]
-        assert edit.row(0).edited.tolist() == [edited]
 
 
 def test_rows_are_of_each_kind_and_way(of_text):
@@ -94,13 +77,6 @@ def test_all_encoded_again_is_anew(kind, of_text):
         assert ways[way]["ratio"] != pytest.approx(1, abs=1e-4)
 
 
-def test_the_other_text_is_the_unedited_one(of_text):
-    """A cut that is not made is the text that an insertion makes, and the other way round."""
-    cut, insert = by_way(of_text, "cut"), by_way(of_text, "insert")
-    for one, other in ((cut, insert), (insert, cut)):
-        assert one[UNEDITED]["perplexity"] == pytest.approx(other[ANEW]["perplexity"], rel=1e-4)
-
-
 def test_facts_behind_an_edit_are_answered_and_those_cut_are_not(of_facts):
     """0.125 of the answers are right by chance."""
     ways = by_way(of_facts)
@@ -123,37 +99,6 @@ def test_only_facts_that_nothing_else_tells_are_asked_for():
     assert _fact([one, other], [QUESTION + 2]) == (3, 1)
     assert _fact([one, 2 * NUM_VALUES + 1], []) == (2, 1)
     assert _fact([QUESTION + 2], []) == (None, 0)
-
-
-def test_texts_begin_as_the_tokenizer_begins_them():
-    """With as many tokens as the longest edit needs, and each from its own place."""
-    loaded = load_model("llama-mini")
-    texts = texts_of(EditSettings(**SMALL | dict(lengths=(3, 5))), loaded)
-    assert not texts.are_facts and texts.ids.shape == (3, 12 + 8 + 4 + 2 * 5)
-    assert len({tuple(row) for row in texts.ids.tolist()}) == 3
-    begin = loaded.tokenizer("a")["input_ids"][
-        : -len(loaded.tokenizer("a", add_special_tokens=False)["input_ids"])
-    ]
-    assert all(row[: len(begin)] == begin for row in texts.ids.tolist())
-
-
-def test_encoded_again_is_at_most_what_is_there():
-    ids = torch.arange(10)[None]
-    fed = []
-
-    class Recorder:
-        def edit(self, start, stop, ids=None):
-            fed.append((start, stop, None if ids is None else ids[0].tolist()))
-
-    edit = Edit(ids, 3, 5, torch.tensor([[30]]))
-    assert [Way(EDITED, num)(Recorder(), edit) for num in (0, 2, 99)] == [1, 3, 6]
-    assert Way(FORGOTTEN)(Recorder(), edit) == 1 and Way(UNEDITED)(Recorder(), edit) == 0
-    assert fed == [
-        (3, 5, [30]),
-        (3, 7, [30, 5, 6]),
-        (3, 10, [30, 5, 6, 7, 8, 9]),
-        (3, 10, [30]),
-    ]
 
 
 @pytest.mark.parametrize("name", ["of_text", "of_facts"])

@@ -1,8 +1,5 @@
 """Only rows with equal sinks are judged: the mark of the best, and the conclusions."""
 
-import pytest
-
-from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.perplexity import COLUMNS
 from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.conclusions import UNEQUAL
@@ -54,15 +51,3 @@ def test_conclusions_are_of_rows_with_equal_sinks():
     recalled = [one | {"oldest": 0.5} for one in UNLIKE]
     assert "window" in conclusions.recalled(recalled)
     assert "streaming-llm" not in conclusions.recalled(recalled)
-
-
-@pytest.mark.parametrize(("firsts", "said"), [((65, 33), True), ((65, 65), False), (None, True)])
-def test_a_plot_says_where_cache_sizes_have_other_labels(firsts, said):
-    rows = [row("recompute", 0, 80.0), row("recompute", 0, 90.0, cache_size=32)]
-    rows = [
-        one | {"first_label": first} if first else one
-        for one, first in zip(rows, firsts or (None, None), strict=True)
-    ]
-    settings = {"model": "mine", "corpus": "a text", "reference": None}
-    _, caption, _ = EVALUATIONS["perplexity"].figure({"settings": settings, "rows": rows})
-    assert ("each cache size has labels of its own" in caption) == said

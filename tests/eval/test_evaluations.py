@@ -12,13 +12,12 @@ from helpers.results_example import documents
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.eval.protocol import document
-from kvalign.eval.report.contents import paper_tables, sections, summary
+from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.results_folder import Results, read
-from kvalign.eval.report.suite_file import parse_suite_text
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
@@ -71,26 +70,6 @@ def test_results_go_where_two_flags_say(tmp_path, capsys):
     assert json.loads((tmp_path / "y.json").read_text())["rows"] == json.loads(
         json.dumps(of_texts["rows"])
     )
-
-
-@pytest.mark.parametrize("name", [*EVALUATIONS, "import-losses"])
-@pytest.mark.parametrize("flag", ["--out", "--csv"])
-def test_every_evaluation_has_both(name, flag, capsys):
-    assert {"--out", "--csv"} <= Command(f"eval {name}").settings_for().flags()
-    if (name, flag) == ("readability", "--out"):  # a folder there, in version 0.2
-        return
-    needed = ["--losses", "x"] if name == "import-losses" else []
-    assert main(["eval", name, *needed, flag, "x.txt"]) == 2
-    assert (
-        f"{flag} takes a path ending in .{'json' if flag == '--out' else 'csv'}, got 'x.txt'"
-        in (capsys.readouterr().err)
-    )
-
-
-def test_a_metric_of_the_paper_that_is_none_is_named():
-    text = "{cells: [], paper: {tables: [{title: T, cell: a, metric: speed, rows: {}}]}}"
-    with pytest.raises(ValueError, match="names the metric 'speed', which a does not measure"):
-        paper_tables(Results({}, parse_suite_text(text, "s")))
 
 
 def test_the_commit_is_read_without_a_trace(tmp_path, monkeypatch):

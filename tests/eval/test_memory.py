@@ -1,7 +1,5 @@
 """Peak memory of work whose allocations are known."""
 
-import gc
-
 import pytest
 import torch
 
@@ -36,31 +34,6 @@ def test_what_is_held_at_once_counts(device):
     for work, num_mb in ((one_after_the_other, 40), (at_once, 60), (lambda: None, 0)):
         assert peak_bytes(torch.device(device), work) == pytest.approx(num_mb * MB, rel=0.01)
     del before
-
-
-@pytest.fixture
-def no_collector():
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_releases_of_earlier_tensors_are_not_taken_off(device, no_collector):
-    """Of those in a cycle, which the collector finds at any time."""
-
-    def leave_a_cycle():
-        cycle = [allocate(device, 40)]
-        cycle.append(cycle)
-
-    def collect_and_allocate():
-        gc.collect()
-        allocate(device, 40)
-
-    peak_bytes(torch.device(device), leave_a_cycle)  # CPU: only what it has seen come can go
-    assert peak_bytes(torch.device(device), collect_and_allocate) == pytest.approx(
-        40 * MB, rel=0.01
-    )
 
 
 def test_other_devices_tell_nothing():

@@ -9,16 +9,14 @@ from helpers.tiny_models import tiny_model
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.drawing.plots import styles_of
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.aligner_names import identity_of, names_of
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.grid import make_grid, sizes_of
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.eval.protocol.tables import label_of
 from kvalign.eval.report.contents import panels, sections, summary
 from kvalign.eval.report.page import render
-from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report.results_folder import Results
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 
@@ -146,54 +144,13 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert names(row("x"), row("x", every=8)) == ["x", "x-every-8"]
     assert names(row("x"), row(None, revision=None)) == ["x", "untrained table"]
     assert names(row(None, revision=None)) == ["untrained table"]
-    assert names(row("x", "network"), row("y")) == ["x", "y"]
     here, shipped = row("kvalign-data/mine/table"), row("kvalign-gpt2-mini-table")
     assert names(here) == names(shipped) == ["table"] and names(row(".")) == ["table"]
-    assert names(row("/a/kvalign-data/mine/table", "table-kl"), shipped) == ["table-kl", "table"]
     assert names(here, shipped) == ["table", "kvalign-gpt2-mini-table"]
-    assert names(row("y/network"), row("z"), row("x", "network")) == ["network", "z", "x"]
-    keys, nothing = row("x", "network: keys"), row("kvalign-gpt2-mini-table", "table: nothing", "2")
-    assert names(keys, nothing) == ["x: keys", "table: nothing"]
-    assert names(nothing, shipped) == ["table: nothing", "table"]
-    assert names(row("x", "network: keys", every=8)) == ["x-every-8: keys"]
+    keys = row("x", "network: keys")
+    assert names(keys, row("y", "table: nothing")) == ["x: keys", "y: nothing"]
     of_before = row("x", "network")  # of a document that does not say it
     assert identity_of(of_before) == identity_of(keys)
     old = {"method": "kvalign", "aligner": "table"}
     assert names(old, row("x")) == ["table", "x"]
     assert names({"method": "window", "aligner": None}) == [None]
-
-
-@pytest.mark.slow
-def test_summary_joins_rows_of_the_same_aligner_alone(loaded, folders, tmp_path):
-    """Two documents have an aligner each, a third has both; their figures stay apart."""
-    documents = {
-        "first": run("perplexity", loaded, aligner="a-table"),
-        "second": run("perplexity", loaded, aligner="b-table"),
-        "third": run("streameval", loaded, aligner=folders[::-1]),
-    }
-    assert {row["aligner"] for row in documents["second"]["rows"]} == {"b-table", None}
-    for name, document in documents.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    for table in summary(read(tmp_path)):
-        lines = {row[0].text: row for row in table.rows}
-        assert set(lines) == {f"kvalign ({one}), 0 sinks" for one in folders} | {
-            "recompute, 0 sinks"
-        }
-        place = [column.title for column in table.columns].index("perplexity")
-        size = int(table.title.rpartition(" ")[2])
-        for name, folder in zip(("first", "second"), folders, strict=True):
-            rows = documents[name]["rows"]
-            (figure,) = (r["perplexity"] for r in rows if r["aligner"] and r["cache_size"] == size)
-            assert lines[f"kvalign ({folder}), 0 sinks"][place].text == f"{figure:.2f}"
-        assert all(entry.text for row in table.rows for entry in row)
-
-
-def test_a_line_has_one_style_in_all_panels_and_documents_of_before_have_theirs():
-    rows = [
-        {"method": "kvalign", "aligner": name, "num_sinks": 4, "num_evicted": 1}
-        for name in ("table", "table-every-8", "table-kl", "mine", "table: keys")
-    ]
-    colors = [style[0] for style in styles_of(rows).values()]
-    assert colors[0] == colors[1] == colors[4] and colors[2] != colors[0]
-    assert len(set(styles_of(rows).values())) == len(rows)
-    assert styles_of(rows)[label_of(rows[0])] == ("#009E73", "^", "-")

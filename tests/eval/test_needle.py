@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from helpers.reader import Reader
-from helpers.refusals import refused
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
@@ -80,17 +79,6 @@ def test_a_reader_finds_what_it_has(memory_len, right, loaded, streams):
     assert lengths + 3 * questions <= method.num_fed <= lengths + 3 * questions + 18 * 5
 
 
-def test_what_has_no_room_has_no_row(loaded, caplog):
-    """A method that does not evict: rows are of all questions, or none."""
-    method = make_method("dense", loaded.model, cache_size=40)
-    streams = haystacks(NeedleSettings(**SMALL | {"distances": (0, 10)}), loaded)
-    longest = max(stream.needles[-1].end for stream in streams)
-    assert longest + 400 > loaded.model.config.max_position_embeddings > longest + 100
-    rows = search(method, streams, [0, 10])
-    assert [row["distance"] for row in rows] == [0]
-    assert "no room for all questions at 10 C" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [("streaming-llm", {}), ("streaming-llm", dict(memory=500, num_recalled=8)), ("dense", {})],
@@ -125,10 +113,3 @@ def test_the_command(tmp_path, capsys):
     (axes,) = EVALUATION.figure(missing)[0].axes
     assert [patch.get_hatch() for patch in axes.patches].count("///") == 1
     assert EVALUATION.figure(document | {"rows": document["rows"][::2]}) is None
-
-
-def test_a_short_corpus_is_refused(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("The island was settled. " * 20)
-    argv = ["eval", "needle", "--model", "llama-mini", "--corpus", "text:a.txt"]
-    refused(argv, "41960 are needed: name a longer text, or smaller --distances", capfd)

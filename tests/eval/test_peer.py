@@ -3,10 +3,8 @@ refused. xllamacpp is stood in for by one whose clock its own work alone moves; 
 the real one, where it is installed.
 """
 
-import itertools
 import json
 import math
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -19,7 +17,6 @@ from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.latency import EVALUATION, peer, peer_process
 from kvalign.eval.protocol.evaluation import PEER
-from kvalign.foundation.errors import RunError
 from kvalign.models import fetched
 
 FETCHED = "smollm2-135m-instruct"
@@ -155,36 +152,13 @@ def test_rows_are_its_answers(stand_in, run, tmp_path):
     assert f"{PEER}, 3 sinks" in (tmp_path / "plot.svg").read_text()
 
 
-def test_it_streams_in_a_context_of_one_place_more_and_reads_in_one_of_the_prompt(stand_in, run):
-    flags = ["--cache-sizes", "255", "--peer", PEER, "--prompts", "random", "--prompt-len", "200"]
-    run(*flags)
-    stream, *readers_made = stand_in
-    assert {s.params.n_keep for s in stand_in} == {4} and all(s.params.ctx_shift for s in stand_in)
-    for server in stand_in:
-        assert server.params.cpuparams.n_threads == server.params.cpuparams_batch.n_threads == 1
-    assert stream.params.n_ctx == 256
-    tried = [(s.params.n_ctx, s.params.n_ubatch, len(s.asked)) for s in readers_made]
-    # Each is tried once; the fastest reads the first prompt off the clock, then that of each trial.
-    assert tried == [(201, 64, 1), (201, 128, 4), (201, 256, 1)]
-    turns, labels = stream.asked[:2], stream.asked[2:]
-    assert [len(x["prompt"]) for x in turns] == [255] * 2
-    assert all(x["n_predict"] == 1 + 125 and x["ignore_eos"] and x["n_keep"] == 4 for x in turns)
-    assert [len(x["prompt"]) for x in labels] == [*range(128, 256)]
-    for before, after in itertools.pairwise(labels):
-        assert after["prompt"] == [*before["prompt"], before["logit_bias"][0][0]]
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ([], "--peer llama.cpp reads a GGUF file: name one, or smollm2-135m-instruct, got 'gpt2-m"),
-        (["--model", "shape:gpt2"], "reads a GGUF file"),
         (["--model", FETCHED], f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
         (["--generate", "9"], "leave out --generate, --batch-sizes and --device"),
-        (["--batch-sizes", "1,2"], "leave out --generate, --batch-sizes and --device"),
         (["--cache-sizes", "255,1000"], "one more than --cache-sizes: use 1023 instead of 1000"),
-        (["--cache-sizes", "64"], "use 255 instead of 64"),
-        (["--peer", "vllm"], "--peer must be one of llama.cpp"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, monkeypatch):
@@ -194,59 +168,6 @@ def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, 
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not stand_in
-
-
-def test_the_package_is_asked_for(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    assert main(["eval", "latency", "--cache-sizes", "255", "--peer", PEER]) == 2
-    assert "llama.cpp needs xllamacpp: pip install 'kvalign[peer]'" in capsys.readouterr().err
-
-
-def test_what_it_says_went_wrong_is_said(stand_in, file, capsys):
-    argv = ["eval", "latency", "--model", str(file), "--methods", "streaming-llm", "--peer", PEER]
-    assert main([*argv, "--cache-sizes", "255", "--num-sinks", "13"]) == 1
-    assert capsys.readouterr().err.endswith("error: llama.cpp: no luck\n")
-
-
-PACKAGE = """
-import os
-from types import SimpleNamespace
-CommonParams = lambda: SimpleNamespace(model=SimpleNamespace())
-class Server:
-    def __init__(self, params):
-        self.params = params
-        if params.n_ctx == 0:
-            os._exit(3)
-    def handle_completions(self, asked, note=None):
-        if asked["prompt"] == "end":
-            os._exit(7)
-        answer = {"pid": os.getpid(), "path": self.params.model.path}
-        return [note(answer), note(answer)] if note else answer
-"""
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "xllamacpp.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    one = peer_process.PeerProcess({"model.path": "x.gguf", "n_ctx": 1})
-    (answer,) = one.ask({"prompt": "a"})
-    assert answer == {"pid": one.process.pid, "path": "x.gguf"} and answer["pid"] != os.getpid()
-    assert one.ask({"prompt": "a", "stream": True}) == [answer, answer]
-    with pytest.raises(RunError, match="llama.cpp ended with code 7"):
-        one.ask({"prompt": "end"})
-    with pytest.raises(RunError, match="llama.cpp ended with code 3"):
-        peer_process.PeerProcess({"n_ctx": 0})
-    another = peer_process.PeerProcess({"n_ctx": 1})
-    process = another.process
-    del another
-    process.join(60)
-    assert process.exitcode == 0
-
-
-def test_a_text_without_a_peer_is_refused(capsys):
-    assert main(["eval", "latency", "--corpus", "python-docs-2"]) == 2
-    assert "give --peer, too" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,18 +4,15 @@ print.
 
 import json
 import math
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluations.perplexity.scores import compare
@@ -96,18 +93,6 @@ def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
     assert own[1]["nll_nats"] != both[1]["nll_nats"] and own[3]["nll_nats"] == both[3]["nll_nats"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ("--first-label 20", "at least 21, the first input of the largest cache, got 20"),
-        ("--first-label 40 --protocol paper", "leave it out, or --protocol paper"),
-    ],
-)
-def test_a_first_label_follows_every_first_input(argv, said, capsys):
-    assert main([*TWO, "8,20", *argv.split()]) == 2
-    assert said in capsys.readouterr().err
-
-
 SHORT = "eval perplexity --corpus python-docs --cache-sizes 16 --num-tokens 40"
 
 
@@ -133,23 +118,6 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     first = [row["segments"][0] for row in rows[:2]]
     expected = first[1]["perplexity"] / first[0]["perplexity"]
     assert math.isclose(first[1]["ratio"], expected, rel_tol=1e-6)
-
-
-@pytest.mark.slow
-def test_several_sinks_are_compared_with_the_first(capsys):
-    argv = [*SHORT.split(), "--model", "llama-mini", "--methods", "streaming-llm,discard-half"]
-    rows = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "streaming-llm")["rows"]
-    found = [(row["method"], row["num_sinks"]) for row in rows]
-    assert found == [(m, n) for n in (4, 0) for m in ("streaming-llm", "discard-half")]
-    for row in rows:
-        assert math.isclose(row["ratio"], row["perplexity"] / rows[0]["perplexity"], rel_tol=1e-6)
-    one = run_json(capsys, *argv, "--num-sinks", "0")["rows"]
-    assert [row["perplexity"] for row in one] == [row["perplexity"] for row in rows[2:]]
-    # Half of the window is another number evicted, and the first sinks' row is the reference still.
-    half = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "discard-half")["rows"]
-    assert [row["num_evicted"] for row in half[1::2]] == [6, 8]
-    expected = half[3]["perplexity"] / half[1]["perplexity"]
-    assert half[1]["ratio"] == 1 and math.isclose(half[3]["ratio"], expected, rel_tol=1e-6)
 
 
 @pytest.mark.slow
@@ -260,38 +228,3 @@ def test_segments_begin_with_the_first_label():
         **{0: (0, 1), 1: (0.5, 1), 2: (1, 2), 6: (3, 4)},
         **{7: (3.5, 8), 40: (20, 24.5)},  # the rest of a segment that joins the next
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "aligner", "expected"),
-    [
-        ("gpt2-mini", "kvalign-gpt2-mini-table", [400.0914, 416.5342]),
-        ("gpt2-mini", "kvalign-gpt2-mini-table-kl", [399.2786, 418.3370]),
-        ("llama-mini", "kvalign-llama-mini-table", [368.2212, 386.3040]),
-    ],
-)
-def test_shipped_tables_are_as_good_in_half_precision(model, aligner, expected):
-    """Expected: of 1000 labels of LICENSE with the float32 weights that were rounded."""
-    weights = load_file(checkpoints.aligner_path(aligner) / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
-    for name, tensor in Aligner.from_pretrained(aligner).state_dict().items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor, weights[name].float())
-    loaded, text = load_model(model), (Path(__file__).parents[2] / "LICENSE").read_text()
-    ids = loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    for cache_size, before in zip((64, 255), expected, strict=True):
-        method = make_method("kvalign", loaded.model, cache_size=cache_size, aligner=aligner)
-        nll = score(method, ids[:, : cache_size + 1001]).mean()
-        assert math.exp(nll) == pytest.approx(before, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
-    keep = ["--keep", str(tmp_path / "losses")]
-    both = run_json(capsys, *TWO, "8,20", *keep)["rows"]
-    monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
-    alone = run_json(capsys, *TWO, "8", *keep)["rows"]  # from its own first label on
-    assert [row["first_label"] for row in alone] == [9, 9]
-    assert run_json(capsys, *TWO, "8", *keep, "--first-label", "21")["rows"] == both[:2]
-    files = sorted((tmp_path / "losses").glob("*-C8-*"))
-    assert [len(pq.read_table(path)) for path in files] == [21 - 9 + 30] * 2

@@ -5,7 +5,7 @@ from helpers.results_example import documents
 from matplotlib.colors import to_hex
 
 from kvalign.eval.drawing.plots import Series, draw, perplexities
-from kvalign.eval.drawing.strips import MAX_CELLS, draw_answers
+from kvalign.eval.drawing.strips import draw_answers
 from kvalign.eval.evaluations import EVALUATIONS
 
 STYLE = ("#000000", "o", "-")
@@ -57,13 +57,6 @@ def test_answers_are_a_strip_of_numbers_for_each_method():
         "recompute, 0 sinks",
     ]
     assert len({to_hex(patch.get_facecolor()) for patch in axes.patches}) == 3
-
-
-def test_many_answers_are_put_together():
-    answers = [SIZES | dict(readable=number % 2) for number in range(80)]
-    axes = draw_answers({"model": answers}).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["40", "60"] * (MAX_CELLS // 2)
-    assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1-5", "6-10"]
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)

@@ -1,12 +1,10 @@
 """What methods write and answer: one stream each, judged alike, the same again with one seed."""
 
-import io
 import json
 import shlex
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import kvalign.eval
 from kvalign import load_model
@@ -16,8 +14,6 @@ from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.judging.chunks import judged
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.judging.words import SHA256, load_words
-from kvalign.eval.protocol.evaluation import Panel, Passage, Piece
-from kvalign.eval.report.terminal import print_passages
 from kvalign.streaming.turns import turn_ids
 
 SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]
@@ -56,31 +52,6 @@ def test_passages_are_what_generate_writes(capsys):
         "--json",
     ]
     assert run_json(capsys, *argv)["text"] == row["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings"), [("readability", "num_prompts"), ("chat", "num_turns")]
-)
-def test_too_few_prompts_are_told(name, settings, tmp_path, caplog):
-    (tmp_path / "two.jsonl").write_text('{"turns": ["The sea", "and"]}\n{"turns": ["The land"]}\n')
-    own = dict(prompts=str(tmp_path / "two.jsonl"), cache_sizes=24, max_new_tokens=2)
-    evaluate = getattr(kvalign.eval, name)
-    for number in (2, 9):
-        evaluate(methods="window", model="gpt2-mini", **own, **{settings: number})
-    said = [record.getMessage() for record in caplog.records]
-    has = {"num_prompts": 2, "num_turns": 3}[settings]
-    assert said == [f"--{settings.replace('_', '-')} 9: {own['prompts']} has {has}, all are taken"]
-
-
-@pytest.mark.slow
-def test_table_has_the_means_of_the_passages(capsys):
-    argv = [*SHORT, "--methods", "window", "--num-prompts", "2"]
-    found = run_json(capsys, *argv, "--no-repeat-ngram-sizes", "0")
-    (mean,) = EVALUATION.rows(found)
-    assert mean["num_passages"] == 2 and "text" not in mean and "prompt" not in mean
-    for name in ("readable", "distinct_1", "dense_perplexity"):
-        assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
 
 
 @pytest.mark.slow
@@ -153,36 +124,6 @@ def test_texts_of_any_program(folder, capsys):
     assert Path("mine/plots/readability.svg").exists()
     assert main(["report", "mine", "--terminal"]) == 0
     assert "good.txt" in capsys.readouterr().out
-
-
-def test_page_is_opened(folder, monkeypatch, capsys, caplog):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or len(opened) == 1)
-    argv = ["eval", "readability", "--text", "good.txt", "--open", "--json"]
-    run_json(capsys, *argv)
-    assert opened == [(folder / "readability" / "report.html").as_uri()] and not caplog.text
-    run_json(capsys, *argv)
-    assert "no browser to open readability-2" in caplog.text
-
-
-@pytest.mark.parametrize(("is_terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
-def test_colours_are_for_terminals(is_terminal, no_color, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    pieces = [Piece("the island\n", 10, 9, True), Piece("Zq \x1b[31m", 10, 0, False)]
-    passage = Passage("window", "window, 0 sinks", 0.5, " ", pieces, "tail")
-    out = io.StringIO()
-    console = Console(
-        file=out, width=80, force_terminal=is_terminal, color_system="truecolor", highlight=False
-    )
-    print_passages([Panel("a model", "A prompt.", [passage])], console)
-    text = out.getvalue()
-    assert "\x1b[31m" not in text  # what the passage has is shown, not done
-    if not is_terminal:
-        assert text == ""
-        return
-    assert "A prompt." in text and "the island" in text and "tail" in text
-    assert ("\x1b[32mthe island" in text) is not bool(no_color)
-    assert ("\x1b[4mZq" if no_color else "\x1b[4;31mZq") in text  # underlined either way
 
 
 def test_answers_come_from_one_stream():

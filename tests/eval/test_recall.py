@@ -9,7 +9,6 @@ import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.evaluations.recall.scores import part_of, read_stream
-from kvalign.eval.protocol.conclusions import recalled
 from kvalign.models.loading import load_model
 
 
@@ -91,19 +90,3 @@ def test_the_plot_and_its_sentence(result):
     (one, other) = EVALUATION.figure(relative)[0].axes
     assert one.get_xlim() == other.get_xlim() and one.get_xlim()[1] < 2
     assert "over C" in one.get_xlabel()
-
-
-def test_without_a_reference_the_sentence_is_a_list():
-    row = {"method": "window", "aligner": None, "cache_size": 8, "num_sinks": 0, "num_evicted": 1}
-    said = recalled([row | {"oldest": 0.5}])
-    assert said == "Right answers in the oldest quarter of the cache: window with 0 sinks (0.50)."
-    assert recalled([row | {"oldest": 0.5, "method": "recompute"}]) == ""
-
-
-def test_a_model_of_other_words_is_refused():
-    with pytest.raises(kvalign.UserError, match="gpt2-mini was not trained on facts"):
-        kvalign.eval.recall(model="gpt2-mini")
-    with pytest.raises(kvalign.UserError, match="--farthest must be one of 0, 2, 4, .* got 3"):
-        RecallSettings(farthest=3)
-    with pytest.raises(kvalign.UserError, match="--plot takes a path"):
-        RecallSettings(plot="a.txt")

@@ -117,47 +117,8 @@ def test_keys_walk_the_strips(page):
     assert focused_id(page) == "c1-2-1"
 
 
-def test_touch_reads_first_and_jumps_then(phone):
-    chunk = phone.locator(".strip").first.locator(".chunk").nth(2)
-    chunk.scroll_into_view_if_needed()
-    chunk.tap()
-    assert "chunk 3," in phone.locator(".peek").first.inner_text()
-    assert focused_id(phone) != "c1-1-3"
-    chunk.tap()
-    assert focused_id(phone) == "c1-1-3"
-
-
 def test_nothing_is_wider_than_a_phone(phone):
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
-
-
-def test_legends_are_legible_on_a_phone(browser, address):
-    """Beside the plot, which scrolls; letters of 10 px and more, none out of sight."""
-    page = browser.new_page(viewport={"width": 420, "height": 900})
-    page.goto(address)
-    page.evaluate(OPENED)
-    keys = page.locator(".plot-key svg")
-    assert keys.count() > 10
-    for key in keys.all():
-        box, text = key.bounding_box(), key.locator("text").first
-        assert box["x"] + box["width"] <= 420
-        size = text.evaluate("e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a")
-        assert size >= 10
-    assert not page.locator("[role=img] .plot-legend").first.is_visible()
-    page.close()
-
-
-def test_a_desktop_is_used(browser, more):
-    """Plots stand beside each other, tables take the width; legends are in the plots."""
-    page = browser.new_page(**DESKTOP)
-    page.goto(more)
-    page.evaluate(OPENED)
-    boxes = [one.bounding_box() for one in page.locator(".figures figure").all()]
-    assert any(a["y"] == b["y"] and a["x"] < b["x"] for a, b in itertools.pairwise(boxes))
-    assert page.locator("#summary table").first.bounding_box()["width"] > 1200
-    assert page.locator("[role=img] .plot-legend").first.is_visible()
-    assert not page.locator(".plot-key svg").first.is_visible()
-    page.close()
 
 
 def test_on_a_phone_the_summary_is_a_card_a_method(phone):
@@ -173,13 +134,6 @@ def test_on_a_phone_the_summary_is_a_card_a_method(phone):
     for cell in first.locator("td").all():
         assert cell.is_visible() is bool(cell.text_content())
     assert faults(phone) == []
-
-
-def test_on_a_desktop_the_summary_is_a_table(page):
-    cells = page.locator("#summary .cards tbody tr").first.locator("td").all()
-    tops = {round(cell.bounding_box()["y"]) for cell in cells}
-    assert len(tops) == 1
-    assert page.locator(".conclusion").count() == page.locator("figure").count() > 0
 
 
 def test_the_first_screen_has_the_pictures_side_by_side(browser, more):

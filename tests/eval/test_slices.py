@@ -8,7 +8,7 @@ import torch
 from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.evaluations.perplexity.scores import slice_losses
 from kvalign.eval.evaluations.perplexity.slices import distances, slices
-from kvalign.eval.evaluations.perplexity.slices_shown import figure, sections, slice_name, tables
+from kvalign.eval.evaluations.perplexity.slices_shown import figure, slice_name
 from kvalign.eval.protocol.conclusions import on_old_tokens, recall
 
 EDGES = SLICES["bigrams"].edges
@@ -36,12 +36,6 @@ def test_slices_end_with_parts_of_the_cache():
     assert all(one["high"] is None for one in found)
     names = ["0-0.25 C", "0.25-0.5 C", "0.5-0.75 C", "0.75-1 C", "1-2 C", "over 2 C", "new"]
     assert [*map(slice_name, found)] == names
-
-
-def test_a_slice_without_labels_has_no_figure():
-    found = slices(torch.ones(2), torch.tensor([0, 1]), 8, EDGES)
-    empty = {"num_labels": 0, "perplexity": None, "low": None, "high": None}
-    assert [one.items() >= empty.items() for one in found] == [False, *[True] * 5, False]
 
 
 def rows_of_two(num_labels, forgets):
@@ -76,23 +70,6 @@ def test_ratios_are_paired_and_say_who_forgets():
     assert recall(rows, "recompute").startswith("No method is shown to be further from recompute")
 
 
-@pytest.mark.parametrize("reference", ["recompute", None])
-def test_tables_name_slices_and_count_their_labels(reference):
-    rows, losses, ids = rows_of_two(1000, 0.5)
-    slice_losses(rows, losses, ids, reference)
-    document = {"rows": rows, "settings": {"model": "tiny", "reference": reference}}
-    found = tables(document, "bigrams")
-    assert len(found) == (2 if reference else 1)
-    count = rows[0]["bigrams"][3]["num_labels"]
-    assert found[-1].columns[1].title == f"0.75-1 C ({count})"  # slices without labels are left out
-    drawn, caption, _ = figure(document, "bigrams")
-    assert len(drawn.axes) == 1 and "by distance to the last occurrence" in caption
-    old = {"rows": [{"method": "window"}], "settings": document["settings"]}
-    assert figure(old, "bigrams") is None and tables(old, "bigrams") == []
-    names = [(section.title, section.plots[0].name) for section in sections({"a": document})]
-    assert names == [("Recall slices", "a-recall-slices"), ("Last said", "a-last-said")]
-
-
 def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     """Of one method, with a memory and without: the reference is the one without."""
     ids = [*range(40)] * 30  # each token was last said 40 tokens ago, 5 C
@@ -117,21 +94,3 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     (axes,) = figure(document, "tokens")[0].axes
     line = axes.containers[0].lines[0]
     assert [*line.get_ydata()] == pytest.approx([math.exp(-0.1)] * 2)
-
-
-def test_a_slice_of_few_labels_has_no_best():
-    rows, losses, ids = rows_of_two(1000, 0.1)
-    rows.append(rows[1] | dict(num_evicted=2))
-    slice_losses(rows, [losses[0], losses[1], losses[1] + 1], ids, "recompute")
-    for row in rows:
-        row["bigrams"][4] |= dict.fromkeys(("perplexity", "ratio"), float(row["num_evicted"]))
-        row["bigrams"][4] |= dict(num_labels=199, high=None, ratio_high=None)
-    document = {"rows": rows, "settings": {"model": "tiny", "reference": "recompute"}}
-    shown = tables(document, "bigrams")[1]
-    titles = [column.title for column in shown.columns[1:]]
-    best = [entry.is_best for entry in shown.rows[1][1:]]
-    assert dict(zip(titles, best, strict=True)) == {
-        "0.75-1 C (496)": True,
-        "1-2 C (199)": False,
-        "new (503)": True,
-    }

@@ -11,15 +11,10 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from kvalign import load_model
 from kvalign.cache.sizes import CacheSizes
-from kvalign.eval import streameval
-from kvalign.eval.evaluations.streameval import StreamEvalSettings
-from kvalign.eval.evaluations.streameval.scores import ask, check_fits, encode, pieces, score, sees
-from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.evaluations.streameval.scores import ask, encode, pieces, score, sees
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.methods.registry import METHODS
 from kvalign.streaming.loop import stream_tokens
 
 
@@ -102,27 +97,6 @@ def test_a_reader_that_can_do_it_is_right_as_far_as_it_remembers(loaded):
     assert math.isclose(rows[2]["answer_nll_nats"], 100 * sum(lens) / len(lens), rel_tol=1e-6)
 
 
-def test_distance_in_tokens_is_from_the_value_to_its_answer(loaded):
-    between = "\nline 3: REGISTER_CONTENT is <15306>\nWhat is the REGISTER_CONTENT of line 2? <"
-    assert as_text(3, 3, 1, 0).count(between) == 1
-    row = score(Oracle(loaded.tokenizer, 9), encode(pieces(3, 3, 1, 0), loaded.tokenizer))
-    assert row["distance_lines"] == 1 and row["num_queries"] == 1
-    assert row["distance_tokens"] == len(loaded.tokenizer(between)["input_ids"])
-
-
-def test_memory_that_loses_the_line_within_the_answer_is_wrong(loaded):
-    stream = encode(pieces(20, 20, 5, 0), loaded.tokenizer)
-    line, query = stream[14], queries(stream)[0]
-    assert line.piece.line == query.piece.line == 15
-    until_last_token = query.answer_end - 1 - line.start
-    for memory_len, accuracy in ((until_last_token, 1), (until_last_token - 1, 0)):
-        row = score(Oracle(loaded.tokenizer, memory_len), stream)
-        assert row["accuracy"] == accuracy and row["in_cache"] == 1
-    short = query.answer_start - line.start
-    assert score(Oracle(loaded.tokenizer, short), stream)["in_cache"] == 1
-    assert score(Oracle(loaded.tokenizer, short - 1), stream)["in_cache"] == 0
-
-
 @pytest.mark.slow
 def test_teacher_forcing_is_greedy_decoding(loaded):
     """The right answers are replaced by what greedy decoding writes: as it is, with the last token
@@ -188,16 +162,6 @@ def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
         assert found == seen, (name, num_evicted)
 
 
-def test_a_line_among_the_sinks_is_seen_for_ever(loaded):
-    stream = encode(pieces(20, 10, 0, 0), loaded.tokenizer)
-    first, second = stream[:2]
-    model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer))
-    for num_sinks in (first.answer_end, first.answer_end - 1):
-        method = make_method("streaming-llm", model, cache_size=50, num_sinks=num_sinks)
-        assert sees(method, first, 400) == (num_sinks == first.answer_end)
-        assert not sees(method, second, 400)
-
-
 def seen_at(method, stream, query):
     """Indices of the tokens that the step before an answer attends to."""
     held = set()
@@ -220,73 +184,3 @@ def seen_at(method, stream, query):
     method.feed = spied
     ask(method, stream)
     return held
-
-
-def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkeypatch, loaded):
-    with pytest.raises(ValueError, match="unknown method 'sink'"):
-        streameval(methods=("sink",))
-    stream = encode(pieces(20, 10, 0, 0), loaded.tokenizer)
-    length = len(torch.cat([one.ids for one in stream]))
-    model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=length)
-    check_fits(make_method("dense", model, cache_size=16), [stream])
-    monkeypatch.setattr(METHODS["streaming-llm"], "feed", None)
-    message = f"dense has room for 512 tokens, the stream has {length}: lower --num-lines"
-    with pytest.raises(ValueError, match=message):
-        streameval(methods=["streaming-llm", "dense"], num_lines=20, distances=0, query_every=10)
-
-
-WRONG = [
-    (dict(distances=(0, 200)), "after line 200, which must exceed the largest of --distances"),
-    (dict(num_lines=48), "--num-lines 48 and --query-every 10 put the last query after line 40"),
-    (dict(num_lines=5, distances=(0,)), "put the last query after line 0"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_wrong_settings_are_named(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        StreamEvalSettings(**changes)
-
-
-ROW = [*SIZES, "distance_lines"]
-ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy"]
-ROW += ["accuracy_low", "accuracy_high", "answer_nll_nats", "seconds"]
-
-
-@pytest.mark.slow
-def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
-    streams = {}
-    for cls in METHODS.values():
-        for name in ("feed", "reset"):
-            spy(monkeypatch, cls, name, streams)
-    settings = StreamEvalSettings(
-        cache_sizes=(32, 40), num_lines=2, query_every=2, distances=(0, 1), seed=5
-    )
-    found = streameval(settings)
-    rows = found["rows"]
-    assert found["kind"] == "eval streameval"
-    assert [list(row) for row in rows] == [ROW] * 20
-    assert [row["distance_lines"] for row in rows] == [0, 1] * 10
-    assert [row["cache_size"] for row in rows] == [32] * 10 + [40] * 10
-    assert [row["method"] for row in rows[:10:2]] == list(settings.methods)
-    tokenizer = load_model("gpt2-mini").tokenizer
-    read = {name: [fed for fed in parts if fed] for name, parts in streams.items()}
-    assert sorted(read) == sorted(settings.methods)
-    for name, parts in read.items():
-        texts = [tokenizer.decode(fed) for fed in parts]
-        assert texts == [as_text(2, 2, distance, 5) for distance in (0, 1)] * 2, name
-
-
-def spy(monkeypatch, cls, name, streams):
-    """Note what a method is fed, from reset to reset."""
-    plain = getattr(cls, name)
-
-    def noted(self, *args):
-        parts = streams.setdefault(self.name, [[]])
-        if name == "reset":
-            parts.append([])
-        else:
-            parts[-1].extend(args[0][0].tolist())
-        return plain(self, *args)
-
-    monkeypatch.setattr(cls, name, noted)

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from kvalign.app.cli.main import main
 from kvalign.eval.protocol.evaluation import Column, Table
-from kvalign.eval.report import terminal
 from kvalign.eval.report.terminal import fitted, print_tables
-from kvalign.foundation.console import Entry, console_for
+from kvalign.foundation.console import Entry
 
 FIGURES = [Entry("84.10"), Entry("1234.56")]
 KEYS = ["no repeated n-gram", "ratio"]
@@ -87,16 +86,3 @@ def test_report_is_as_wide_as_columns_says(width, tmp_path, capsys, monkeypatch)
     assert ("left out at 80 columns" in text) is (width == 80)
     perplexities = re.findall(r"\b1[0-5]\.00\b", text)
     assert len(perplexities) >= 6
-
-
-def test_a_pipe_without_columns_is_wide(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert console_for().width >= 168
-    monkeypatch.setenv("COLUMNS", "80")
-    assert console_for().width == 80
-
-
-def test_findings_of_hostile_names_are_text(tmp_path):
-    out = io.StringIO()
-    terminal.show(write_folder(tmp_path / "results"), Console(file=out, width=80))
-    assert "\x1b" not in out.getvalue()

@@ -4,11 +4,9 @@ import json
 
 import pytest
 from helpers.reader import Reader
-from helpers.refusals import altered_model, refused
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.eval import told
 from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
 from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
 from kvalign.eval.protocol.evaluation import SIZES
@@ -106,27 +104,3 @@ def test_the_command(loaded, tmp_path, capsys, caplog):
     _, caption, conclusion = EVALUATION.figure(document)
     assert "llama-mini" in caption and "After 8 C of other talk" in conclusion
     assert len(EVALUATION.summary_rows(document)) == 3
-
-
-def test_no_numbers_are_no_answers(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-
-    def without_norm(tensors):
-        return tensors | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")}
-
-    altered_model(tmp_path / "m", "llama-mini", weights=without_norm)
-    argv = ["eval", "told", "--model", "m", "--methods", "window", "--cache-sizes", "16"]
-    argv += ["--talk", "0", "--num-conversations", "1"]
-    refused(argv, "window cannot be scored: the weights of the model m", capfd, code=1)
-
-
-def test_a_tokenizer_of_other_words_is_refused(capsys):
-    flags = ["--model", "recall-llama", "--num-conversations", "1", "--talk", "0"]
-    assert main(["eval", "told", *flags]) == 2
-    assert "does not distinguish the possible answers to" in capsys.readouterr().err
-
-
-def test_a_short_corpus_is_refused(loaded, tmp_path):
-    (tmp_path / "short.txt").write_text("a few words only\n" * 100)
-    with pytest.raises(ValueError, match="is too short for 4 times 2560 tokens of other talk"):
-        told(loaded=loaded, corpus=f"text:{tmp_path}/short.txt", cache_sizes=(40,))

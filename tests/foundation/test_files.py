@@ -16,7 +16,6 @@ from kvalign.foundation.files import (
     checked,
     locked,
     read_json,
-    read_text,
     write_json,
     write_together,
     write_whole,
@@ -144,12 +143,6 @@ def test_what_is_of_use_stays(error, tmp_path):
         (tmp_path / "out" / "shard").unlink(missing_ok=True)
 
 
-def test_what_failed_stays_where_nothing_is_said_of_it(tmp_path):
-    with pytest.raises(OSError, match="full"):
-        fail(tmp_path / "out", OSError("full"), "shard")
-    assert (tmp_path / "out" / "shard").exists()
-
-
 def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
     (tmp_path / "training").mkdir()
     stale = [tmp_path / ".x.partial.json", tmp_path / "training" / ".best.ckpt.partial"]
@@ -159,18 +152,3 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
     with locked(tmp_path):
         assert not any(path.exists() for path in stale)
     assert (tmp_path / "training").exists()
-
-
-def test_a_text_is_of_a_file_and_whole_characters(tmp_path):
-    (tmp_path / "half.json").write_text('{"a": "\\ud800"}')
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    (tmp_path / "far.json").write_text("1e999999")
-    for read, path, message in (
-        (read_text, tmp_path, "is not a file but a folder"),
-        (read_text, tmp_path / "none", "there is no file"),
-        (read_json, tmp_path / "half.json", "is not JSON"),
-        (read_json, tmp_path / "deep.json", "is not JSON"),
-        (read_json, tmp_path / "far.json", "must hold a JSON object"),
-    ):
-        with pytest.raises(UserError, match=message):
-            read(path)

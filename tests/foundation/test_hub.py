@@ -23,18 +23,6 @@ def test_behind_a_proxy_that_is_none(proxy, monkeypatch):
     assert not hub.is_reachable()
 
 
-def test_why_it_was_not_asked_is_called_by_its_name(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hub.why_not() == ", which was not asked because HF_HUB_OFFLINE is set"
-    with pytest.raises(ValueError, match="on the hub, which was not asked because HF_HUB_OFFLINE"):
-        load_model("elsewhere")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "is_reachable", lambda: False)
-    assert hub.why_not() == ", which does not answer"
-    monkeypatch.setattr(hub, "is_reachable", lambda: True)
-    assert hub.why_not() == ""
-
-
 def test_a_fetched_model_is_one_that_works_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

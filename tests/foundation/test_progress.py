@@ -1,7 +1,6 @@
 """The one bar: in a terminal, in a file, and not at all."""
 
 import fcntl
-import logging
 import os
 import re
 import struct
@@ -10,10 +9,8 @@ import sys
 import termios
 import time
 from contextlib import suppress
-from threading import Thread
 
 import pytest
-from helpers.patience import PATIENCE_S
 
 from kvalign.foundation import progress
 
@@ -74,55 +71,11 @@ def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
     assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:")  # all that was needed
 
 
-def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch):
-    def work():
-        with progress.shown_as("job") as bar:
-            bar.expect(10, "tokens")
-            until_drawn(bar)
-            log = logging.Logger("beside a bar")
-            log.addHandler(progress.LogHandler(sys.stderr))
-            log.warning("mind this")
-
-    drawn = drawn_in_terminal(monkeypatch, work)
-    (line,) = [one for one in drawn if "mind this" in one]
-    assert line == "mind this\n"
-
-
 def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):
     drawn = drawn_in_terminal(monkeypatch, lambda: job(40))
     assert any(one.startswith("job: reading [") for one in drawn)
     assert any("job: counting:  " in one and "/400 [" in one for one in drawn)
     assert "job: 100%|" in drawn[-1] and drawn[-1].endswith("\n")
-
-
-def test_one_within_another_is_a_phase_of_it(hurried, capfd):
-    with progress.shown_as("whole") as bar:
-        progress.expect(10, "rows")
-        progress.skip(5)
-        with progress.shown_as("part") as inner:
-            assert inner is bar and inner.desc == "whole: part"
-            progress.expect(4, "rows")
-        assert (bar.n, bar.initial, bar.total) == (5, 5, 14)
-    assert bar.n == 14
-    progress.advance(1)  # shown to nobody
-    progress.expect(1, "rows")
-    assert bar.n == bar.total == 14
-
-
-def test_ctrl_c_leaves_it_where_it_was(hurried, capfd):
-    @progress.shown_as("job")
-    def work():
-        progress.expect(100, "rows")
-        progress.advance(30)
-        until_drawn(progress._bar)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("job: starting: 30 of 100 rows in ")
-    with progress.shown_as("next") as bar:
-        assert bar.name == "next"
 
 
 def test_it_can_be_turned_off():
@@ -139,38 +92,8 @@ def test_it_can_be_turned_off():
         assert done.returncode == 0 and bool(done.stderr) == (switch == "")
 
 
-def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
-    with progress.shown_as("job") as bar:
-        progress.expect(100, "rows")
-        progress.advance(30)
-        until_drawn(bar, 3)
-    lines = capfd.readouterr().err.splitlines()
-    assert "rows/s" in lines[0] and lines[0].endswith(" left")
-    assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
-    assert lines[-2].endswith(" so far")
-
-
 def test_what_is_short_says_nothing(monkeypatch, capfd):
     monkeypatch.setattr(progress, "DELAY_S", 60)  # short on a busy machine, too
     assert drawn_in_terminal(monkeypatch, lambda: job(100, is_drawn=False)) == []
     job(100, is_drawn=False)
     assert capfd.readouterr().err == ""
-
-
-def test_what_counts_nothing_leaves_nothing(hurried, monkeypatch):
-    def work():
-        with progress.shown_as("page") as bar:
-            until_drawn(bar)
-
-    drawn = drawn_in_terminal(monkeypatch, work)
-    assert "page: starting [00:" in "".join(drawn) and drawn[-2].strip() == drawn[-1] == ""
-
-
-def test_a_bar_that_was_not_closed_waits_for_no_lock():
-    bar = progress.Bar("job")
-    with bar.get_lock():
-        dropping = Thread(target=bar.__del__, daemon=True)
-        dropping.start()
-        dropping.join(PATIENCE_S)
-        assert not dropping.is_alive()
-    bar.close()

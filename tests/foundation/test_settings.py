@@ -71,22 +71,6 @@ def test_what_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
     assert not Path("new").exists()
 
 
-def test_unknown_and_doubled_keywords_are_refused():
-    with pytest.raises(TypeError, match="salt"):
-        bake(out="x", salt=1)
-    with pytest.raises(TypeError, match="not both"):
-        bake(BakeSettings(out=Path("x")), kind="rye")
-    with pytest.raises(TypeError, match="BakeSettings or keywords.*got 'loaf'"):
-        bake("loaf")
-
-
 def test_the_command_line_that_makes_them():
     settings = BakeSettings(out=Path("a loaf"), sizes=(3, 4))
     assert settings.command_line("bake") == "kvalign bake --out 'a loaf' --sizes 3,4"
-
-
-def test_what_repeats_keeps_its_commas():
-    from kvalign.app.sessions.conversation import ConversationSettings
-
-    settings = ConversationSettings(say=["Yes, and no", "Why?"])
-    assert settings.command_line("chat") == "kvalign chat --say 'Yes, and no' --say 'Why?'"

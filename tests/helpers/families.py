@@ -53,25 +53,7 @@ FAMILIES = {
         _AFTER_CHATML + "<think>\n\n</think>\n\n",
         rewrites=True,
     ),
-    "qwen2.5": Family(
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-        + _CHATML,
-        ("<|im_start|>", "<|im_end|>"),
-        "<|im_end|>",
-        _AFTER_CHATML,
-    ),
     "smollm2": Family(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", _AFTER_CHATML),
-    # How the model is asked depends on what the system message says.
-    "smollm3": Family(
-        "{% set calm = messages[0].role == 'system' and '/no_think' in messages[0].content %}"
-        + _CHATML.replace(
-            "assistant\n{% endif %}",
-            "assistant\n{% if calm %}<think></think>{% endif %}{% endif %}",
-        ),
-        ("<|im_start|>", "<|im_end|>"),
-        "<|im_end|>",
-        _AFTER_CHATML,
-    ),
     "llama3": Family(
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>"
         "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
@@ -113,13 +95,6 @@ FAMILIES = {
         "<end_of_turn>\n<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
         takes_system=False,
     ),
-    "phi3": Family(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}",
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
-        "<|end|>",
-        "<|end|>\n<|user|>\n{}<|end|>\n<|assistant|>\n",
-    ),
     # What was thought stays out of earlier answers; the model is asked to think.
     "deepseek-r1": Family(
         "<bos>{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
@@ -150,15 +125,6 @@ FAMILIES = {
         "<|return|>",
         "<|end|><|start|>user<|message|>{}<|end|><|start|>assistant",
         rewrites=True,
-    ),
-    "olmo": Family(
-        "{{ eos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
-        "{{ m.content }}{{ eos_token }}{{ '' if loop.last else '\n' }}{% else %}<|{{ m.role }}|>\n"
-        "{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
-        "{% endif %}",
-        (),
-        "<|endoftext|>",
-        "<|endoftext|>\n<|user|>\n{}\n<|assistant|>\n",
     ),
     # Nothing ends an answer: who speaks next does.
     "glm": Family(

@@ -18,7 +18,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from helpers.plain_stream import copy_of
 
 CLOSE = 1e-4  # scores that float32 may order otherwise
-TOLERANCE = 1e-4
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
 ALIKE = 0.95  # cosine of keys, less what all have in common, from which they say the same
 COMPARED = 2  # times as many as are taken back
@@ -37,7 +36,7 @@ class PlainMemory:
     """
 
     _now: "PlainMemory"  # whose step it is
-    taken: dict[int, list[list[int]]] | None = None  # what is followed
+    taken: dict[int, list[list[int]]]  # what is followed
     rough: "PlainMemory | None" = None
 
     def __init__(
@@ -69,7 +68,7 @@ class PlainMemory:
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, num_heads, num_tokens, head_dim)
         self.keys, self.values = torch.zeros(2, *shape, dtype=model.dtype)
-        self.seen = self.num_swapped = 0
+        self.seen = 0
         self.worth: dict[tuple[int, int], dict[int, float]] = {}  # of the last step, by head
 
     @staticmethod
@@ -89,24 +88,6 @@ class PlainMemory:
         """
         self.taken, self.rough = taken, rough
         logits = self._run(token)
-        self.taken = None
-        self.seen += 1
-        return logits
-
-    def step(self, token: Tensor, expected: Tensor) -> Tensor:
-        """Take one token [] in; logits [V].
-
-        Where two entries score so nearly alike that float32 may take the other one, both are tried:
-        the one is taken that gives what is expected.
-        """
-        self.swap, self.close = None, []
-        logits = self._run(token)
-        for one in list(self.close):
-            if torch.allclose(logits, expected.double(), rtol=0, atol=TOLERANCE):
-                break
-            self.swap = one
-            logits = self._run(token)
-        self.num_swapped += self.swap is not None
         self.seen += 1
         return logits
 
@@ -232,20 +213,10 @@ class PlainMemory:
             j: score - RECENCY[self.by_age] * math.log(now - j)
             for j, score in zip(lost, scores.tolist(), strict=True)
         }
-        if self.taken is None:
-            return self._best(layer, head, worth)
         self.worth[layer, head], taken = worth, self.taken[layer][head]
         if self.dtype == torch.float64:
             self._check(layer, head, worth, taken)
         return taken
-
-    def _best(self, layer: int, head: int, worth: dict[int, float]) -> list[int]:
-        """Of the best twice as many, those that no newer one of them says again."""
-        num, order = self.sizes.num_recalled, sorted(worth, key=worth.__getitem__, reverse=True)
-        compared = sorted(self._first(order, worth, COMPARED * num, (layer, head)))
-        again = self._said_again(layer, head, compared)
-        order = [j for j in order if j in compared and again[j] <= ALIKE]
-        return sorted(self._first(order, worth, num, (layer, head, "taken")))
 
     def _said_again(self, layer: int, head: int, compared: list[int]) -> dict[int, float]:
         """By token the cosine of its key with the newer one that is most like it."""
@@ -277,16 +248,6 @@ class PlainMemory:
         least = min((worth[j] for j in taken), default=math.inf)
         left = [j for j in fine if j not in taken and worth[j] > least + 2 * off]
         assert not left, f"{where}: what was worth more was left"
-
-    def _first(
-        self, order: list[int], worth: dict[int, float], num: int, which: tuple[int | str, ...]
-    ) -> list[int]:
-        """The first of them, or those with the next in place of the last, where these are close."""
-        if len(order) > num and abs(worth[order[num - 1]] - worth[order[num]]) < CLOSE:
-            self.close.append(which)
-            if self.swap == which:
-                return [*order[: num - 1], order[num]]
-        return order[:num]
 
     def _aways(self, ages: list[int]) -> list[int]:
         """How far before the token entries of these ages, the oldest first, lie.

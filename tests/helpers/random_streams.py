@@ -85,9 +85,12 @@ class RandomStream:
             asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
             asked["num_recalled"] = rng.randint(1, max(1, size - num_sinks - 1))
             asked["recall_places"] = pick((None, "age", "rank"))
-            kind = "table" if name == "kvalign" else "none"
+            asked["recall_layers"] = pick((None, None, "0,2"))
             if self.kind not in REGISTERED:
                 return None
+            may_be_anchored = FAMILIES[self.kind] == "learned" and asked["recall_places"] is None
+            kind = pick(("table", "anchored" if may_be_anchored else "table"))
+            kind = kind if name == "kvalign" else "none"
         elif way == "kvalign":
             kind = pick([*ALIGNERS])
             planned["realign_every"] = pick((1, 1, 1, 2, 5))
@@ -96,13 +99,14 @@ class RandomStream:
         fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
         fixed["dense"] = ["num_sinks", "num_evicted"]
         asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
-        aligner = self._aligner(kind, num_sinks)
+        aligner = self._aligner(kind, num_sinks, is_plain=way == "memory")
         given = {} if aligner is None else {"aligner": aligner}
         try:
             method = make_method(name, self.model, warn=False, **asked, **given)
         except UserError:
             return None
-        self.numbers = {} if aligner is None else dict(aligner.named_parameters())
+        numbers = getattr(aligner, "table", aligner) if way == "memory" else aligner
+        self.numbers = {} if aligner is None else dict(numbers.named_parameters())
         self.plan = Plan(self.kind, size, num_sinks, num_evicted, aligner=kind, **planned)
         self.loop = PlainWindow if way == "again" else PlainStream
         if way == "memory":
@@ -111,13 +115,13 @@ class RandomStream:
         self.found[way] += 1
         return method
 
-    def _aligner(self, kind, num_sinks):
+    def _aligner(self, kind, num_sinks, is_plain):
         if kind == "none":
             return None
         if kind == "network":
             return network(self.model, train=True, num_sinks=num_sinks)
         aligner = ALIGNERS[kind](self.model, 0.3)
-        if kind == "anchored":
+        if kind == "anchored" and not is_plain:
             for net in (aligner.key, aligner.value):
                 torch.nn.init.normal_(net.fc3.weight, std=0.3)
         return aligner
@@ -162,6 +166,8 @@ class RandomStream:
     @property
     def _may_be_edited(self) -> bool:
         is_slice = self.loop is PlainStream and self.plan.is_slice
+        if self.method.sizes.recall_layers is not None:
+            return False
         is_placed = self.loop is PlainMemory or (is_slice and self.plan.aligner != "network")
         return is_placed and self.is_even and len(set(self.method.cache.num_gone)) == 1
 

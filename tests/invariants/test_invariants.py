@@ -18,9 +18,7 @@ from kvalign.cache.realigner import rotated
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
-from kvalign.foundation.errors import UserError
 from kvalign.invariants import INVARIANTS
-from kvalign.invariants.stream import NotApplicableError, matches
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
@@ -151,20 +149,6 @@ def test_a_memory_keeps_to_all(kind, aligner, shallow):
     not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
     assert not_tried >= {"half-logits", "kl"} and not not_tried & MEMORY
     assert ("moves" in not_tried) == (aligner is None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "changes", "said"),
-    [
-        ("recompute", "llama", {}, "streams of recompute cannot be edited"),
-        ("streaming-llm", "llama", dict(policy="tova"), "policy tova"),
-        ("kvalign", "gpt2", {}, "kind network"),
-    ],
-)
-def test_what_cannot_be_edited_says_so(name, kind, changes, said, models):
-    outcomes = outcomes_of(models[kind], lambda m: make(name, m, **changes), [*EDITS])
-    assert set(states(outcomes).values()) == {"not applicable"}
-    assert all(said in outcome.note for outcome in outcomes.values())
 
 
 @pytest.mark.slow
@@ -418,16 +402,6 @@ def test_a_planted_bug_is_found_where_it_is(bug, shallow, monkeypatch):
     assert set(failing) <= set(PLANTED[bug])
 
 
-def test_what_is_asked_for_wrongly(models):
-    model = models["llama"]
-    with pytest.raises(UserError, match="unknown invariant 'mask'; did you mean masks"):
-        kvalign.verify(model, lambda model: DynamicCache(), invariants=["mask"])
-    with pytest.raises(UserError, match="must return a Cache of transformers or a method"):
-        kvalign.verify(model, lambda model: None)
-    with pytest.raises(UserError, match="half must be bfloat16 or float16, got 'int8'"):
-        kvalign.verify(model, lambda model: DynamicCache(), half="int8")
-
-
 def test_a_cache_that_raises_or_gives_no_number_fails(models):
     """And the others are still tried."""
 
@@ -445,26 +419,3 @@ def test_a_cache_that_raises_or_gives_no_number_fails(models):
     assert [outcomes[row].state for row in rows] == ["failed", "failed", "passed"]
     assert outcomes["reorder"].note == "it raised ValueError: not here"
     assert outcomes["repeat"].figure is None and outcomes["repeat"].note.startswith("no number")
-
-
-@pytest.mark.parametrize("memory", [None, 30])
-def test_a_bare_cache_takes_no_tokens_together_once_it_is_full(memory, models):
-    def make(model):
-        return kvalign.make_cache(model, method="streaming-llm", cache_size=20, memory=memory)
-
-    outcome = outcomes_of(models["llama"], make, ["evicting-chunks"])["evicting-chunks"]
-    assert outcome.state == "not applicable"
-    assert outcome.note == "a full cache takes one token at a time"
-
-
-def test_tokens_are_known_by_their_values():
-    born = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
-    assert matches(born[:, [0, 3, 7]], born) == [0, 3, 7]
-    assert matches(torch.cat([born[:, :2], born[:, 4:5] + 0.1], 1), born) == [0, 1, None]
-    twice = torch.cat([born, born[:, :1]], 1)  # one token that comes twice is two entries
-    assert sorted(matches(twice[:, [0, 9]], twice)) == [0, 9]
-    in_own_order = torch.stack([born[0, [1, 5]], born[1, [5, 1]]])
-    assert matches(in_own_order, born) == [1, 5]
-    kept_by_head = torch.stack([born[0, [1, 5]], born[1, [1, 6]]])
-    with pytest.raises(NotApplicableError, match="its heads keep different tokens"):
-        matches(kept_by_head, born)

@@ -13,12 +13,8 @@ from helpers.methods import make, tables
 from helpers.tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvalign.methods import stepper
-from kvalign.models.attention import install
-from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, not_captured
-from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph
 from kvalign.steppers.regions import Regions
 
 LONG, SHORT = 600, 130
@@ -150,64 +146,6 @@ def test_a_step_that_cannot_be_recorded_is_called(caplog):
     assert method.steps_in_a_word is None
 
 
-def test_a_mask_of_the_tokens_so_far_is_not_one_of_slots():
-    """OPT of transformers before 5.23 made one of its own."""
-    install(model := tiny_model("opt").config)
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[model._attn_implementation]
-    given = dict(q_length=1, kv_length=17, kv_offset=-10)
-    assert mask(**given, attention_mask=torch.ones(1, 7).bool()) is None
-
-
-def test_what_differs_at_each_step_is_not_recorded():
-    """Rows of unequal length with tables: each has its own places."""
-    _, model, sizes = of_kind("learned with tables")
-    plain, (method, recorder) = make("kvalign", model, **sizes), captured("kvalign", model, **sizes)
-    for one in (plain, method):
-        rows = [one.new() for _ in range(2)]
-        for row, num in zip(rows, (5, 30), strict=True):
-            row.feed(torch.arange(num)[None])
-        one.join(rows)
-    for i in range(8):
-        token = torch.tensor([[i], [i + 1]])
-        assert torch.equal(method.feed(token), plain.feed(token))
-    assert recorder.num == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "sizes", "why"),
-    [
-        ("llama", "streaming-llm", {"memory": 8, "num_recalled": 2}, "a memory"),
-        ("llama", "streaming-llm", {"policy": "h2o"}, "policy h2o"),
-        ("bloom", "streaming-llm", {}, "order of entries"),
-        ("llama", "streaming-llm", {}, None),
-        ("gpt2", "streaming-llm", {}, None),
-    ],
-    ids=str,
-)
-def test_a_line_says_why_steps_are_not_captured(kind, name, sizes, why):
-    found = not_captured(make(name, tiny_model(kind), **sizes))
-    assert found is None if why is None else why in found
-
-
-def test_the_first_stepper_that_is_ready_is_taken(monkeypatch):
-    """And its caches have the shapes of full ones from the first token on."""
-    method = make("streaming-llm", tiny_model("llama"))
-    assert next(iter(stepper.STEPPERS)) == "captured"
-    assert Captured.ready(method) is None  # on a CPU
-    monkeypatch.setattr(Captured, "ready", classmethod(lambda cls, method: cls(method.model)))
-    assert method.take_ready_stepper().steps_in_a_word == "captured"
-    assert method.cache.is_static
-
-
-def test_what_is_not_captured_is_compiled_where_that_was_asked_for():
-    """With a memory, say."""
-    model = tiny_model("llama")
-    stepper = Captured.compiling(make("streaming-llm", model))
-    assert stepper.word_for(1) == "compiled and captured"
-    memory = make("streaming-llm", model, memory=8, num_recalled=2)
-    assert isinstance(Captured.compiling(memory), Compiled)
-
-
 class RegionsCalled(Recorder):
     """Records nothing: each step is a call of the model with its compiled regions."""
 
@@ -246,13 +184,3 @@ def test_regions_of_the_model_are_compiled(kind):
     assert recorder.num == 1 and recorder.num_made == 14
     assert counters["stats"]["unique_graphs"] > 4
     assert before == ([*model.modules()], [vars(one).get("forward") for one in model.modules()])
-
-
-def test_a_module_with_a_forward_of_its_own_is_not_compiled():
-    """accelerate, say, gives one to modules that lie on several devices."""
-    model = tiny_model("llama")
-    mlp, norm = model.model.layers[0].mlp, model.model.layers[0].input_layernorm
-    own = mlp.forward = lambda x: x
-    with Regions(model).called():
-        assert mlp.forward is own and "forward" in vars(norm)
-    assert mlp.forward is own and "forward" not in vars(norm)

@@ -12,7 +12,7 @@ from helpers.tiny_models import KINDS, tiny_model
 import kvalign
 from kvalign import load_model, make_cache, make_method
 from kvalign.methods import choice
-from kvalign.methods.registry import AUTO, METHODS
+from kvalign.methods.registry import AUTO
 from kvalign.models.architectures import FAMILIES
 
 WITHOUT = {"learned": "discard-half", "rotary": "streaming-llm", "alibi": "streaming-llm"}
@@ -56,23 +56,6 @@ def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(name, shipped):
     assert not choice.obstacles(model, cache_size=255)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "kvalign"])
-def test_a_name_is_taken_as_it_is(name, shipped):
-    assert make_method(name, shipped["gpt2-mini"].model, cache_size=16).name == name
-
-
-def test_kvalign_by_name_still_needs_an_aligner(models):
-    with pytest.raises(ValueError, match="no aligner ships for this model"):
-        make_method("kvalign", models["gpt2"], cache_size=CACHE_SIZE)
-    assert list(choice.obstacles(models["gpt2"])) == ["kvalign"]
-    assert not choice.obstacles(models["gpt2"], aligner=network(models["gpt2"]))
-
-
-def test_an_unknown_name_lists_auto(models):
-    with pytest.raises(ValueError, match="unknown method 'aut'; did you mean auto.*known: auto, d"):
-        make_method("aut", models["gpt2"], cache_size=CACHE_SIZE)
-
-
 def test_it_is_the_default_of_all_that_streams(models, shipped):
     one = shipped["llama-mini"]
     talk = kvalign.stream(one.model, one.tokenizer, "It", cache_size=16, max_new_tokens=2, seed=0)
@@ -89,15 +72,6 @@ def test_it_is_the_default_of_all_that_streams(models, shipped):
         one.model, one.tokenizer, ["It", "The"], cache_size=16, max_new_tokens=1, seed=0
     )
     assert {row for row, _ in rows} <= {0, 1}
-
-
-def test_a_saved_stream_keeps_the_method_that_was_taken(shipped, tmp_path):
-    one = shipped["gpt2-mini"]
-    talk = kvalign.stream(one.model, one.tokenizer, "It", cache_size=300, max_new_tokens=3, seed=0)
-    list(talk)
-    talk.save(tmp_path / "talk")
-    again = kvalign.load_stream(tmp_path / "talk", one.model, one.tokenizer)
-    assert again.method.name == talk.method.name == "discard-half"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,12 +97,6 @@ def test_entries_that_go_stale_are_said_once(name, models, caplog):
     (said,) = caplog.messages
     assert said.startswith(f"{name}: this model has learned positions, so kept entries become st")
     assert said.endswith("auto uses discard-half")
-
-
-def test_nothing_is_said_where_methods_are_compared(models, caplog):
-    make_method("window", models["gpt2"], cache_size=CACHE_SIZE, warn=False)
-    make_method("discard-half", models["gpt2"], cache_size=CACHE_SIZE)
-    assert not caplog.messages
 
 
 @pytest.fixture
@@ -160,18 +128,3 @@ def test_what_was_trained_here_is_of_this_very_model(mine, monkeypatch):
     monkeypatch.setattr(other.config, "name_or_path", "mine")
     assert choice.trained_here(other) is None
     assert choice.trained_here(tiny_model("gpt2")) is None, "a model without a name has no folder"
-
-
-def test_what_was_trained_here_is_found_as_on_the_command_line(mine, caplog):
-    model, train = mine
-    train(used=True)
-    assert make_method(AUTO, model, cache_size=CACHE_SIZE).name == "discard-half"
-    assert "never judged by streams and is not used" in caplog.text
-    named = make_method("kvalign", model, cache_size=CACHE_SIZE)
-    assert named.aligner.source == "kvalign-data/mine/table"
-    train(used=True, judged={"parts": ["key"]})
-    for _ in range(2):
-        assert make_method(AUTO, model, cache_size=CACHE_SIZE).name == "kvalign"
-    assert caplog.text.count("using kvalign-data/mine/table, trained here: none ships") == 1
-    given = network(model)
-    assert make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=given).aligner is given

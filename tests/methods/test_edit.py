@@ -4,7 +4,7 @@ Their figures are those of plain loops in `test_numerics_fuzz.py`.
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, made, make
+from helpers.methods import made, make
 
 from kvalign.foundation.errors import UserError
 
@@ -57,36 +57,6 @@ def test_a_cut_at_the_end_is_never_to_have_read_it(name, models, ids):
         assert same(one.state(), other.state())
     apart = one.feed(ids[:, 30:31]) - other.feed(ids[:, 30:31])
     assert apart.abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("name", [name for name in EDITABLE if "memory" not in name])
-def test_to_cut_the_oldest_is_to_evict_it(name, models, ids):
-    """A cache of one entry more, without the first one after the sinks."""
-    small, large = edited(name, models), edited(name, models, cache_size=CACHE_SIZE + 2)
-    for method in (small, large):
-        method.feed(ids[:, : CACHE_SIZE + 1])
-    first = large.sizes.num_sinks
-    large.edit(first, first + 1)
-    apart = small.feed(ids[:, 30:31]) - large.feed(ids[:, 30:31])
-    assert apart.abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", [name for name, (*_, sizes) in EDITABLE.items() if sizes])
-def test_int8_and_a_memory_are_edited_as_what_they_stand_for(name, models, ids):
-    """Nothing is lost yet, so a memory changes nothing; 8 bits are near."""
-    logits = []
-    for method in (edited(name, models), edited(name, models, cache_dtype="model", memory=0)):
-        method.feed(ids[:, :18])
-        method.edit(2, 9, ids[:, 30:33])
-        logits.append(method.feed(ids[:, 40:41]))
-    assert (logits[0] - logits[1]).abs().max() < (0.1 if "int8" in name else 1e-4)
-
-
-def test_the_first_tokens_may_come_by_an_edit(models, ids):
-    one, other = (make("streaming-llm", models["llama"]) for _ in range(2))
-    assert one.edit(0, 0) == one.edit(0, 0, ids[:, :9]) == 0
-    other.feed(ids[:, :9])
-    assert same(one.state(), other.state())
 
 
 def test_what_had_been_evicted_is_counted(models, ids):

@@ -118,23 +118,6 @@ def test_rows_are_changed_wholly_or_not_at_all(name, kind, sizes, change, models
     assert outcome(other.state)  # which has only been looked at
 
 
-@pytest.mark.parametrize("name", ["tables", "discard-half"])
-def test_a_state_is_taken_up_wholly_or_not_at_all(name, models, ids):
-    method, later = begun(made(name, models["gpt2"]), ids, (7, 30))
-    state = method.state()
-    last = max(key for key in state if "entries" in key)
-    wrong = method.new()
-    with pytest.raises(UserError, match="a stream's"):
-        wrong.restore(state | {last: state[last][:, :1]})
-    assert torch.equal(wrong.feed(ids[:, :3]), method.new().feed(ids[:, :3]))
-    with failing(models["gpt2"], "a layer", "Ctrl-C"), suppress(KeyboardInterrupt):
-        method.feed(later[:, :1])
-    expected = method.new()
-    for one in (method, expected):
-        one.restore(state)
-    assert all(map(torch.equal, steps(method, later), steps(expected, later)))
-
-
 @pytest.mark.parametrize(("name", "kind", "sizes", "seen", "why"), LOOPS)
 def test_a_loop_of_ones_own_fails(name, kind, sizes, seen, why, models, ids):
     """One that calls the model with a cache, and nothing else."""
@@ -186,20 +169,3 @@ def test_reading_ahead_fails(num_read, models, ids):
     expected = steps(method, later)
     method, later = stepped(fails=True)
     check(method, later[:, :1], later[:, 1:], expected, ids[:1])
-
-
-def test_what_is_refused_for_its_ids_changes_nothing(models, ids):
-    """Wrong input is not a step that failed."""
-    for name, sizes in [
-        ("streaming-llm", {}),
-        ("streaming-llm", dict(policy="tova")),
-        ("streaming-llm", dict(memory=30)),
-        ("discard-half", {}),
-        ("recompute", {}),
-    ]:
-        method, later = begun(made(name, models["llama"], **sizes), ids, (7, 30))
-        alike, _ = begun(made(name, models["llama"], **sizes), ids, (7, 30))
-        for wrong in (ids[:1, :1], ids[:, :0], ids[:, :1] + 1000, ids[:, :1].float()):
-            with pytest.raises(UserError):
-                method.feed(wrong)
-        assert all(map(torch.equal, steps(method, later), steps(alike, later)))

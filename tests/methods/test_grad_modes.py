@@ -89,25 +89,6 @@ def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
     assert not any(x.requires_grad for x in cache.state().values())
 
 
-READ = [FAST[0], FAST[1], ("tables", "gpt2", {}), ("tables", "opt", {})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind", "sizes"), READ)
-def test_attention_weights_are_refused_where_there_are_none(name, kind, sizes, ids):
-    """Where a cache reads its entries itself. Elsewhere they are those of eager attention."""
-    model = tiny_model(kind)
-    model.set_attn_implementation("eager")
-    told = dict(output_attentions=True)
-    cache, plain = made(name, model, **sizes).cache, made("streaming-llm", model).cache
-    for i in range(40):
-        model(input_ids=ids[:, i : i + 1], past_key_values=cache)
-        weights = model(input_ids=ids[:, i : i + 1], past_key_values=plain, **told).attentions
-    assert [x.shape[-1] for x in weights] == [21] * 3
-    with pytest.raises(kvalign.UserError, match="output_attentions: a cache with a table"):
-        model(input_ids=ids[:, 40:41], past_key_values=cache, **told)
-
-
 SLOPES = [
     ("tables", "gpt2", {}),
     ("tables", "llama", {}),

@@ -8,8 +8,6 @@ from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step
 from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
-from kvalign.aligners import Move
-from kvalign.aligners.entries import KV
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
@@ -86,20 +84,6 @@ def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, id
         assert torch.equal(stale, aligned)
 
 
-@pytest.mark.parametrize(("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])])
-def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
-    """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest."""
-    model = models["gpt2"]
-    aligner = network(model, train=True, shifts=(4, 6))
-    make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
-    move = Move(num_evicted, first=4, now=torch.arange(4, 20))
-    x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
-    expected = x
-    for first in places:
-        expected = expected + aligner.key.correction(expected, 2, first)
-    assert torch.equal(aligner.realign(2, KV(x, x), move).keys, expected)
-
-
 @pytest.mark.parametrize("name", STREAMING)
 @pytest.mark.parametrize("num_evicted", [1, 3])
 def test_scoring_is_stepping(name, models, ids, num_evicted):
@@ -141,24 +125,6 @@ def test_dense_stops_at_the_context_length(models, ids):
     assert dense.tokens_left == 0
     with pytest.raises(ValueError, match="dense has room for 0 more tokens"):
         dense.feed(ids[:, :1])
-
-
-def test_setting_without_effect_warns(models, caplog):
-    assert make("window", models["gpt2"], num_sinks=4).sizes.num_sinks == 0
-    assert "num_sinks=4 has no effect" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(n_layer=2), "num_layers must be 3, this model has 2"),
-        (dict(n_head=4), "num_kv_heads must be 2, this model has 4"),
-        (dict(n_embd=64), "head_dim must be 16, this model has 32"),
-    ],
-)
-def test_aligner_of_another_shape_is_refused(models, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make("kvalign", tiny_model("gpt2", **changes), aligner=network(models["gpt2"]))
 
 
 def test_aligner_of_other_weights_or_sizes_is_refused(models):

@@ -9,13 +9,11 @@ from helpers.methods import CACHE_SIZE, make, step, tables
 from helpers.model_changes import CHANGES, OF_CODE
 from helpers.pairwise import one_of_each
 from helpers.tiny_models import KINDS, tiny_model
-from torch import nn
 from torch._dynamo.utils import counters
 
 import kvalign
-from kvalign.foundation.errors import UserError
 from kvalign.methods.registry import METHODS
-from kvalign.models import eval_mode, rotation_of
+from kvalign.models import eval_mode
 from kvalign.steppers import compiled
 from kvalign.streaming.scoring import score
 
@@ -160,50 +158,3 @@ def test_lora_streams_as_if_it_were_merged(name, kind, ids):
     expected = step(make(name, merged, **aligner), ids, CACHE_SIZE + 1)
     assert torch.allclose(found, expected, atol=1e-3)
     assert (found - plain).abs().max() > 0.1
-
-
-def test_prompt_tuning_is_refused():
-    peft = pytest.importorskip("peft")
-    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = peft.get_peft_model(tiny_model("llama"), settings)
-    with pytest.raises(UserError, match="PromptTuningConfig puts its own tokens before each input"):
-        make("streaming-llm", model)
-
-
-def test_what_holds_a_model_as_module_streams(models, ids):
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    expected = greedy(make("streaming-llm", models["llama"]), ids[:, :9], 40)
-    method = make("streaming-llm", Wrapper(models["llama"]))
-    assert torch.equal(greedy(method, ids[:, :9], 40), expected)
-    with pytest.raises(TypeError, match="the model must be a causal LM of transformers, got Linea"):
-        make("streaming-llm", Wrapper(nn.Linear(1, 1)).module)
-
-
-@pytest.mark.slow
-def test_lora_on_a_model_that_ships(tmp_path):
-    """By the default method, which takes the aligner that ships; a batch, a file and `generate`."""
-    loaded = kvalign.load_model("gpt2-mini")
-    model, tokenizer = with_lora(loaded.model), loaded.tokenizer
-    options = dict(cache_size=12, top_k=1, max_new_tokens=30, seed=0)
-    stream = kvalign.stream(model, tokenizer, "The history", **options)
-    text = "".join(stream)
-    assert stream.method.name == "kvalign"
-    rows = kvalign.stream_batch(model, tokenizer, ["The history"], **options)
-    assert "".join(piece for _, piece in rows) == text
-    stream.save(tmp_path / "stream")
-    assert kvalign.load_stream(tmp_path / "stream", model, tokenizer).text == text
-    inputs = tokenizer("The history", return_tensors="pt")
-    generate = dict(custom_generate=kvalign.stream_generate, cache_size=12, max_new_tokens=30)
-    assert model.generate(**inputs, **generate)[0].tolist() == stream.ids
-
-
-@pytest.mark.slow
-def test_what_turns_the_keys_of_a_model_with_lora():
-    """For a cache that is made by hand."""
-    model = with_lora(tiny_model("llama"))
-    own = rotation_of(model.get_base_model())
-    assert own is not None and torch.equal(rotation_of(model).inv_freq, own.inv_freq)

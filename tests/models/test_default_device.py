@@ -8,9 +8,8 @@ from helpers import other_device
 
 from kvalign.app.commands.generate import GenerateSettings
 from kvalign.foundation import device
-from kvalign.foundation.errors import UserError
 from kvalign.models import loading, model_folder
-from kvalign.models.loading import load_model, precision_of
+from kvalign.models.loading import load_model
 
 
 @pytest.fixture
@@ -102,23 +101,3 @@ def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
         assert device.resolved("auto") == expected
     assert device.resolved("cpu") == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (("cuda", None, "int4"), ("bfloat16", "int4")),
-        (("cpu", None, "int4"), ("float32", "int4")),
-        (("cuda", "float32", "auto"), (None, "auto")),
-        (("cuda", "bfloat16", "auto"), ("bfloat16", None)),
-        (("cpu", None, None), ("float32", None)),
-    ],
-    ids=str,
-)
-def test_precision(asked, expected):
-    assert precision_of(*asked) == expected
-
-
-def test_packed_weights_need_a_device_that_multiplies_them():
-    with pytest.raises(UserError, match="need a cpu or cuda, got device mps"):
-        precision_of("mps", None, "int4")

@@ -2,15 +2,12 @@
 says what is wrong with it.
 """
 
-import struct
-
 import pytest
 import torch
-from helpers.refusals import refuses
 from helpers.tiny_gguf import TEMPLATE, TOKENS, readers, write_gguf
 from helpers.tiny_models import tiny_model
 
-from kvalign import load_model, stream
+from kvalign import load_model
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import folder_of
 from kvalign.models import gguf_file
@@ -64,18 +61,6 @@ def test_quantised_weights_are_unpacked_to_the_dtype(model, tmp_path, dtype):
     assert not torch.equal(found["lm_head.weight"].float(), model.lm_head.weight)
 
 
-def test_it_streams_and_saves_as_a_model_of_any_other_file(file, tmp_path):
-    loaded = load_model(str(file))
-    loaded.model.save_pretrained(tmp_path)
-    loaded.tokenizer.save_pretrained(tmp_path)
-    again = load_model(str(tmp_path))
-    sizes = dict(cache_size=16, max_new_tokens=60, seed=0)
-    texts = [
-        "".join(stream(one.model, one.tokenizer, "the end", **sizes)) for one in (loaded, again)
-    ]
-    assert texts[0] == texts[1] and texts[0]
-
-
 def test_a_folder_means_the_file_in_it_unless_there_are_weights_or_several(file, tmp_path):
     assert gguf_file.find(str(file.parent)) == file
     assert gguf_file.find(str(tmp_path)) is None and gguf_file.find("some/model") is None
@@ -115,46 +100,3 @@ def test_what_would_make_another_model_is_refused(model, tmp_path, changes, mess
     with pytest.raises(UserError, match=message):
         load_model(str(tmp_path / "other.gguf"))
     assert capsys.readouterr() == ("", "")
-
-
-def test_no_scaling_is_none(model, tmp_path):
-    write_gguf(tmp_path / "plain.gguf", model, scaling="none")
-    assert load_model(str(tmp_path / "plain.gguf")).spec.family == "rotary"
-
-
-def test_missing_packages_are_named_with_the_command_that_brings_them(file, monkeypatch):
-    found = gguf_file.importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "gguf" else found(n))
-    with pytest.raises(UserError, match=r"read with gguf: pip install 'kvalign\[gguf\]'"):
-        load_model(str(file))
-    monkeypatch.undo()
-    monkeypatch.setattr(gguf_file.transformers, "__version__", "5.4.0")
-    with pytest.raises(UserError, match=r"read with transformers 5.18 or later: pip install"):
-        load_model(str(file))
-
-
-def field(name):
-    """Where the type of a field stands, after its name."""
-    return lambda data: data.index(name) + len(name)
-
-
-CLAIMS = {
-    "fields": (lambda data: 16, struct.pack("<Q", 2**62)),
-    "a name": (lambda data: 24, struct.pack("<Q", 2**40)),
-    "several tokens": (field(b"tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 8, 2**40)),
-    "a type": (field(b"general.name"), struct.pack("<I", 99)),
-    "layers": (field(b"llama.block_count"), struct.pack("<II", 4, 2**31 - 1)),
-    "heads": (field(b"llama.attention.head_count"), struct.pack("<II", 4, 0)),
-    "inner": (field(b"llama.feed_forward_length"), struct.pack("<II", 4, 0)),
-}
-
-
-@pytest.mark.parametrize(("place", "claim"), CLAIMS.values(), ids=CLAIMS)
-def test_headers_that_claim_too_much(place, claim, file, tmp_path, capfd):
-    data = bytearray(file.read_bytes())
-    at = place(data)
-    data[at : at + len(claim)] = claim
-    (tmp_path / "t.gguf").write_bytes(data)
-    capfd.readouterr()
-    refuses(lambda: load_model(str(tmp_path / "t.gguf")), "t.gguf")
-    assert capfd.readouterr() == ("", "")

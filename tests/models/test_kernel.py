@@ -68,29 +68,6 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
     assert type(model.model.layers[0].mlp.up_proj) is packed_linear.TorchLinear and not anew
 
 
-def test_a_cpu_that_is_not_fit_is_not_asked(anew, monkeypatch):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx": True})
-    assert not kernel.is_here() and not anew
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("AVX512", "avx512_vnni"), ("AVX2", "avx2"), ("DEFAULT", None)]
-)
-def test_the_limit_of_pytorchs_kernels_holds_for_ours(limit, expected, anew, monkeypatch):
-    built = []
-    has = {name: True for names in kernel._FITS.values() for name in names}
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: limit)
-
-    def build(file, needed):
-        built.append(needed)
-        raise OSError("built by none")
-
-    monkeypatch.setattr(kernel, "_build", build)
-    assert not kernel.is_here() and not anew
-    assert [expected in needed for needed in built] == [True] * bool(expected)
-
-
 @needs_kernel
 @pytest.mark.slow
 def test_with_avx2_alone_they_are_as_exact():

@@ -42,25 +42,6 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
     assert not torch.allclose(at[1], at[0], atol=1e-2)
 
 
-def test_scaling_by_length_limits_the_cache():
-    assert (
-        spec_of(tiny_model("llama", rope_parameters=SCALINGS["longrope"]).config).context_len == 32
-    )
-    assert (
-        spec_of(tiny_model("llama", rope_parameters=SCALINGS["dynamic"]).config).context_len
-        == CONTEXT_LEN
-    )
-
-
-def test_unknown_scaling_is_refused(models):
-    config = AutoConfig.for_model("llama")
-    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4}
-    with pytest.raises(
-        ValueError, match="RoPE scaling 'spiral' cannot be shifted.*known: default, linear"
-    ):
-        spec_of(config)
-
-
 def test_unknown_architecture_is_refused_naming_the_known():
     with pytest.raises(ValueError, match="is a 'bert' model.*known: gpt2, opt"):
         spec_of(AutoConfig.for_model("bert"), "some-bert")

@@ -55,14 +55,6 @@ def restored(weight):
     return low.repeat_interleave(32, 1) + q * step.repeat_interleave(32, 1)
 
 
-@pytest.mark.parametrize("num_levels", [1, 2, 5, 11, 16])
-def test_weights_on_even_levels_come_back_as_they_are(num_levels):
-    q = torch.randint(num_levels, (40, 96))
-    step, low = (torch.rand(40, 3).half().float().repeat_interleave(32, 1) for _ in range(2))
-    weight = low + q * step
-    torch.testing.assert_close(restored(weight), weight, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_a_4_bit_file_keeps_its_bits(kind):
     readers()
@@ -86,17 +78,6 @@ def test_an_8_bit_file_keeps_its_numbers(kind):
     found = kind(weight, 8).unpacked(torch.float32).T
     step = weight.abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 127
     assert ((found - weight).abs() <= (1e-3 if kind is RoundingLinear else 0.51) * step).all()
-
-
-@pytest.mark.parametrize("kind", HERE)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_zeros_and_of_tiny_numbers_are_numbers(kind, bits):
-    weight = torch.zeros(16, 96)
-    weight[:, 32:64], weight[:, 64:] = 1e-9, torch.randn(16, 32) * 1e-4
-    found = kind(weight, bits).unpacked(torch.float32).T
-    assert (found[:, :32] == 0).all() and (found - weight).abs().max() < (
-        4e-5 if bits == 4 else 4e-6
-    )
 
 
 @pytest.mark.parametrize("kind", HERE)
@@ -138,13 +119,6 @@ def test_what_is_no_number_stays_none():
     x[0, 3], x[1, 40], x[2] = torch.nan, torch.inf, 0
     found = product(x).isfinite().all(1)
     assert found.tolist() == [False, False, True, True] and (product(x)[2] == 0).all()
-
-
-@needs_kernel
-def test_gradients_go_through_the_unpacked_weights():
-    product, x = RoundingLinear(torch.randn(8, 64), 4), torch.randn(3, 64, requires_grad=True)
-    product(x).sum().backward()
-    torch.testing.assert_close(x.grad[0], product.unpacked(torch.float32).sum(1))
 
 
 @needs_kernel
@@ -231,17 +205,6 @@ def test_auto_keeps_4_bits_where_they_were_stored(kind, expected, ids, tmp_path)
     assert weights_of(load_model(tmp_path / "tiny.gguf").model) == "float32"
 
 
-def test_names_of_weights():
-    assert weights_of(load_model("recall-gpt2", weights="bfloat16").model) == "bfloat16"
-    assert weights_of(load_model("recall-gpt2", weights="auto").model) == "float32"
-    with pytest.raises(UserError, match="weights must be one of auto, float32, .*, got 'int5'"):
-        load_model("recall-gpt2", weights="int5")
-    with pytest.raises(UserError, match="weights int4 and dtype float16 contradict"):
-        load_model("recall-gpt2", dtype="float16", weights="int4")
-    with pytest.raises(UserError, match="int8 need a cpu or cuda, got device mps"):
-        load_model("recall-gpt2", "mps", weights="int8")
-
-
 def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(mini, tmp_path):
     sizes = dict(cache_size=16, max_new_tokens=30, seed=0, do_sample=True)
     made = stream(mini.model, mini.tokenizer, "The river", **sizes)
@@ -275,22 +238,3 @@ def test_a_packed_model_has_the_fingerprint_of_its_weights_and_another_one_has_n
     expected = embedding_fingerprint(load_model("gpt2-mini").model)
     assert has_fingerprint(load_model("gpt2-mini", weights=weights).model, expected)
     assert not has_fingerprint(load_model("context-gpt2", weights=weights).model, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_training", [False, True])
-def test_what_is_packed_is_in_the_mode_of_the_model(is_training):
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=64)).train(is_training)
-    packed.pack(model, "int4")
-    assert {module.training for module in model.modules()} == {is_training}
-
-
-@pytest.mark.slow
-def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refused():
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=40))
-    packed.pack(model, "int4")
-    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
-    model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
-    with pytest.raises(UserError, match="need products of inputs in groups of 32"):
-        packed.pack(model, "int8")

@@ -12,7 +12,6 @@ from transformers.models.llama import modeling_llama
 
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
-from kvalign.models.rotation_trial import Still
 
 HUNYUAN = dict(
     vocab_size=96,
@@ -102,18 +101,6 @@ def tiny_from(config):
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def test_a_faster_key_is_refused(renamed, monkeypatch):
-    right = modeling_llama.apply_rotary_pos_emb
-
-    def wrong(q, k, cos, sin, *args, **kwargs):
-        q, k = right(q, k, cos, sin, *args, **kwargs)
-        return q, right(k, k, cos, sin)[1]  # turned twice
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", wrong)
-    with pytest.raises(UserError, match="no rotation moves a key of layer 0"):
-        rotation_of(renamed)
-
-
 def test_scores_that_depend_on_the_position_are_refused(renamed, monkeypatch):
     """Keys are turned as they should be, queries are not."""
     right = modeling_llama.apply_rotary_pos_emb
@@ -123,65 +110,3 @@ def test_scores_that_depend_on_the_position_are_refused(renamed, monkeypatch):
     for model in (renamed, tiny_model("llama")):
         with pytest.raises(UserError, match="the score of a token with the one before it changes"):
             rotation_of(model)
-
-
-def test_values_that_depend_on_the_position_are_refused(renamed, monkeypatch):
-    model, embed = renamed.model, renamed.model.embed_tokens.forward
-    places = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    told = []
-    model.register_forward_pre_hook(lambda _, args, kw: told.append(kw), with_kwargs=True)
-    monkeypatch.setattr(
-        model.embed_tokens, "forward", lambda ids: embed(ids) + places[told[-1]["position_ids"]]
-    )
-    with pytest.raises(
-        UserError, match=r"renamed\) cannot be moved: (no rotation moves a key|a value) of layer 0"
-    ):
-        rotation_of(renamed)
-
-
-def test_it_is_measured_once_in_one_pass_and_leaves_the_model_alone(renamed):
-    calls = []
-    renamed.model.register_forward_hook(lambda *args: calls.append(args))
-    renamed.train()
-    for _ in range(3):
-        make("streaming-llm", renamed)
-    assert len(calls) == 1 and all(module.training for module in renamed.modules())
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "num_read"),
-    [
-        ("llama", {}, 2),
-        ("smollm3", {"no_rope_layers": [1, 1, 0, 1] * 2}, 4),
-        ("renamed", {}, 8),  # no line names it: the layers may differ in any way
-    ],
-)
-def test_of_a_known_architecture_a_layer_of_each_kind_is_read(kind, changes, num_read):
-    model = tiny_model("llama" if kind == "renamed" else kind, num_hidden_layers=8, **changes)
-    if kind == "renamed":
-        own = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
-        model = Renamed(RenamedConfig(**own)).eval()
-    read = []
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda one, _: read.append(one))
-    rotation = rotation_of(model)
-    assert read == [*model.model.layers][:num_read]
-    is_still = [isinstance(rotation.at(i), Still) for i in range(8)]
-    assert is_still == [not turns for turns in changes.get("no_rope_layers", [1] * 8)]
-
-
-def test_the_shortest_context():
-    model = tiny_model("llama", max_position_embeddings=2)
-    assert rotation_of(model).at(0).layout == "halves"
-
-
-def test_no_rope_at_all_is_refused_by_name():
-    with pytest.raises(UserError, match="is a 'xglm' model.*known: gpt2, .*mpt and all with RoPE"):
-        spec_of(AutoConfig.for_model("xglm"))
-
-
-def test_a_hybrid_that_no_line_names_is_refused():
-    """Whether its states go on as a stream does, nobody has tried."""
-    config = AutoConfig.for_model("qwen3_next")
-    with pytest.raises(UserError, match="a 'qwen3_next' model with layers that have a state"):
-        spec_of(config, "mine")

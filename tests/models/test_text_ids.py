@@ -184,17 +184,6 @@ def test_files(lines, form, tokenizer, tmp_path_factory):
     assert ids == words_of(tokenizer, text)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_files_of_a_hub_data_set(form, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
-    monkeypatch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 5)
-    text = "the\nern é\n\n\n  0 😀.\nhe\n 'n\n`"
-    (tmp_path / "train").mkdir()
-    form(tmp_path / "train", text)
-    ids = [*chain.from_iterable(token_pieces(f"hub:{tmp_path}", tokenizer))]
-    assert ids == words_of(tokenizer, text)
-
-
 def test_one_place_makes_ids_of_text():
     """What else calls a tokenizer asks about the tokenizer itself."""
     calls = re.compile(r"(?<!\w)tokenizer(\.\w*encode\w*)?\((?!messages)|[.]apply_chat_template\($")

@@ -94,20 +94,3 @@ def test_presses_evict_as_ours(model, monkeypatch, name, reads_weights, ours):
     for row in (0, 1):
         same = pressed.cache.index(row) == own.cache.index(row)
         assert same.all() or (ours == "key-norm" and same.float().mean() > 0.8)  # to 11 bits
-
-
-@pytest.mark.parametrize("name", ["LagKVPress", "CURPress", "RandomPress"])
-def test_presses_that_have_no_counterpart_stream(model, monkeypatch, name):
-    kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
-    press = getattr(kvpress, name)(**(dict(n_sink=2, lag_size=3) if "Lag" in name else {}))
-    monkeypatch.setitem(POLICIES, "pressed", policy_of(press))
-    index = fed(model, "pressed", ids_of(1, 60)).cache.index()
-    assert index.shape[2] == 10 and (index[..., -3:] >= 57 - 1).all()
-    assert not torch.equal(index[0, 0, 2:], torch.arange(52, 60))
-
-
-def test_presses_that_need_the_model_are_refused():
-    kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
-    for name in ("SnapKVPress", "ExpectedAttentionPress", "QFilterPress", "LeverageScorePress"):
-        with pytest.raises(UserError, match=f"{name} cannot be a policy"):
-            policy_of(getattr(kvpress, name)(), reads_weights=True)

@@ -11,19 +11,6 @@ from kvalign.foundation.errors import UserError
 
 REFUSED = [
     ("gpt2", dict(policy="h20"), r"unknown policy 'h20'.*did you mean h2o"),
-    ("gpt2", dict(policy="snapkv"), r"unknown policy 'snapkv' \(known: oldest, random, "),
-    ("gpt2", dict(positions="kept"), "positions must be compact or keep, got 'kept'"),
-    ("gpt2", dict(policy="h2o", num_recent=17), "num_recent must be between 0 and 16 .* got 17"),
-    (
-        "gpt2",
-        dict(policy="h2o", num_recent=15, num_evicted=3),
-        "num_recent must be between 0 and 14 with .* num_sinks 4 and num_evicted 3, got 15",
-    ),
-    (
-        "gpt2",
-        dict(policy="tova", compile=True),
-        "policy tova with compact positions cannot be compil",
-    ),
     (
         "llama",
         dict(positions="keep", compile=True),
@@ -40,13 +27,6 @@ NEED_ALIGNER = [
     ("gpt2", network, dict(policy="random"), "kind network moves all entries by one shift"),
     ("llama", network, dict(policy="h2o"), "kind network .* by itself \\(table, anchored\\)"),
     ("gpt2", tables, dict(positions="keep"), "nothing to align: use method streaming-llm"),
-    ("gpt2", network, dict(positions="keep", policy="tova"), "nothing to align"),
-    (
-        "gpt2",
-        tables,
-        dict(policy="keydiff", realign_every=2),
-        "realign_every is for policy oldest with compact positions.* got 2",
-    ),
 ]
 
 

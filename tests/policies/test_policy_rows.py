@@ -2,27 +2,17 @@
 precision: with a policy as with a slice of the stream.
 """
 
-import functools
-import itertools
-
 import pytest
 import torch
 from helpers.methods import make, tables
 from helpers.tiny_models import CONTEXT_LEN
 
 import kvalign
-from kvalign.models.loading import load_model
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.loop import stream_rows
 from kvalign.streaming.sampling import Sampling
 
 OTHERS = ("h2o", "keydiff")  # by attention and by keys
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    """`load_model`, which loads each once."""
-    return functools.cache(load_model)
 
 
 def new(models, place, policy, **changes):
@@ -46,23 +36,6 @@ def test_a_row_ends_where_its_positions_do(models):
         alone = kvalign.stream_tokens(method, torch.tensor([prompt]))
         assert [int(token) for token in alone] == tokens
         assert len(prompt) + len(tokens) == CONTEXT_LEN + 1
-
-
-@pytest.mark.parametrize(("policy", "name"), zip(OTHERS, ["gpt2-mini", "llama-mini"], strict=True))
-def test_a_saved_stream_goes_on_to_the_bit(policy, name, tmp_path, shipped):
-    loaded = shipped(name)
-    sizes = dict(cache_size=16, num_recent=5, policy=policy, max_new_tokens=28, seed=0)
-    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The history of the island", **sizes)
-    "".join(itertools.islice(stream, 18))
-    stream.save(tmp_path / "talk")
-    again = kvalign.load_stream(tmp_path / "talk", loaded.model, loaded.tokenizer)
-    assert again.method.sizes == stream.method.sizes
-    assert again.method.cache.index().equal(stream.method.cache.index())
-    rest = "".join(stream)
-    assert len(again.ids) < len(stream.ids)
-    assert "".join(again) == rest and again.ids == stream.ids
-    pairs = zip(stream.method.state().items(), again.method.state().items(), strict=True)
-    assert all(name == other and x.equal(y) for (name, x), (other, y) in pairs)
 
 
 @pytest.mark.parametrize("policy", OTHERS)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 sys.path.extend(map(str, Path(__file__).parents[1:3]))  # the checkout need not be installed
-from helpers.methods import anchored, make, tables
+from helpers.methods import made
 from helpers.pairwise import of_each_family
 from helpers.tiny_models import KINDS, MORE_KINDS, VOCAB, tiny_model
 
@@ -47,13 +47,6 @@ def logits(method: Method, ids: Tensor) -> Tensor:
     found += [method.feed(there[:, i : i + 1]) for i in range(30, 80)]
     found.append(method.feed(there[:, 80:110]))
     return torch.cat(found).float().cpu()
-
-
-def made(name: str, model, **sizes) -> Method:
-    aligners = {"tables": tables, "anchored": anchored}
-    if name not in aligners:
-        return make(name, model, **sizes)
-    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
 
 
 def same(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 2) -> str:

@@ -8,12 +8,11 @@ import json
 import re
 import runpy
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
-from helpers.result_tables import PAGES, draw_pictures, filled, lacking, markdown, marked
+from helpers.result_tables import PAGES, filled, lacking, markdown, marked
 from helpers.smaller import TEXT, output_of
 
 from kvalign import checkpoints
@@ -72,26 +71,6 @@ def test_the_index_has_every_page_and_part():
     assert marked(text) == ["parts"]
 
 
-@pytest.mark.slow
-def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.eval.protocol.document._commit", lambda: "abcdef1")
-    argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
-    override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window,discard-half"
-    assert results.main([*argv, "--results", str(tmp_path), "--override", override]) == 0
-    folder, drawn = tmp_path / "gpt2-mini", {}
-    for name in ("perplexity", "no-sinks"):
-        shutil.copy(folder / "python-docs.json", folder / f"{name}.json")
-    monkeypatch.setattr("helpers.result_tables.save", lambda fig, path: drawn.update({path: fig}))
-    draw_pictures(tmp_path)
-    assert [*drawn] == [tmp_path / "learned.png", tmp_path / "gpt2-mini.png"]
-    rows = json.loads((folder / "perplexity.json").read_text())["rows"]
-    for figure in drawn.values():
-        shown = {y for line in figure.axes[0].lines for y in line.get_ydata()}
-        assert {row["perplexity"] for row in rows} <= shown
-    labels = [text.get_text() for text in drawn[tmp_path / "learned.png"].legends[0].get_texts()]
-    assert any("streaming-llm" in label for label in labels)  # the window, by another name
-
-
 def test_every_table_is_shown_and_no_other():
     shown = [name for page in PAGES for name in marked(page.read_text(encoding="utf-8"))]
     made = [f"{name}/{table}" for name, part in parts().items() for table in part.tables]
@@ -142,22 +121,6 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     assert len(list(losses.iterdir())) == 8
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--parts", "llama-mimi"], "unknown part 'llama-mimi'; did you mean llama-mini?"),
-        (["--parts", "llama-mini/no"], "unknown document of llama-mini 'no'"),
-        (["--parts", "llama-mini"], "text:wikitext-2 is not shipped: name its folder"),
-        (["--parts", "llama-mini", "--wikitext-2", "."], "has no test.txt"),
-    ],
-)
-def test_wrong_use_is_one_line(argv, said, capsys, in_process, tmp_path):
-    assert results.main([*argv, "--work", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
-    assert not in_process
-
-
 def test_another_text_is_refused(tmp_path):
     (tmp_path / "test.txt").write_text("another")
     with pytest.raises(UserError, match="has SHA-256"):
@@ -165,21 +128,6 @@ def test_another_text_is_refused(tmp_path):
     (tmp_path / "own.txt").write_text("mine")
     with pytest.raises(UserError, match="has no adam-smith"):
         check_texts("train --corpus marked:text:books", {"books": tmp_path})
-
-
-@pytest.mark.slow
-def test_a_changed_command_is_run_again(in_process, tmp_path):
-    argv = [
-        "--parts",
-        "gpt2-mini/segments",
-        "--work",
-        str(tmp_path),
-        "--results",
-        str(tmp_path / "r"),
-    ]
-    for num_tokens in (5, 6, 6):
-        assert results.main([*argv, "--override", f"--num-tokens {num_tokens}"]) == 0
-    assert len(in_process) == 2
 
 
 @pytest.mark.slow

@@ -2,13 +2,11 @@
 
 import pytest
 from helpers.byte_fallback import BYTES, SPECIAL, TOKENS, byte_fallback_model
-from helpers.served import serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvalign
 from kvalign import checkpoints
-from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.models.loading import load_model
 from kvalign.streaming.decoder import Decoder
 
@@ -106,27 +104,6 @@ def test_any_tokens_without(name, data):
     assert whole.startswith(found) and (found == whole or whole.endswith(BROKEN))
 
 
-def test_a_long_word_of_bytes_is_no_garbage_after_it():
-    """What came before is looked at from the beginning of a character."""
-    ids = spelled("日" * 30)
-    for num_left in range(4):
-        end = len(ids) - num_left
-        found = pieces(loaded("byte-fallback").tokenizer, ids[:end], [*ids[end:], *spelled("t")])
-        assert found == "日" * (-(-num_left // 3)) + " t"
-
-
-def test_a_space_of_a_byte_is_a_character():
-    """A byte that makes none would turn it into none, too, were it not told from its text alone."""
-    space, broken = (TOKENS.index(f"<0x{byte}>") for byte in ("20", "F0"))
-    for num in (1, 2, 40):
-        found = pieces(
-            loaded("byte-fallback").tokenizer,
-            spelled("hello"),
-            [*[space] * num, broken, *spelled("t")],
-        )
-        assert found == " " * num + BROKEN + " t"
-
-
 @pytest.mark.parametrize("num_cut", [1, 2, 3])
 def test_an_input_that_ends_in_a_character(num_cut):
     """The next one follows; a stream has each token once."""
@@ -138,70 +115,3 @@ def test_an_input_that_ends_in_a_character(num_cut):
     assert stream.ids == first + second
     text = "".join(stream)
     assert text == stream.text == by_hand(stream.token_ids)
-
-
-def test_an_input_that_is_refused_leaves_the_stream(monkeypatch):
-    model, tokenizer = loaded("byte-fallback").model, loaded("byte-fallback").tokenizer
-    stream = kvalign.stream(model, tokenizer, "hello", cache_size=24, max_new_tokens=5, seed=0)
-    text = "".join(stream)
-    ids = list(stream.ids)
-    with monkeypatch.context() as patch:
-        patch.setattr("kvalign.streaming.text_stream.Answer", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            stream.feed(" hello")
-    assert stream.ids == ids and stream.text == text
-
-
-def test_streams_batches_and_files_with_byte_fallback(tmp_path):
-    model, tokenizer = loaded("byte-fallback").model, loaded("byte-fallback").tokenizer
-    options = dict(cache_size=24, max_new_tokens=60, temperature=3.0)
-    prompts = ["hello 😀日", "t é"]
-    texts = []
-    for i, prompt in enumerate(prompts):
-        stream = kvalign.stream(model, tokenizer, prompt, seed=5 + i, **options)
-        texts.append("".join(stream))
-        assert texts[-1] == by_hand(stream.token_ids)
-        stream.save(tmp_path / "stream")
-        assert kvalign.load_stream(tmp_path / "stream", model, tokenizer).text == texts[-1]
-    rows = ["", ""]
-    for row, piece in kvalign.stream_batch(model, tokenizer, prompts, seed=5, **options):
-        rows[row] += piece
-    assert rows == texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@few
-@given(data=st.data())
-def test_nothing_fails(name, data):
-    """Special tokens and ids that no token has, too; and what waits is bounded."""
-    tokenizer = loaded(name).tokenizer
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 9), max_size=80))
-    start = data.draw(st.integers(0, len(ids)))
-    decoder = Decoder(tokenizer, ids[:start])
-    for token in ids[start:]:
-        decoder.step(token)
-        assert len(decoder._waiting) < MOST
-
-
-@pytest.mark.slow
-def test_a_server_with_byte_fallback():
-    """Pieces are the text that comes at once."""
-    server = serving(loaded("byte-fallback"), cache_size=24)
-    with server as served, served.client() as client:
-        asked = dict(model="tiny", max_tokens=60, temperature=2.0, seed=3)
-        for prompt in ("hello 😀", "a日é"):
-            create = client.completions.create
-            told = create(prompt=prompt, stream=True, **asked)
-            text = "".join(event.choices[0].text for event in told if event.choices)
-            assert len(text) > 5 and create(prompt=prompt, **asked).choices[0].text == text
-
-
-@pytest.mark.slow
-def test_a_conversation_with_byte_fallback():
-    settings = ConversationSettings(
-        model="tiny", cache_size=24, max_new_tokens=30, temperature=3.0, seed=1
-    )
-    talk = Conversation(settings, loaded("byte-fallback"))
-    for turn in ("hello 😀", "日é", "t"):
-        assert "".join(talk.answer(turn)) == talk.stream.text == by_hand(talk.stream.token_ids)

@@ -143,39 +143,6 @@ def test_an_edited_stream_is_saved_and_goes_on(loaded, tmp_path):
     assert "".join(again) == "".join(stream)
 
 
-def test_a_stream_that_was_encoded_anew(loaded):
-    """The method knows the last tokens only; those before are as good as evicted."""
-    stream = begin(loaded)
-    "".join(stream)
-    stream.encode_anew(stream.ids[-12:])
-    stream._answer.finish = ""
-    next(iter(stream))
-    num = stream.num_fed
-    assert stream.method.num_tokens == 12
-    assert stream.edit(num - 14, num - 9) == 2 and stream.method.num_tokens == 9
-    assert stream.num_fed == num - 5
-
-
-def test_what_cannot_be_edited_is_refused(loaded):
-    stream = begin(loaded)
-    "".join(stream)
-    for start, stop in ((-1, 2), (4, 3), (0, 999)):
-        with pytest.raises(UserError, match="tokens of this stream"):
-            stream.edit(start, stop)
-    with pytest.raises(UserError, match="exactly must be"):
-        stream.edit(0, 1, exactly=-1)
-    with pytest.raises(UserError, match="text or a list"):
-        stream.edit(0, 1, 5.0)
-    anew = begin(loaded, method="recompute")
-    "".join(anew)
-    told = anew.ids, anew.num_fed
-    with pytest.raises(UserError, match="recompute cannot be edited"):
-        anew.edit(3, 5)
-    assert (anew.ids, anew.num_fed) == told
-    anew.go_on()
-    "".join(anew)
-
-
 def test_what_the_method_does_not_know_any_more_is_edited_as_text(loaded, tmp_path):
     """All that it had is cut; what lies before has been evicted, and stays so."""
     stream = begin(loaded, cache_size=12)

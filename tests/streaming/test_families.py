@@ -79,16 +79,6 @@ def test_without_a_template_turns_are_plain():
     assert turn_text(tokenizer, "And?", is_first=False) == "\n\nUSER: And?\n\nASSISTANT:"
 
 
-def test_a_template_that_changes_its_beginning_goes_on():
-    """What a stream holds stays as it was fed."""
-    tokenizer = of_family("smollm2")
-    tokenizer.chat_template = (
-        "{{ messages | length }}{% for m in messages %} {{ m.content }}{% endfor %}"
-    )
-    assert turn_text(tokenizer, "Hi", is_first=True) == "1 Hi"
-    assert turn_text(tokenizer, "Why?", is_first=False) == " Why?"
-
-
 def test_what_was_thought_stays_as_the_model_wrote_it():
     """The one rule for templates that rewrite earlier turns: nothing that is held is written again,
     whether a client sends an answer back or not.
@@ -105,13 +95,6 @@ def test_an_answer_ends_with_what_the_template_writes_after_it(name):
     tokenizer, end = of_family(name), FAMILIES[name].end
     found = answer_end(tokenizer)
     assert (tokenizer.convert_ids_to_tokens(found) if found is not None else None) == end
-
-
-def test_how_a_model_is_asked_may_depend_on_its_system_message():
-    tokenizer = of_family("smollm3")
-    assert "<think>" not in turn_text(tokenizer, "Why?", False, "Be kind.")
-    for is_first in (True, False):
-        assert turn_text(tokenizer, "Why?", is_first, "/no_think").endswith("<think></think>")
 
 
 def test_a_system_message_for_the_newest_turn_goes_to_each():

@@ -200,13 +200,3 @@ def test_a_direct_call_ends(models):
     config = GenerationConfig(max_new_tokens=30)
     again = kvalign.stream_generate(model, PROMPT, generation_config=config, cache_size=16)
     assert torch.equal(again, found[:, :38])
-
-
-def test_unknown_keywords_of_a_direct_call(models):
-    def call(**keywords):
-        kvalign.stream_generate(models["gpt2"], PROMPT, **keywords)
-
-    with pytest.raises(TypeError, match="no keyword 'max_new_token': did you mean max_new_tokens"):
-        call(max_new_token=3)
-    with pytest.raises(kvalign.UserError, match="no other input: leave out labels"):
-        call(labels=PROMPT)

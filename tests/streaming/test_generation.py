@@ -4,14 +4,11 @@ import itertools
 
 import pytest
 import torch
-from helpers.methods import STREAMING, make, network
+from helpers.methods import STREAMING, make
 from helpers.pairwise import one_of_each
-from helpers.tiny_models import CONTEXT_LEN, KINDS
 from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 import kvalign
@@ -35,13 +32,6 @@ def test_greedy_without_eviction_is_transformers_own(kind, models, ids):
     else:
         until = (ours == 0).any(0).int().argmax()
         assert torch.equal(ours[:, :until], expected[:, :until])
-
-
-@pytest.mark.parametrize(("name", "kind"), one_of_each(STREAMING, KINDS))
-def test_a_hundred_tokens_past_the_context(name, kind, models, ids):
-    method, count = make(name, models[kind]), CONTEXT_LEN + 100
-    tokens = take(kvalign.stream_tokens(method, ids[:, :9], do_sample=True), count)
-    assert tokens.shape == (2, count) and tokens.min() >= 0 and tokens.max() < 96
 
 
 def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
@@ -68,11 +58,6 @@ def test_two_parts_of_a_stream_are_one(name, models, ids):
     fed = torch.cat([ids[:1, :9], first[:, :-1]], 1)
     rest = kvalign.stream_tokens(method, first[:, -1:], processors=processors, before=fed)
     assert torch.equal(torch.cat([first, take(rest, 35)], 1), whole)
-
-
-def test_dense_stream_ends_with_the_context(models, ids):
-    tokens = list(kvalign.stream_tokens(make("dense", models["gpt2"]), ids[:, :60]))
-    assert len(tokens) == CONTEXT_LEN - 60 + 1
 
 
 class _Streamer:
@@ -131,40 +116,6 @@ def test_generate_takes_prompts_of_unequal_lengths(kind, models, ids):
     for row, prompt in enumerate((ids[:1, 18:30], ids[1:, :30])):
         alone = take(kvalign.stream_tokens(method, prompt), 60)
         assert torch.equal(out[row, 30:], alone[0])
-
-
-def test_generate_uses_processors_criteria_and_an_aligner(models, ids):
-    class AtSeventy(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((len(input_ids),), input_ids.shape[1] >= 70)
-
-    out = models["gpt2"].generate(
-        ids[:1, :1],
-        custom_generate=kvalign.stream_generate,
-        max_new_tokens=500,
-        do_sample=True,
-        top_k=20,
-        no_repeat_ngram_size=2,
-        eos_token_id=None,
-        stopping_criteria=StoppingCriteriaList([AtSeventy()]),
-        cache_size=20,
-        aligner=network(models["gpt2"], train=True),
-    )
-    row = out[0].tolist()
-    assert len(row) == 70 and len(set(itertools.pairwise(row))) == 69
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        (dict(attention_mask=torch.tensor([[1] * 8 + [0], [1] * 9])), "are padded on the left"),
-        (dict(attention_mask=torch.tensor([[0] * 9, [1] * 9])), "are padded on the left"),
-    ],
-)
-def test_generate_refuses_what_streaming_cannot_do(models, ids, kwargs, message):
-    kwargs = dict(method="window", cache_size=20, max_new_tokens=5) | kwargs
-    with pytest.raises(ValueError, match=message):
-        models["gpt2"].generate(ids[:, :9], custom_generate=kvalign.stream_generate, **kwargs)
 
 
 @pytest.mark.parametrize("directly", [False, True])

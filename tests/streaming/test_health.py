@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.hostile_weights import number, one
-from helpers.refusals import altered_aligner, altered_model, refused, refuses
+from helpers.refusals import altered_model, refused, refuses
 
 import kvalign
 from kvalign import load_model, stream_tokens
@@ -54,13 +54,6 @@ def test_precision(loaded):
     refuses(lambda: list(stream), "not finite in float16: use another precision", RunError)
 
 
-def test_weights_that_overflow(loaded):
-    with torch.no_grad():
-        loaded.model.transformer.ln_f.weight.fill_(3e38)
-    stream = kvalign.stream(loaded.model, loaded.tokenizer, "a", method="window", cache_size=16)
-    refuses(lambda: list(stream), "are: they overflow", RunError)
-
-
 def test_batches_and_plain_tokens(loaded):
     sick(loaded)
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -97,27 +90,3 @@ def test_scores(name, tmp_path, monkeypatch, capfd):
         altered_model(tmp_path / "n", weights=lambda t: {n: x * 1e4 for n, x in t.items()})
         argv = ["eval", name, *SCORES[name], "--model", "n"]
         refused(argv, "are these the weights of a trained model?", capfd, code=1)
-
-
-def test_a_table_for_a_sick_model(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    altered_model(tmp_path / "m", weights=one("transformer.wte.weight", lambda x: x * NAN))
-    (tmp_path / "t.txt").write_text("k1=3 k2=4 k1? 3 " * 400)
-    argv = ["train", "--aligner-kind", "table", "--model", "m", "--corpus", "text:t.txt"]
-    argv += ["--num-tokens", "1000", "--chunk-len", "32", "--out", "a"]
-    refused(argv, "the embedding weights of this model are not finite", capfd)
-
-
-def test_commands(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    altered_model(tmp_path / "m", weights=one("transformer.wte.weight", number(NAN, 777)))
-    said = "the weights of the model m: transformer.wte.weight is not finite"
-    for argv in (
-        "generate --prompt a --method recompute --cache-size 16",
-        "eval perplexity --methods recompute --num-tokens 10 --cache-sizes 16",
-    ):
-        refused([*argv.split(), "--model", "m"], said, capfd, code=1)
-    altered_aligner(tmp_path / "a", "kvalign-recall-gpt2-table", weights=one("key", number(NAN)))
-    argv = ["generate", "--prompt", "a", "--model", "recall-gpt2", "--aligner", "a"]
-    argv += ["--cache-size", "16"]
-    refused(argv, "aligner 'a': key is not finite", capfd)

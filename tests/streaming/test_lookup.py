@@ -6,14 +6,11 @@ import pytest
 import torch
 from helpers.methods import make, tables
 from helpers.tiny_models import VOCAB
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.streaming.lookup import LEAST_TRUST, Lookup, most_at_once, read_ahead, take_ahead
-from kvalign.streaming.loop import Row
-from kvalign.streaming.sampling import MOST_GUESSED, Sampling
+from kvalign.streaming.lookup import LEAST_TRUST, Lookup
 
 PROMPT = "The history of the island"
 CASES = {
@@ -96,77 +93,12 @@ def test_logits_and_state_are_those_of_stepping(case, models):
         assert torch.allclose(x.float(), other[name].float(), atol=2e-3, rtol=1e-3), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_what_was_not_meant_is_taken_back(case, models):
-    """Entries of before are the same to the bit, whatever was read ahead, and nothing of that is
-    ever seen; from an empty window to past the ends of frames.
-    """
-    method, plain = method_of(case, models), method_of(case, models)
-    ids = repeating(110, seed=3)
-    for one in (method, plain):
-        one.feed(ids[:, :14])
-    for i in range(14, 110):
-        token = ids[:, i : i + 1]
-        most = most_at_once(method.cache)
-        guessed = torch.randint(2, VOCAB, (1, min(1 + i % 7, most) - 1))
-        plain.feed_segment(token)
-        read_ahead(method, torch.cat([token, guessed], 1))
-        assert method.cache.ahead.ids == guessed[0].tolist()
-        assert take_ahead(method.cache, VOCAB) is None
-        if i % 10 == 9:
-            mine, other = method.state(), plain.state()
-            assert method.cache.ahead is None, "it has been settled"
-            assert torch.equal(mine["seen"], other["seen"])
-            for name, x in mine.items():
-                assert torch.allclose(x.float(), other[name].float(), atol=1e-3), name
-    assert torch.allclose(method.feed(ids[:, :1]), plain.feed(ids[:, :1]), atol=2e-3, rtol=1e-3)
-
-
-def test_entries_of_before_stay_to_the_bit(models):
-    method = method_of("rotary sinks", models)
-    method.feed(repeating(70))
-    before = method.state()
-    read_ahead(method, torch.randint(2, VOCAB, (1, 7)))
-    after = method.state()
-    for name in ("entries.0", "entries.1"):
-        old, new = before[f"0.{name}"], after[f"0.{name}"]
-        assert torch.equal(old[:, :, 5:], new[:, :, 4:-1]), "one came, one went"
-        assert torch.equal(
-            before[f"0.{name.replace('entries', 'sinks')}"], after[f"0.sinks.{name[-1]}"]
-        )
-
-
 REPEATING = f"{PROMPT}. {PROMPT}. {PROMPT}"
-HOW = [
-    dict(temperature=0),
-    dict(seed=3, temperature=0.4),
-    dict(seed=5, top_k=0, temperature=0.5, repetition_penalty=1.1),
-    dict(temperature=0, no_repeat_ngram_size=7),
-]
 
 
 def begin(loaded, **more):
     given = dict(cache_size=24, max_new_tokens=200, temperature=0) | more
     return kvalign.stream(loaded.model, loaded.tokenizer, REPEATING, **given)
-
-
-METHODS = [
-    ("gpt2-mini", "kvalign", 24),
-    ("gpt2-mini", "window", 64),
-    ("llama-mini", "streaming-llm", 24),
-    ("llama-mini", "kvalign", 100),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "how"), zip(METHODS, HOW, strict=True), ids=str)
-def test_the_text_is_the_same(what, how, loaded):
-    name, method, cache_size = what
-    more = dict(method=method, cache_size=cache_size, max_new_tokens=150, **how)
-    plain, looked_up = (begin(loaded[name], lookup=lookup, **more) for lookup in (0, 8))
-    assert "".join(plain) == "".join(looked_up)
-    assert plain.ids == looked_up.ids and len(plain.ids) > 150
 
 
 def test_few_passes_write_a_text_that_repeats(loaded, monkeypatch):
@@ -201,97 +133,6 @@ def test_a_stream_is_left_fed_and_saved_in_the_middle(loaded, tmp_path):
     assert "".join(plain) == "".join(looked_up) != ""
 
 
-@pytest.mark.slow
-def test_a_stop_string_ends_where_it_ends_without(loaded):
-    gpt2 = loaded["gpt2-mini"]
-    whole = "".join(begin(gpt2))
-    for stop in (whole[100:104], whole[200:205]):
-        plain, looked_up = (begin(gpt2, lookup=lookup, stop_strings=stop) for lookup in (0, 8))
-        assert "".join(plain) == "".join(looked_up) and plain.has_ended
-        for one in (plain, looked_up):
-            one.feed(" Then")
-        assert "".join(plain) == "".join(looked_up) and plain.ids == looked_up.ids
-
-
-@pytest.mark.slow
-def test_an_end_token_ends_where_it_ends_without(loaded, monkeypatch):
-    gpt2 = loaded["gpt2-mini"]
-    free = begin(gpt2)
-    "".join(free)
-    monkeypatch.setattr(gpt2.model.generation_config, "eos_token_id", free.token_ids[60])
-    texts = [begin(gpt2, lookup=lookup, stop_at_end=True) for lookup in (0, 8)]
-    for text in ("", " Then"):
-        for one in texts:
-            if text:
-                one.feed(text)
-            "".join(one)
-        assert texts[0].ids == texts[1].ids
-        assert texts[0].method.fill == texts[1].method.fill
-
-
-@pytest.mark.slow
-def test_a_compiled_stream_may_look_up(models):
-    ids = repeating(60)
-    plain = make("streaming-llm", models["llama"])
-    compiled = make("streaming-llm", models["llama"]).compile(backend="eager", fullgraph=True)
-    tokens = [
-        list(itertools.islice(kvalign.stream_tokens(method, ids, lookup=lookup), 80))
-        for method, lookup in ((plain, 0), (compiled, 6))
-    ]
-    assert tokens[0] == tokens[1]
-
-
-DRAWN = LogitsProcessorList([TemperatureLogitsWarper(0.4)])
-
-
-class _Careless(Lookup):
-    """Takes what was read ahead, whatever was chosen: text that is guessed is text that is said."""
-
-    def feed(self, method):
-        if method.cache.ahead is not None and method.cache.ahead.ids:
-            return take_ahead(method.cache, method.cache.ahead.ids[0])
-        return super().feed(method)
-
-
-def second_tokens(lookup_class, num_draws, model, prompt):
-    """How often each token is the second of so many draws: [V]."""
-    generator, counts = torch.Generator().manual_seed(0), torch.zeros(VOCAB)
-    method = make("streaming-llm", model)
-    for _ in range(num_draws):
-        method.reset()
-        method.feed(torch.tensor([prompt[:-1]]))
-        lookup, token = lookup_class(4, prompt[:-1]), prompt[-1]
-        row = Row(torch.tensor([prompt]), DRAWN, True, generator)
-        for _ in range(2):
-            lookup.append(token)
-            row.take(lookup.feed(method), method)
-            token = int(row.token)
-        counts[token] += 1
-    return counts
-
-
-@pytest.mark.slow
-def test_drawn_tokens_have_the_model_s_distribution(models):
-    """Of the second token after a prompt that foretells two others, over all first ones: chi
-    square, of as many degrees of freedom as tokens are likely; careless taking fails it.
-    """
-    model, prompt, num = models["llama"], [5, 6, 7, 8, 9, 5, 6, 7], 400
-    method = make("streaming-llm", model)
-    first = DRAWN(None, method.feed(torch.tensor([prompt]))).softmax(-1)
-    method.select([0] * VOCAB)
-    second = DRAWN(None, method.feed(torch.arange(VOCAB)[:, None])).softmax(-1)
-    expected = (first @ second)[0] * num
-    likely = expected > 5
-    freedom = int(likely.sum())
-    bound = freedom + 4 * (2 * freedom) ** 0.5
-
-    def chi_square(lookup_class):
-        counts = second_tokens(lookup_class, num, model, prompt)
-        return ((counts - expected) ** 2 / expected)[likely].sum().item()
-
-    assert freedom > 20 and chi_square(Lookup) < bound < chi_square(_Careless)
-
-
 def test_guesses_follow_the_longest_place_and_stop_where_they_fail():
     lookup = Lookup(8, [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3])
     assert lookup.guess() == [4, 5, 6], "as many as were the same"
@@ -315,21 +156,3 @@ def test_what_cannot_be_taken_back_is_refused(case, models):
     method = make(name, models[kind], **changes)
     with pytest.raises(UserError, match="^lookup does not work with .*, which cannot undo a wrong"):
         next(kvalign.stream_tokens(method, torch.tensor([[5, 6]]), lookup=4))
-
-
-def test_rows_and_wrong_numbers_are_refused(loaded, ids, models):
-    gpt2 = loaded["gpt2-mini"]
-    with pytest.raises(UserError, match="^lookup is for one stream, got 2 rows"):
-        next(kvalign.stream_tokens(make("window", models["gpt2"]), ids, lookup=4))
-    batch = kvalign.stream_batch(gpt2.model, gpt2.tokenizer, [PROMPT], lookup=4)
-    with pytest.raises(UserError, match="^lookup is for one stream: rows of a batch"):
-        next(batch)
-    with pytest.raises(
-        UserError, match="^lookup does not work with recompute, cache of 24 entries"
-    ):
-        begin(gpt2, method="recompute", lookup=4)
-    for wrong in (-1, MOST_GUESSED + 1):
-        with pytest.raises(
-            UserError, match=f"^lookup must be at least 0 and at most 64, got {wrong}"
-        ):
-            Sampling(lookup=wrong)

@@ -2,8 +2,6 @@
 save that fails or is killed leaves the stream of before.
 """
 
-import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -141,17 +139,6 @@ def test_what_is_gone_is_written_anew(change, loaded, path):
     assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
 
 
-def test_a_stream_before_its_first_stored_token(loaded, path):
-    stream = begin(loaded, PROMPT, num_sinks=12)
-    stream.save(path)
-    next(iter(stream))
-    stream.save(path)
-    assert files(path) == [""] and stream.num_fed < 12
-    assert is_same(path, loaded, stream)
-    stream.save(path)
-    assert files(path) == ["", ".memory.0"] and is_same(path, loaded, stream)
-
-
 class Killed(BaseException):
     pass
 
@@ -206,30 +193,6 @@ def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch)
     assert len(files(path)) == 2 and is_same(path, loaded, stream)
 
 
-def test_a_copy_needs_both_files(loaded, path):
-    stream = begin(loaded)
-    go_on(stream)
-    stream.save(path)
-    copy = path.with_name("copy")
-    shutil.copy(path, copy)
-    line = f"{copy} has its memory in {copy}.memory.0, which is missing: copy both files"
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        load(copy, loaded)
-    assert stream_file.about(copy).memory == 200
-    shutil.copy(memory_file.path_of(path, 0), memory_file.path_of(copy, 0))
-    assert is_same(copy, loaded, stream)
-
-
-def test_another_streams_entries_between_equal_ones_do_not_stay(loaded, path):
-    """In the first layer entries of equal tokens are equal, and only few tokens differ here."""
-    ids = torch.randint(8192, (200,)).tolist()
-    for number, one in enumerate((7, 8)):
-        stream = begin(loaded, [*ids[:150], one, *ids[151:]], recall_layers="0")
-        next(iter(stream))
-        stream.save(path)
-        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)
-
-
 def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monkeypatch):
     stream = begin(loaded)
     go_on(stream, 3)
@@ -243,13 +206,3 @@ def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monke
         go_on(stream)
         stream.save(path)
         assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
-
-
-def test_streams_whose_newest_entries_are_equal(loaded, path):
-    """In the first layer an entry depends on its token alone: older ones are compared, too."""
-    ids = torch.randint(8192, (100,)).tolist()
-    for number, first in enumerate(([7] * 50, [8] * 50)):
-        stream = begin(loaded, first + ids, recall_layers="0")
-        next(iter(stream))
-        stream.save(path)
-        assert files(path) == ["", f".memory.{number}"] and is_same(path, loaded, stream)

@@ -4,8 +4,6 @@ are those of plain loops in `test_numerics_fuzz.py`.
 
 import pytest
 import torch
-from helpers.methods import made
-from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign.foundation.errors import NotFoundError, UserError
@@ -92,20 +90,6 @@ def test_it_goes_anywhere_and_only_what_is_said_is_encoded(loaded, monkeypatch):
     assert torch.equal(again.feed(ids), stream.method.feed(ids))
 
 
-def test_first_layer_of_rotary_keys_is_as_if_encoded_there(models, ids):
-    """Nothing in it depends on what stands before a token but its place."""
-    for sizes in ({}, dict(memory=30)):
-        inserted, anew = (made("streaming-llm", models["llama"], **sizes) for _ in range(2))
-        piece = kvalign.encode(models["llama"], None, ids[0, 20:25].tolist(), after=[1, 2, 3])
-        part = piece.part(models["llama"], len(ids))
-        for method, new in ((inserted, part), (anew, ids[:1, 20:25].expand(len(ids), -1))):
-            method.feed(ids[:, :15])
-            method.edit(9, 11, new)
-        pairs = [(x.cache.layers[0].keys, x.cache.layers[0].values) for x in (inserted, anew)]
-        for one, other in zip(*pairs, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-
-
 def test_a_file_has_all_of_it_and_says_what_is_wrong(loaded, tmp_path, models):
     model = loaded.model
     path, piece = tmp_path / "document.safetensors", encoded(loaded)
@@ -143,29 +127,3 @@ def test_a_piece_of_more_positions_than_the_aligner_has_is_refused():
         stream.insert(piece)
     stream.insert(piece[:256])
     assert stream.num_evicted and answer(stream)
-
-
-def test_what_cannot_be_encoded_or_put_in_is_refused(loaded):
-    model, tokenizer = loaded.model, loaded.tokenizer
-    with pytest.raises(UserError, match="the text is empty"):
-        kvalign.encode(model, tokenizer, "")
-    with pytest.raises(UserError, match="in several pieces"):
-        kvalign.encode(model, tokenizer, [1] * 600)
-    with pytest.raises(UserError, match="its layers without attention"):
-        kvalign.encode(tiny_model("lfm2"), None, [1, 2])
-    piece = encoded(loaded)
-    with pytest.raises(UserError, match="without gaps"):
-        piece[::2]
-    other = stream_of(loaded, "The island", method="recompute")
-    with pytest.raises(UserError, match="cannot be edited"):
-        other.insert(piece)
-    stream = stream_of(loaded, "The island")
-    with torch.no_grad():
-        weight = next(model.parameters())
-        weight[0, 0] += 1
-        try:
-            with pytest.raises(UserError, match="the weights of this model differ"):
-                stream.insert(piece)
-        finally:
-            weight[0, 0] -= 1
-    stream.insert(piece)

@@ -8,7 +8,7 @@ from threading import current_thread
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, make, step, tables
+from helpers.methods import make, tables
 from helpers.tiny_models import tiny_model
 
 import kvalign
@@ -53,22 +53,6 @@ def test_plain_calls_are_the_same_to_the_bit(kind, implementation, ids, tmp_path
     assert type(model).from_pretrained(tmp_path).config._attn_implementation == "sdpa" or (
         not model._supports_sdpa
     )
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_stream_survives_a_model_that_is_switched_back(kind, implementation, ids):
-    model = tiny_model(kind)
-    extra = {} if kind == "bloom" else {"aligner": tables(model, scale=0.5)}
-    name = "streaming-llm" if kind == "bloom" else "kvalign"
-    expected = step(make(name, model, **extra), ids[:, :60], CACHE_SIZE + 1)
-    method, found = make(name, model, **extra), []
-    parts = (CACHE_SIZE + 1, *[1] * 9, 20, *[1] * 10)
-    for part in ids[:, :60].split(parts, 1):
-        model.set_attn_implementation(implementation)
-        found.append(method.feed(part))
-    ends = torch.tensor(parts).cumsum(0) - (CACHE_SIZE + 1)
-    assert torch.allclose(torch.stack(found), expected[ends], atol=1e-4)
 
 
 def test_a_model_without_our_name_is_left_alone(models, ids):

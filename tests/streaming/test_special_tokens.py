@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
 from kvalign.models.text_ids import ids_of
 from kvalign.streaming.turns import message_ids, messages_text, opening_len, turn_ids
@@ -114,11 +113,6 @@ def test_system_prompts_too():
     ids = turn_ids(tokenizer, "Hi", True, system)
     assert len(special_of(tokenizer, ids)) == 5
     assert opening_len(tokenizer, system) > opening_len(tokenizer, system, special_tokens=True)
-
-
-def test_half_a_character_is_refused():
-    with pytest.raises(UserError, match="UTF-8"):
-        turn_ids(chatml(True), "\ud800", True)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from helpers.methods import anchored
 from helpers.tiny_models import VOCAB
 
 from kvalign.aligners import AnchoredAligner
-from kvalign.data_gen.pairs import positionless
 from kvalign.methods import make_method
 from kvalign.training.anchored_run import Streams, loss_of, new_streams, tune_networks
 from kvalign.training.kinds.anchored import AnchoredSettings
@@ -42,24 +41,6 @@ def test_steps_are_those_of_the_method(models, arch):
             found = streams.step(ids[:, end])
             expected = method.feed(ids[:, end : end + 1])
             assert torch.allclose(found, expected.reshape(found.shape), atol=1e-4)
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_streams_begin_with_what_a_cache_holds(models, arch):
-    """Untrained tables keep an entry as it was computed, a rotary key without its position."""
-    model, ids = models[arch], random_ids(2, 12)
-    expected = positionless(model, ids)
-    for layer, stored in enumerate(new_streams(aligner_of(model), model, ids, 12).stored):
-        for found, kv in zip(stored, expected, strict=True):
-            assert torch.allclose(found, kv[:, layer], atol=1e-5)
-
-
-def test_longer_beginnings_are_streamed(models):
-    """Where tables are placed on read, what was evicted has left its mark."""
-    model, ids = models["gpt2"], random_ids(2, 30)
-    found = new_streams(aligner_of(model), model, ids, 12).stored[-1][0]
-    fresh = new_streams(aligner_of(model), model, ids[:, -12:], 12).stored[-1][0]
-    assert found.shape == fresh.shape and not torch.allclose(found, fresh, atol=1e-3)
 
 
 def test_kl_is_that_to_re_encoding(models):

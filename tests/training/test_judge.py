@@ -2,24 +2,20 @@
 
 import pytest
 import torch
-from helpers.methods import anchored, tables
-from helpers.sink_model import sink_model, sink_text
+from helpers.methods import tables
 from helpers.tiny_models import VOCAB
 
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import score_stepwise
 from kvalign.training import judge as judging
-from kvalign.training import train_table
 from kvalign.training.judge import (
     ROW_LABELS,
     excerpts,
     judge,
     streamed,
-    use_parts,
     usual_sinks,
 )
-from kvalign.training.table_run import standardise
 from kvalign.training.text import Text
 
 KVS = ("key", "value")
@@ -83,16 +79,6 @@ def test_too_little_text_proves_nothing(models):
         assert (found["parts"], found["num_sinks"]) == ([], num_sinks)
 
 
-def test_parts_of_kinds_with_networks(models):
-    aligner = anchored(models["gpt2"], chunk_len=32)
-    untrained = {name: x.clone() for name, x in aligner.state_dict().items()}
-    trained = {name: x + 1 for name, x in untrained.items()}
-    use_parts(aligner, trained, untrained, KEYS)
-    for name, x in aligner.state_dict().items():
-        is_key = name.startswith(("key.", "table.key"))
-        assert torch.equal(x, (trained if is_key else untrained)[name]), name
-
-
 def test_excerpts_fit_short_texts_and_do_not_overlap():
     for lens, largest in (((9,), 8), ((500, 90), 63), ((4000,), 255)):
         rows = excerpts(Text([], [torch.arange(n) for n in lens]), largest)
@@ -154,32 +140,3 @@ def test_rows_side_by_side_are_rows_alone(models):
     method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     assert torch.allclose(found.flatten(), alone, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_of_facts_and_questions_the_answers_count_alone(tmp_path):
-    """`recall-gpt2` knows the answers only; what it says of other tokens would hide that it needs
-    its table.
-    """
-    found = train_table(model="recall-gpt2", corpus="recall", num_tokens=40_000, out=tmp_path)
-    assert found["key"]["used"]
-    judged = found["key"]["judged"]
-    assert judged["val_nll"] < 0.2 < judged["without"]["val_nll"]
-    assert 100 < judged["num_labels"] < 500  # of 1536 tokens
-
-
-@pytest.mark.slow
-def test_what_only_makes_a_sink_is_not_used():
-    """Against a stream without sinks a table helps, since it gives the oldest entry the mean of
-    position 0; against sinks it does not.
-    """
-    model, follows = sink_model()
-    text = sink_text(follows, 28_000)
-    table, _ = trained_table(model, num_sinks=4)
-    table.clear()
-    untrained = {name: x.clone() for name, x in table.state_dict().items()}
-    standardise(table, model, text[:19_968].view(-1, 48), KVS)
-    found = judge(table, untrained, model, Text([], [text[20_000:]]), KVS)
-    nll = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in found["streams"]}
-    assert nll["key", "value", 0] < nll[0,] - 0.5 and nll[4,] < nll[0,] - 0.5
-    assert found["parts"] == [] and found["num_sinks"] == 4

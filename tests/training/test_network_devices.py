@@ -19,11 +19,6 @@ TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node17", "MASTER_PORT": "none"}
 SEVERAL = {
-    "--ntasks": (SLURM | {"SLURM_NTASKS": "4"}, "srun --ntasks=1 kvalign"),
-    "--ntasks-per-node": (
-        SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
-        "SLURM_NTASKS is 4",
-    ),
     "a step of a job": (
         SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"},
         "SLURM_STEP_NUM_TASKS is 2",
@@ -36,7 +31,6 @@ ONE = [
     SLURM | {"SLURM_NTASKS": "1"},
     SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
     TORCHRUN | {"WORLD_SIZE": "1"},
-    {"LOCAL_RANK": "none", "WORLD_SIZE": "2"},
 ]
 
 

@@ -67,16 +67,6 @@ def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
         assert Aligner.from_pretrained(folder).value.fc3.weight.any()
 
 
-def test_networks_are_judged_by_the_weights_that_were_recorded(folder, capsys):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for part in config["training"].values():
-        part["data"]["identity"] = "0" * 32
-    path.write_text(json.dumps(config))
-    judge_networks(folder, "cpu")
-    assert "not judged by streams: gpt2-mini has other weights" in capsys.readouterr().err
-
-
 def test_the_text_is_what_follows_the_recording(monkeypatch):
     monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer
@@ -99,20 +89,6 @@ def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
     assert "- `kvalign judge --aligner kvalign-gpt2-mini-network --out" in card
     with pytest.raises(FileExistsError, match="already holds an aligner"):
         judge_aligner(aligner="kvalign-gpt2-mini-network", out=tmp_path / "copy")
-
-
-def test_what_has_no_networks_to_judge_is_refused(tmp_path, monkeypatch):
-    told(monkeypatch, ())
-    nothing = tmp_path / "nothing"
-    judge_aligner(aligner="kvalign-gpt2-mini-network", out=nothing)
-    assert Aligner.from_pretrained(nothing).label == "network: nothing"
-    for aligner, why in (
-        ("kvalign-gpt2-mini-table", "must be of kind network, got table"),
-        (nothing, "no network of .*nothing is used"),
-    ):
-        with pytest.raises(UserError, match=why):
-            judge_aligner(aligner=str(aligner), out=tmp_path / "out")
-        assert not (tmp_path / "out").exists()
 
 
 def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Batches of rows: each row once an epoch, with its place, in an order that can be resumed."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Move, NetworkAligner
 from kvalign.aligners.entries import KV
-from kvalign.foundation.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import loss
-from kvalign.training.network_rows import OPEN_SHARDS, InOrder, RecordedRows, Shuffled
+from kvalign.training.network_rows import OPEN_SHARDS, InOrder, Shuffled
 from kvalign.training.network_run import config_for
 
 
@@ -96,14 +94,6 @@ def test_ranks_share_the_rows(shards):
     assert sum((places(part) for part in shuffled), Counter()) <= expected
 
 
-def test_too_few_batches_for_the_devices(recorded):
-    rows = RecordedRows(recorded.store, "key", 10**6)
-    with pytest.raises(
-        ValueError, match="--batch-size 1000000 leaves no batch for each of 99 devices"
-    ):
-        rows.num_batches(99)
-
-
 def test_moves_of_a_batch_are_those_of_the_aligner(recorded):
     """A row of shift 2 goes through the network twice, as an entry of a stream does."""
     torch.manual_seed(0)
@@ -123,17 +113,3 @@ def test_moves_of_a_batch_are_those_of_the_aligner(recorded):
     expected = mse_loss(torch.stack(moved, dim=1), aligned)
     assert torch.allclose(loss(aligner.key, batch), expected)
     assert not torch.allclose(loss(aligner.key, batch._replace(num_moves=1)), expected)
-
-
-def test_shifts_that_are_no_multiples_are_refused(recorded):
-    settings = recorded.store.config.settings.model_copy(update={"num_evicted": (2, 3)})
-    config = recorded.store.config.model_copy(update={"settings": settings})
-    with pytest.raises(UserError, match="shifts of 2, 3, which must be multiples of the smallest"):
-        RecordedRows(replace(recorded.store, config=config), "key", 64)
-
-
-def test_first_epoch_goes_from_small_shifts_to_large(shards):
-    shuffled = Shuffled(shards, "key", 10**6, seed=0)
-    first, second = ([batch.num_moves for batch in shuffled] for _ in range(2))
-    assert first[0] == 1 and first[-1] == 2
-    assert sorted(first) == sorted(second) and first != second

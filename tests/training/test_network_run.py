@@ -1,8 +1,6 @@
 """Training an aligner: equalities of the network, what training keeps, resumes and refuses."""
 
 import copy
-import json
-import shutil
 
 import pytest
 import torch
@@ -11,11 +9,10 @@ from helpers.tiny_store import Recorded, record_tiny
 from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
-from kvalign.models import identity
 from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds.network import NetworkSettings
-from kvalign.training.network_fit import losses
+from kvalign.training.network_fit import BEST, best_weights, losses
 from kvalign.training.network_rows import InOrder
 from kvalign.training.network_run import config_for
 
@@ -191,53 +188,13 @@ def test_a_recording_of_other_weights_is_refused(recorded, make_settings, tmp_pa
             begin()
 
 
-def test_a_recording_of_0_2_is_taken_with_a_line(recorded, make_settings, tmp_path, caplog):
-    folder = tmp_path / "caches"
-    shutil.copytree(recorded.folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["identity"]
-    (folder / "config.json").write_text(json.dumps(config))
-    identity.say_weak.cache_clear()
-    (result, _) = train_network(make_settings(data=folder)).values()
-    assert "identity" not in result["data"]
-    assert "says of its model only 16 embedding weights" in caplog.text
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
 
 
-def test_early_stopping_counts_reports(make_settings):
-    settings = make_settings(target="key", lr=10.0, patience=2, max_epochs=50)
-    assert train_network(settings)["key"]["num_steps"] < 500
-
-
-@pytest.mark.slow
-def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            network_fit.Realignment,
-            "training_step",
-            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
-        )
-        with pytest.raises(KeyboardInterrupt):
-            train_network(make_settings(max_steps=3))
-    with pytest.raises(FileExistsError, match=r"lr is 0\.0007 there, 0\.001 now"):
-        train_network(make_settings(max_steps=3, lr=1e-3))
-    train_network(make_settings(max_steps=3, lr=1e-3, resume=False))
-
-
-@pytest.mark.slow
-def test_another_target_needs_the_same_data(make_settings, tmp_path):
-    train_network(make_settings(target="key", max_steps=2))
-    other = record_tiny(tmp_path / "wide", n_head=4).folder
-    with pytest.raises(ValueError, match="made for tiny: num_kv_heads is 2, here 4"):
-        train_network(make_settings(target="value", data=other))
-    with pytest.raises(ValueError, match="position_dim is 4, here 5"):
-        train_network(make_settings(target="value", position_dim=5))
-
-
-@pytest.mark.slow
-def test_a_folder_of_something_else_is_left_alone(make_settings):
-    out = make_settings().out
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match=r"aligner/config.json: kind: Field required"):
-        train_network(make_settings())
-    assert [path.name for path in out.iterdir()] == ["config.json"]
+def test_weights_that_would_run_code_are_refused(tmp_path, capfd):
+    torch.save({"state_dict": Evil()}, tmp_path / BEST)
+    with pytest.raises(Exception, match="[Ww]eights"):
+        best_weights(torch.nn.Linear(1, 1), tmp_path)
+    assert capfd.readouterr().out == ""

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvalign.data_gen.facts import ANSWER, WORDS
-from kvalign.foundation.errors import Interrupted, UserError
+from kvalign.foundation.errors import Interrupted
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
@@ -22,7 +21,7 @@ from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import NO_LABEL, TokenMix, parse_mix
+from kvalign.training.token_mix import NO_LABEL, TokenMix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
@@ -142,11 +141,6 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
     assert "sink token" not in (tmp_path / "plain/README.md").read_text()
 
 
-def test_a_shipped_model_shares_its_tokenizer_by_name(text, tmp_path):
-    pretrain(tiny(text, tmp_path / "a", tokenizer=Path("gpt2-mini"), num_tokens=64))
-    assert len(load_model(str(tmp_path / "a")).tokenizer) == 8192
-
-
 def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.training.recall_rows.NUM_EVAL_ROWS", 40)
     rows = RecallRows(64).batch(0, 3, 5, 16)
@@ -177,15 +171,9 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
     assert all(torch.equal(weight, before[name]) for name, weight in loaded.items())
     card = (tmp_path / "b/README.md").read_text()
     assert f"trained from {tmp_path / 'a'} so that" in card and "--init" in card
-    for changes, said in (
-        (dict(num_layers=2), "another architecture or size: transformer.h.1.* is missing there"),
-        (dict(arch="llama"), "another architecture or size: "),
-        (dict(context_len=64), r"transformer.wpe.weight is \[32, 64\] there, \[64, 64\] here"),
-        (dict(tokenizer=tmp_path / "a"), "leave out --tokenizer"),
-        (dict(init=tmp_path / "none"), "none"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            pretrain(tiny(text, tmp_path / "c", **{**still, **changes}))
+    said = "another architecture or size: transformer.h.1.* is missing there"
+    with pytest.raises(ValueError, match=said):
+        pretrain(tiny(text, tmp_path / "c", **{**still, "num_layers": 2}))
 
 
 @pytest.mark.slow
@@ -234,59 +222,3 @@ def test_heads_that_copy_are_told_where_to_look():
     attentions[0].diagonal(-1, -2, -1).fill_(1)
     attentions[1, :, :, [3, 6, 6], [1, 1, 4]] = torch.tensor([1, 0.5, 0.5])
     assert copy_loss(tuple(attentions), ids, labels).item() == pytest.approx(0, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_copies_are_learned_and_attention_is_fast_again(text, tmp_path, monkeypatch):
-    losses = []
-
-    def noted(*given, found=recipe.copy_loss):
-        losses.append(found(*given))
-        return losses[-1]
-
-    monkeypatch.setattr(recipe, "copy_loss", noted)
-    changes = dict(copy_weight=1.0, repeat_share=0.5, num_layers=2, short_share=0.0)
-    pretrain(tiny(text, tmp_path / "a", num_tokens=100 * 64, **changes))
-    assert sum(losses[70:80]) < 0.95 * sum(losses[:10]) and len(losses) == 100
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert model.config._attn_implementation == "sdpa"
-    assert "--copy-weight 1.0" in (tmp_path / "a/README.md").read_text()
-
-
-def test_bits_per_byte_of_uniform_logits_counts_bytes(text, tmp_path):
-    pretrain(tiny(text, tmp_path / "a", num_tokens=64))
-    loaded = load_model(str(tmp_path / "a"))
-    loaded.model.transformer.wte.weight.data.zero_()
-    ids = loaded.tokenizer(TEXT)["input_ids"]
-    num_blocks = 60
-    blocks = torch.tensor(ids[: num_blocks * 32]).view(num_blocks, 32)[:, 1:]
-    num_bytes = sum(len(loaded.tokenizer.decode(row)) for row in blocks)
-    expected = blocks.numel() * torch.tensor(300.0).log2().item() / num_bytes
-    found = bits_per_byte(loaded.model, loaded.tokenizer, text, 32)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_shares_add_up():
-    assert parse_mix(("python-docs", "text:a@b/c.txt@3")) == {
-        "python-docs": 0.25,
-        "text:a@b/c.txt": 0.75,
-    }
-
-
-@pytest.mark.slow
-def test_a_run_that_began_with_other_weights_does_not_go_on(text, tmp_path):
-    first, run = tmp_path / "a", dict(init=tmp_path / "a", num_tokens=64)
-    pretrain(tiny(text, first))
-    pretrain(tiny(text, tmp_path / "b", **run))
-    described = tmp_path / "b/training/run/run.json"
-    before = described.read_text()
-    there = load_file(first / "model.safetensors")
-    there["transformer.h.0.mlp.c_proj.weight"][0, 0] += 1
-    save_file(there, first / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="other settings .init_identity is '"):
-        pretrain(tiny(text, tmp_path / "b", **run))
-    values = json.loads(before)
-    del values["init_identity"]  # as 0.2 wrote it
-    described.write_text(json.dumps(values))
-    pretrain(tiny(text, tmp_path / "b", **run))

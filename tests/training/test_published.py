@@ -3,7 +3,6 @@ refused.
 """
 
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -17,28 +16,9 @@ from kvalign.app.cli.main import main
 from kvalign.cache.realign import Recursive
 from kvalign.methods import make_method
 from kvalign.models.loading import load_model
-from kvalign.models.rope import rerotate
-from kvalign.training.published import import_published
 from kvalign.training.settings import ImportPublishedSettings
 
-PUBLISHED = os.environ.get("KVALIGN_TEST_PUBLISHED")
 CHUNK_LEN = 40
-# Real shapes with as few weights elsewhere as may be.
-REAL = {
-    "distilgpt2": ("gpt2", dict(n_positions=256, n_embd=768, n_layer=6, n_head=12, n_inner=4)),
-    "smollm2": (
-        "llama",
-        dict(
-            max_position_embeddings=256,
-            hidden_size=576,
-            intermediate_size=4,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            rope_parameters=dict(rope_type="default", rope_theta=1e5),
-        ),
-    ),
-}
 
 
 def published(state: dict, x, layer: int):
@@ -100,31 +80,6 @@ def test_imported_is_published(kind, workplace):
     assert torch.isfinite(method.feed(torch.arange(2, 90)[None])).all()
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="KVALIGN_TEST_PUBLISHED names no folder of their files")
-@pytest.mark.parametrize("name", REAL)
-def test_their_files_are_imported(name, tmp_path):
-    save_model(tmp_path / "model", REAL[name][0], **REAL[name][1])
-    paths = [Path(PUBLISHED) / f"{kv}_network_{name}.pth" for kv in ("keys", "values")]
-    settings = ImportPublishedSettings(
-        keys=paths[0], values=paths[1], model=str(tmp_path / "model"), out=tmp_path / "out"
-    )
-    import_published(settings)
-    aligner = Aligner.from_pretrained(tmp_path / "out")
-    assert aligner.config.num_positions == 251
-    check_equals_formula(aligner, load_model(settings.model).model, paths, 5)
-
-
-@pytest.mark.skipif(not PUBLISHED, reason="KVALIGN_TEST_PUBLISHED names no folder of their files")
-def test_their_network_for_rotary_keys_rotates():
-    """Why the import undoes the cache's own rotation: theirs comes with the network."""
-    path = Path(PUBLISHED) / "keys_network_smollm2.pth"
-    state = torch.load(path, weights_only=True, map_location="cpu")["model_state_dict"]
-    x = torch.randn(1, 3, 100, 64, generator=torch.Generator().manual_seed(0))
-    moved = published(state, x, layer=10)
-    turned = rerotate(x, 1, 1e5 ** (-torch.arange(32) / 32))
-    assert (moved - turned).norm() < 0.1 * (moved - x).norm()
-
-
 def test_example_runs_and_the_card_names_the_authors(workplace, capsys):
     example = ImportPublishedSettings.__doc__.partition("Example:")[2].strip()
     folder = workplace / "distilbert" / "distilgpt2"
@@ -164,15 +119,7 @@ def changed(name, change):
     ("damage", "message"),
     [
         (without("fc2.bias"), r"missing ['fc2.bias'], unknown none"),
-        (lambda s: s.update(fc4=torch.ones(1)), "missing none, unknown ['fc4']"),
-        (changed("fc1.bias", lambda x: x.tolist()), "fc1.bias must be a dense tensor of real"),
-        (changed("fc1.weight", lambda x: x[0]), "fc1.weight must have 2 dimensions"),
-        (changed("emb_pos.weight", lambda x: x[:, :0]), "found (48, 0)"),
-        (changed("fc2.weight", lambda x: x / 0), "fc2.weight has weights that are not finite"),
         (changed("fc3.bias", lambda x: x[1:]), "fc3.bias is (15,), needed (16,)"),
-        (changed("fc1.weight", lambda x: x[:, 1:]), "is (10, 59), needed (10, 60)"),
-        (changed("emb_blocks.weight", lambda x: x[1:]), "is (2, 4), needed (3, 4) for gpt2 (3"),
-        (changed("emb_heads.weight", lambda x: x[1:]), "is (1, 8), needed (2, 8) for gpt2"),
         (changed("emb_pos.weight", lambda x: x[:34]), "has 34 positions, needed 35 for"),
     ],
 )
@@ -181,28 +128,6 @@ def test_other_networks_are_refused(damage, message, workplace, capsys):
     damage(saved["model_state_dict"])
     torch.save(saved, "values.pth")
     check_refused(command(), "values.pth", message, capsys)
-
-
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", "half", "no magic"])
-def test_other_files_are_refused(content, workplace, capsys):
-    whole = (workplace / "keys.pth").read_bytes()
-    content = {"half": whole[: len(whole) // 2], "no magic": whole[4:]}.get(content, content)
-    (workplace / "keys.pth").write_bytes(content)
-    check_refused(command(), "keys.pth", "is damaged or has more than tensors", capsys)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(keys="none.pth"), "no file 'none.pth': the authors' files are in models/"),
-        (dict(values="gpt2"), "no file 'gpt2'"),
-        ({"chunk-len": "60"}, "emb_pos.weight has 48 positions, needed 55 for --chunk-len 60"),
-        ({"chunk-len": "5"}, "--chunk-len must be above --num-sinks + 1 (5)"),
-        (dict(model="elsewhere"), "no model 'elsewhere'"),
-    ],
-)
-def test_wrong_use_is_refused(changes, message, workplace, capsys):
-    check_refused(command(**changes), "", message, capsys)
 
 
 def check_refused(argv, name, message, capsys):
@@ -223,8 +148,6 @@ class Surprise:
     ("content", "message"),
     [
         (Surprise(), "is damaged or has more than tensors"),
-        ([1], "has no model_state_dict"),
-        ({"state": {}}, "has no model_state_dict"),
         ({"model_state_dict": 3}, "has no model_state_dict"),
     ],
 )

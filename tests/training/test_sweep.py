@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_report import Trial, ranked, write
 from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
 
 pytest.importorskip("ray")
@@ -40,31 +38,6 @@ def base(recorded, tmp_path) -> NetworkSettings:
     return NetworkSettings(
         data=recorded.folder, out=tmp_path / "a", target="value", max_epochs=2, accelerator="cpu"
     )
-
-
-def reports_of(*losses: float, is_last: bool = True) -> list[dict]:
-    return [
-        {
-            "report": n,
-            "max_reports": 5,
-            "epochs": n / 5,
-            PLACE: n,
-            "val_loss": loss,
-            "num_parameters": 100 * len(losses),
-            "seconds": 1.5 * n,
-            "is_last": is_last and n == len(losses),
-        }
-        for n, loss in enumerate(losses, 1)
-    ]
-
-
-def made_up() -> list[Trial]:
-    return [
-        Trial("000", POINT, reports_of(0.9, 0.7, 0.8)),
-        Trial("001", POINT, reports_of(0.95, 0.3, is_last=False)),
-        Trial("002", POINT, [], "it broke"),
-        Trial("003", POINT, reports_of(float("nan"))),
-    ]
 
 
 @pytest.mark.parametrize(("batch_size", "max_steps"), [(32, 7), (512, None)])
@@ -100,16 +73,6 @@ def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path, num
     train_trial(settings, tmp_path / "killed", Reports(found.append, 5))
     assert len(expected) == 10
     assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in expected]
-
-
-def test_trials_are_ranked_by_their_best_loss():
-    best, second, *failed = ranked(made_up())
-    assert (best.name, best.state, best.val_loss) == ("001", "stopped", 0.3)
-    assert (second.name, second.state, second.val_loss) == ("000", "finished", 0.7)
-    assert [(t.name, t.state, t.val_loss) for t in failed] == [
-        ("002", "failed", None),
-        ("003", "failed", None),
-    ]
 
 
 def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:
@@ -208,74 +171,6 @@ def test_a_finished_sweep_is_left_alone(resumed, capsys):
     assert main([*resumed.words, "--seed", "1"]) == 2
     assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")} == made
-
-
-def test_all_trials_failed_is_one_line(recorded, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("kvalign.training.sweep.run_trials", lambda *_: made_up()[2:])
-    words = tune_words(recorded.folder, tmp_path / "out")
-    assert main(words) == 1
-    printed = capsys.readouterr()
-    assert printed.err == "kvalign tune: error: all trials failed, trial 002 with: it broke\n"
-    assert printed.out == ""
-    assert not (tmp_path / "out" / "result.json").exists()
-    # No trial is there that other settings would lose.
-    assert main([*words, "--seed", "1"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--min-lr 0.1 --max-lr 0.01", "--min-lr 0.1 is above --max-lr 0.01"),
-        ("--min-batch-size 64 --max-batch-size 32", "--min-batch-size 64 is above --max-batch-"),
-        ("--min-batch-size 48", "--min-batch-size must be a power of two, got 48"),
-        ("--grace-reports 6", "--grace-reports must be at most 5"),
-        ("--data nowhere", "no recorded data in nowhere"),
-        ("--data few", "few has no val shards"),
-        ("--out something", "something holds other files: name another --out"),
-    ],
-)
-def test_wrong_use_is_one_line_before_any_work(
-    recorded, tmp_path, monkeypatch, capsys, words, message
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(recorded.folder, "few")
-    manifest = json.loads(Path("few/manifest.json").read_text())
-    manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "train"]
-    Path("few/manifest.json").write_text(json.dumps(manifest))
-    Path("something").mkdir()
-    Path("something/notes.txt").touch()
-    argv = [*tune_words(recorded.folder, Path("out")), "--scheduler", "asha", *words.split()]
-    assert main(argv) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert message in printed.err
-    assert not Path("out").exists()
-
-
-def test_more_than_the_machine_has_is_one_line():
-    from kvalign.training.sweep_ray import _check_resources
-
-    settings = tune_settings(Path("caches"), Path("sweep"), gpus_per_trial=0.5)
-    with pytest.raises(ValueError, match="--gpus-per-trial 0.5: this machine has 0"):
-        _check_resources(settings, {"CPU": 2.0})
-
-
-def test_tables_and_plots_of_made_up_trials(tmp_path):
-    write(tmp_path, ranked(made_up()), "key")
-    with open(tmp_path / "trials.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["trial"] for row in rows] == ["001", "000", "002", "003"]
-    assert [row["num_reports"] for row in rows] == ["2", "3", "0", "1"]
-    assert float(rows[0]["val_loss"]) == 0.3 and rows[2]["val_loss"] == ""
-    with open(tmp_path / "reports.csv") as file:
-        assert [row["trial"] for row in csv.DictReader(file)] == [*["001"] * 2, *["000"] * 3, "003"]
-    svg = (tmp_path / "loss-by-report.svg").read_text()
-    assert "stopped early" not in svg  # the best one is, and is drawn as the best
-    assert "best trial" in svg and "finished" in svg and "failed" in svg
-    assert {path.name for path in tmp_path.glob("loss-by-*")} == {
-        f"loss-by-{what}.{ending}" for what in ("report", "size") for ending in ("png", "svg")
-    }
 
 
 def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():

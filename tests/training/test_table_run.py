@@ -1,7 +1,6 @@
 """Tables from text: plain moments, tuned through the frozen model, judged by its loss."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,13 @@ from kvalign.app.cli.main import main
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.data_gen.pairs import encode, positionless
+from kvalign.data_gen.pairs import encode
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import hat_functions, stream_loss, tune, validate
+from kvalign.training.table_objectives import stream_loss, tune, validate
 from kvalign.training.table_run import standardise
-from kvalign.training.text import Text, read
+from kvalign.training.text import Text
 from kvalign.training.text_run import measure
 
 
@@ -60,13 +59,6 @@ def test_moments_are_plain_moments(models):
         assert (scales[..., -1] == 1).all()
 
 
-def test_keys_without_position_have_layer_0_of_any_position(models):
-    """Rotary: the same token has the same unrotated key wherever it stands, in the first layer."""
-    ids = torch.full((1, 20), 7)
-    keys, _ = positionless(models["llama"], ids)
-    assert torch.allclose(keys[:, 0], keys[:, 0, :, :1].expand_as(keys[:, 0]), atol=1e-5)
-
-
 def test_moving_half_a_chunk_is_measured(models):
     model, text = models["gpt2"], random_text()
     chunks = text.chunks("val", CONTEXT_LEN)
@@ -77,22 +69,6 @@ def test_moving_half_a_chunk_is_measured(models):
     found = measure(aligner, model, chunks)
     assert found["key"]["input_label_mse"] == pytest.approx(none["input_label_mse"])
     assert max(part["ratio"] for part in found.values()) < 0.9
-
-
-@pytest.mark.parametrize("objective", ["nll", "kl"])
-@pytest.mark.parametrize(("chunk_len", "num_tokens"), [(8, 90), (16, 170)])
-def test_the_shortest_text_and_chunk_are_tuned_on(
-    objective, chunk_len, num_tokens, tmp_path, monkeypatch, capfd
-):
-    """A cache is smaller than the chunk, a row has a label after it; a token less is refused."""
-    monkeypatch.chdir(tmp_path)
-    Path("t.txt").write_text("k1=3 k2=4 k1? 3 k2? 4 " * 100)
-    argv = ["train", "--aligner-kind", "table", "--model", "recall-gpt2", "--corpus", "text:t.txt"]
-    argv += ["--objective", objective, "--max-steps", "1", "--chunk-len", str(chunk_len)]
-    assert main([*argv, "--num-tokens", str(num_tokens), "--out", "a"]) == 0
-    assert main([*argv, "--num-tokens", str(num_tokens - 1), "--out", "b"]) == 2
-    assert f"--num-tokens {num_tokens} at least" in capfd.readouterr().err
-    assert not Path("b").exists()
 
 
 def test_kl_is_zero_where_streaming_is_exact():
@@ -129,15 +105,6 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective
     assert not any(parameter.requires_grad for parameter in aligner.parameters())
     assert bool(aligner.key.any()) and bool(aligner.value.any()) == (target == "both")
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-
-
-def test_short_corpora_are_refused(little_work):
-    class Letters:
-        def __call__(self, text, **kwargs):
-            return {"input_ids": [ord(letter) % 90 for letter in text]}
-
-    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 650 are"):
-        read(["python-docs"], Letters(), 500, 64)
 
 
 SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
@@ -212,19 +179,6 @@ def test_all_is_kept_where_nothing_is_judged(tmp_path, capfd, little_work):
 
 
 @pytest.mark.slow
-def test_training_starts_from_another_table(tmp_path, capfd, little_work):
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    argv = ["train", "--aligner-kind", "table", *SMALL, "--no-judge", "--out"]
-    assert main([*argv, first]) == 0
-    assert main([*argv, second, "--init", first]) == 0
-    one, two = (Aligner.from_pretrained(path).state_dict() for path in (first, second))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    capfd.readouterr()
-    assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
-    assert "a table of chunk_len 48 is needed, got network of 256" in capfd.readouterr().err
-
-
-@pytest.mark.slow
 def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
     """BLOOM's attention is its own: tables from moments, judged step by step; no nll."""
     folder = tmp_path / "bloom"
@@ -240,20 +194,3 @@ def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, lit
     judged = printed["key"]["judged"]
     assert [kv for kv in ("key", "value") if printed[kv]["used"]] == judged["parts"]
     assert len(judged["streams"]) == 8
-
-
-def test_hat_functions_interpolate():
-    hats = hat_functions(100)
-    assert torch.allclose(hats.sum(1), torch.ones(100))
-    knots = (hats == 1).any(1).nonzero().flatten()
-    assert len(knots) == hats.shape[1] and knots[0] == 0 and knots[-1] == 99
-    line = hats @ knots.float()
-    assert torch.allclose(line, torch.arange(100.0), atol=1e-4)
-
-
-def test_rows_come_from_the_training_part():
-    text = Text([torch.arange(50), torch.arange(100, 150)], [torch.arange(50, 60)])
-    rows = text.rows(torch.Generator().manual_seed(0), 64, 10)
-    assert (rows.diff(dim=1) == 1).all()
-    assert set(rows.flatten().tolist()) <= {*range(50), *range(100, 150)}
-    assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
