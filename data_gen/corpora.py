@@ -6,7 +6,9 @@ corpus is one stream of ids: no special tokens, rows joined.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ _KINDS: Registry[type[Corpus]] = Registry(
     "corpus",
     {
         "python-docs": "kvalign.data_gen.python_docs:PythonDocs",
+        "python-source": "kvalign.data_gen.python_source:PythonSource",
+        "python-source:MB": "kvalign.data_gen.python_source:PythonSource",
         "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
@@ -67,10 +71,10 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
 
 
 def token_pieces(
-    spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train"
+    spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train", num_threads: int = 1
 ) -> Iterator[list[int]]:
     """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without prefix
-    tokens. They are the ids of the whole text.
+    tokens. They are the ids of the whole text. So many threads read ahead of what is asked for.
     """
     from kvalign.models.text_ids import ids_of  # transformers
 
@@ -84,8 +88,14 @@ def token_pieces(
         if uncut:
             yield uncut
 
-    for number, piece in enumerate(pieces()):
-        yield ids_of(piece, tokenizer, prefix=False, goes_on=number > 0)
+    with ThreadPoolExecutor(num_threads) as pool:
+        read = deque[Future[list[int]]]()
+        for number, piece in enumerate(pieces()):
+            read.append(pool.submit(ids_of, piece, tokenizer, prefix=False, goes_on=number > 0))
+            if len(read) == num_threads:
+                yield read.popleft().result()
+        while read:
+            yield read.popleft().result()
 
 
 def first_ids(

@@ -37,23 +37,26 @@ def python_docs(split: str) -> Iterator[dict[str, str]]:
     of_test = split == "test"
     for topic in sorted(topics):
         name = f"topic/{topic}"
-        if _is_test(name) == of_test:
+        if is_test(name) == of_test:
             yield {"name": name, "text": topics[topic]}
     stdlib = Path(sysconfig.get_path("stdlib"))
-    for path in _sources(stdlib):
+    for path in sources(stdlib):
         name = f"module/{path.relative_to(stdlib).as_posix()}"
-        if _is_test(name) == of_test and (text := _docstrings(path)):
+        if is_test(name) == of_test and (text := _docstrings(path)):
             yield {"name": name, "text": text}
 
 
-def _is_test(name: str) -> bool:
+def is_test(name: str) -> bool:
+    """Return whether what is called so belongs to the part `test`, by a hash of its name."""
     return hashlib.sha256(name.encode()).digest()[0] < 256 * TEST_SHARE
 
 
-def _sources(stdlib: Path) -> list[Path]:
-    """The source files of the library, in order; packages installed below it are not listed."""
+def sources(root: Path) -> list[Path]:
+    """Return the source files in a folder, in order, without tests; packages that are installed
+    below the library are not listed.
+    """
     paths = []
-    for folder, subfolders, files in os.walk(stdlib):
+    for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(path for path in paths if not path.name.startswith("test_"))

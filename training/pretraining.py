@@ -3,9 +3,9 @@ laptop.
 
 Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
-tokens. The first steps have short rows. The input of a step depends only on the seed and the
-step, so a resumed run gives the same result. `context_rows` and `copy_heads` are for models that
-use a long context.
+tokens. With `--max-minutes` all this goes by the clock. The first steps have short rows. The input
+of a step depends only on the seed and the step, so a resumed run gives the same result.
+`context_rows` and `copy_heads` are for models that use a long context.
 """
 
 import itertools
@@ -48,13 +48,14 @@ from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.context_rows import ContextRows, decay
 from kvalign.training.copy_heads import copy_loss, show_attention
 from kvalign.training.first_model import first_model
+from kvalign.training.muon import Float32Muon, has_bfloat16
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
 
-WARMUP_STEPS = 100
+WARMUP_STEPS, WARMUP_SHARE = 100, 0.05  # the share is of --max-minutes: whichever ends first
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
 FACTS = "pretrain.json"
@@ -68,7 +69,16 @@ _TEXTS = "text_sha256.json"
 _PROGRESS = ("step", "smooth_loss", "seconds")
 # Settings that may differ when a run goes on: they change where it stops and how it runs, not what
 # it learns.
-_FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "compile", "device")
+_FREE = (
+    "out",
+    "num_tokens",
+    "max_minutes",
+    "save_minutes",
+    "eval_corpus",
+    "num_threads",
+    "compile",
+    "device",
+)
 
 
 @keywords_of(PretrainSettings)
@@ -132,11 +142,13 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
     with keeping(run.summary), defer_signals() as interrupted:
-        while run.step < run.num_steps:
-            num_rows = settings.batch_size * settings.context_len // run.row_len
-            rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
+        while run.share < 1:
+            row_len = run.row_len
+            num_rows = settings.batch_size * settings.context_len // row_len
+            rows = mix.batch(settings.seed, run.step, num_rows, row_len)
             rows = replace(rows, ids=with_prefix(rows.ids, opening))
-            with torch.autocast(model.device.type, torch.bfloat16):
+            is_fast = has_bfloat16(model.device)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
                 loss = loss_of(model, *rows.on(model.device), *run.copy_weight())
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
@@ -197,7 +209,8 @@ class Run:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
-        muon = torch.optim.Muon(
+        kind = torch.optim.Muon if has_bfloat16(model.device) else Float32Muon
+        muon = kind(
             matrices, lr=settings.matrix_lr, weight_decay=MUON_DECAY, adjust_lr_fn="match_rms_adamw"
         )
         adamw = torch.optim.AdamW(
@@ -206,15 +219,27 @@ class Run:
         self.optimizers = {muon: settings.matrix_lr, adamw: settings.lr}
 
     @property
+    def share(self) -> float:
+        """Share of the run that is done: of its steps, or of its minutes."""
+        return max(self.step / self.num_steps, self.share_of_time)
+
+    @property
+    def share_of_time(self) -> float:
+        """Share of `max_minutes` that is over."""
+        seconds = self.seconds + time.monotonic() - self.saved_at
+        return seconds / (60 * self.settings.max_minutes) if self.settings.max_minutes else 0.0
+
+    @property
     def row_len(self) -> int:
         """Tokens of a row at this step."""
-        short = self.step < self.settings.short_share * self.num_steps
+        short = self.share < self.settings.short_share
         return self.settings.context_len // (self.short_by if short else 1)
 
     def rate(self) -> float:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
-        share = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
-        return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), share)
+        fall = max(0.0, 1 - self.share) / self.settings.decay_share
+        rise = (self.step + 1) / min(WARMUP_STEPS, self.num_steps)
+        return min(1.0, max(rise, self.share_of_time / WARMUP_SHARE), fall)
 
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""

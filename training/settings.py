@@ -231,6 +231,13 @@ class PretrainSettings(Settings):
         256, help="hidden size; heads have 64 dimensions", at_least=HEAD_DIM, at_most=MOST_SIZE
     )
     num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
+    max_minutes: float | None = option(
+        None,
+        help="most minutes of training; the shares below are then of these, if they end before "
+        "the steps do (default: no limit)",
+        above=0,
+        at_most=MOST_RATE,
+    )
     batch_size: int = option(
         4, help="sequences of the full context length per step", at_least=1, at_most=MOST_ROWS
     )
@@ -289,6 +296,8 @@ class PretrainSettings(Settings):
         for name in ("repeat_share", "rename_share", "copy_weight"):
             if self.is_recall and getattr(self, name):
                 raise UserError(f"{flag(name)} is for text, the corpus is recall: leave it out")
+            if self.max_minutes and getattr(self, name):
+                raise UserError(f"{flag(name)} falls by steps: leave it out, or --max-minutes")
         if self.copy_weight and self.num_layers < 2:
             raise UserError(f"--copy-weight needs --num-layers 2 or more, got {self.num_layers}")
 

@@ -94,7 +94,8 @@ def open_mix(
         path = work_dir / f"{name}.npy"
         if not path.exists():
             progress.phase(f"reading {spec}")
-            pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
+            read = token_pieces(spec, tokenizer, "train", torch.get_num_threads())
+            pieces = [np.array(piece, dtype) for piece in read]
             write_whole(path, partial(np.save, arr=np.concatenate([np.array([], dtype), *pieces])))
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:

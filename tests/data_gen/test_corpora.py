@@ -10,6 +10,7 @@ from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
 from kvalign.data_gen.corpora import text_sha256, texts, token_pieces
+from kvalign.data_gen.python_source import files_of
 from kvalign.foundation.errors import UserError
 
 ODD = "a\r\nb\x0bc\u2028d\x0ce\n\n\nü €\n  f"
@@ -52,6 +53,29 @@ def test_folders_and_globs_are_read_in_order(tmp_path):
         FileNotFoundError, match=r"no text at '.*nothing\.txt': name a file, a folder"
     ):
         _text(f"text:{tmp_path}/nothing.txt")
+
+
+def test_python_source_is_split_by_package():
+    packages = {
+        split: {name.partition("/")[0].removesuffix(".py") for name in files_of(split)}
+        for split in ("train", "test")
+    }
+    assert {"json", "numpy"} & packages["train"] and not packages["train"] & packages["test"]
+    assert len(packages["train"]) > 5 * len(packages["test"]) > 50
+    assert not [name for name in files_of("test") if "_vendor" in name or "/tests/" in name]
+    for split in packages:
+        text = _text("python-source:0.05", split)
+        assert len(text) == 50_000 and text.count("def ") > 10
+    with pytest.raises(UserError, match="takes a number of megabytes, got 'all'"):
+        _text("python-source:all")
+
+
+def test_threads_read_the_same_ids(monkeypatch, tmp_path):
+    (tmp_path / "x.txt").write_text(TEXT)
+    monkeypatch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 100)
+    tokenizer = byte_tokenizer(300, TEXT)
+    read = [[*token_pieces(f"text:{tmp_path}/x.txt", tokenizer, "train", n)] for n in (1, 3)]
+    assert read[0] == read[1] and len(read[0]) > 3
 
 
 @pytest.mark.parametrize("piece_len", [1, 10, 300, 5000])

@@ -6,6 +6,7 @@ ours, and `tables`.
 """
 
 import re
+import shlex
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvalign.app.suites.cells import Cell
 from kvalign.eval.protocol.evaluation import Document
 from kvalign.eval.report.results_folder import SUITE_FILE, read_document
 from kvalign.eval.report.suite_file import Step, Suite
@@ -150,3 +152,14 @@ def _script_document(path: Path) -> Document:
     if missing := {"command", "settings", "environment", "rows"} - document.keys():
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
     return document
+
+
+def with_what_it_reads(cells: list[Cell], name: str) -> list[Cell]:
+    """The cell of that name, and before it the preparations whose `--out` it names, or they do."""
+    needed = [cell for cell in cells if cell.name == name]
+    for cell in reversed([cell for cell in cells if cell.is_preparation]):
+        words = shlex.split(cell.command)
+        out = words[words.index("--out") + 1]
+        if any(re.search(rf"{re.escape(out)}(?![\w-])", other.command) for other in needed):
+            needed.insert(0, cell)
+    return needed

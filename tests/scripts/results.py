@@ -10,7 +10,6 @@ run: a document names the commit that it was made at, and the tests take those o
 """
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +19,16 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
-from helpers.result_parts import RESULTS, ROOT, Part, check_texts, faults, parts, text_sources
+from helpers.result_parts import (
+    RESULTS,
+    ROOT,
+    Part,
+    check_texts,
+    faults,
+    parts,
+    text_sources,
+    with_what_it_reads,
+)
 from helpers.result_tables import draw_pictures, write_pages
 
 from kvalign.app.cli.arguments import parse
@@ -100,18 +108,7 @@ def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
     found += [Cell(script.name, script.command) for script in part.scripts]
     if only and only not in (names := tuple(step.name for step in part.documents)):
         raise UserError(unknown(f"document of {name}", only, names))
-    return _with_what_it_reads(found, only) if only else found
-
-
-def _with_what_it_reads(cells: list[Cell], name: str) -> list[Cell]:
-    """The cell of that name, and before it the preparations whose `--out` it names, or they do."""
-    needed = [cell for cell in cells if cell.name == name]
-    for cell in reversed([cell for cell in cells if cell.is_preparation]):
-        words = shlex.split(cell.command)
-        out = words[words.index("--out") + 1]
-        if any(re.search(rf"{re.escape(out)}(?![\w-])", other.command) for other in needed):
-            needed.insert(0, cell)
-    return needed
+    return with_what_it_reads(found, only) if only else found
 
 
 def run_cells(part: str, steps: list[Cell]) -> None:

@@ -18,6 +18,7 @@ from kvalign.training import pretraining as recipe
 from kvalign.training.context_rows import ContextRows
 from kvalign.training.copy_heads import copy_loss, layers_of, right_places
 from kvalign.training.first_model import build_model
+from kvalign.training.muon import Float32Muon
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
@@ -222,3 +223,39 @@ def test_heads_that_copy_are_told_where_to_look():
     attentions[0].diagonal(-1, -2, -1).fill_(1)
     attentions[1, :, :, [3, 6, 6], [1, 1, 4]] = torch.tensor([1, 0.5, 0.5])
     assert copy_loss(tuple(attentions), ids, labels).item() == pytest.approx(0, abs=1e-3)
+
+
+def test_without_bfloat16_muon_makes_the_same_steps_in_float32():
+    shapes, rng = ((8, 24), (24, 8), (8, 8)), torch.Generator().manual_seed(0)
+    both = [[torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2)]
+    how = dict(lr=0.1, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    optimizers = [
+        kind(x, **how) for kind, x in zip((torch.optim.Muon, Float32Muon), both, strict=True)
+    ]
+    for _ in range(3):
+        for weights_of in zip(*both, strict=True):
+            grad = torch.randn(weights_of[0].shape, generator=rng)
+            for weight in weights_of:
+                weight.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for bfloat16, float32 in zip(*both, strict=True):
+        moved = (float32 - 1).abs().mean()
+        assert moved > 0.01 and (bfloat16 - float32).abs().max() < 0.1 * moved
+
+
+def test_a_run_of_minutes_ends_by_the_clock(text, tmp_path, monkeypatch):
+    """Ten seconds a step: a minute does not wait for all the tokens."""
+    seconds, rates, update = [0.0], [], recipe.Run.update
+
+    def noted(run, loss):
+        rates.append(run.rate())
+        update(run, loss)
+        seconds[0] += 10
+
+    monkeypatch.setattr(recipe.Run, "update", noted)
+    monkeypatch.setattr(recipe.time, "monotonic", lambda: seconds[0])
+    facts = pretrain(tiny(text, tmp_path / "a", num_tokens=10**9, max_minutes=1, save_minutes=9))
+    assert facts["tokens_seen"] == 6 * 64 and rates[-1] < rates[-2] < 1 == max(rates)
+    with pytest.raises(UserError, match="--repeat-share falls by steps"):
+        tiny(text, tmp_path / "a", max_minutes=1, repeat_share=0.1)

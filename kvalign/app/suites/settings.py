@@ -12,8 +12,9 @@ class RunSettings(Settings):
 
     Suites: quick (a minute or two), full (every evaluation, short), reference (the shipped models),
     paper-distilgpt2 and paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same
-    experiments on a shipped model), or a .yaml file of your own. Cells that need a hub which is
-    away are left out, and the first line says how to get what they need.
+    experiments on a shipped model), learned-positions (a larger one), or a .yaml file of your own.
+    Cells that need a hub which is away are left out, and the first line says how to get what they
+    need.
 
     Example:
         kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"

@@ -1,0 +1,50 @@
+"""The script of the suite `learned-positions`: its form for a CPU, for real."""
+
+import pytest
+
+from kvalign.app.suites.cells import parse_suite, read_suite
+from scripts import learned_positions as script
+
+
+@pytest.mark.slow
+def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(script, "STEP_MINUTES", 10)  # the machine may be busy
+    missed = script.run_suite(tmp_path, 40, "", script.SMALL)
+    printed = capfd.readouterr().out
+    assert missed == []
+    cells = parse_suite(read_suite(script.SUITE), script.SUITE, "", script.SMALL)
+    for cell in cells:
+        assert f"{cell.name}: done (" in printed
+    for aligner in ("table", "keys", "both", "rollout", "residual"):
+        for size in (16, 64, 250):
+            assert f"C = {size}, {aligner}: " in printed
+            for what in ("perplexity", " ms a step"):
+                rows = [x for x in printed.splitlines() if f"C = {size}, kvalign ({aligner}" in x]
+                assert any(what in row for row in rows)
+    for method in ("recompute", "window", "streaming-llm", "discard-half"):
+        assert f"C = 250, {method}: perplexity " in printed
+
+
+def test_what_fails_or_comes_too_late_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    def measured(cell, out, seconds):
+        return "exit code 1" if cell.name == "record" else ""
+
+    monkeypatch.setattr(script, "measured", measured)
+    monkeypatch.setattr(script, "findings", lambda name, out: [f"found: {name}"])
+    missed = script.run_suite(tmp_path, 1, "", "")
+    printed = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in missed] == [
+        f"{what}-{aligner}" for aligner in ("keys", "both") for what in ("perplexity", "time")
+    ]
+    assert missed[0] == "perplexity-keys: not measured: record: exit code 1"
+    assert "found: time-rollout" in printed and "record: exit code 1 (0 s)" in printed
+    late = script.run_suite(tmp_path, 0, "", "")
+    assert late[0] == "perplexity-table: not measured: model: no time was left" and len(late) == 12
+
+
+@pytest.mark.parametrize(
+    ("high", "time", "won"),
+    [(0.99, 1.05, True), (1.0, 0.9, False), (0.9, 1.06, False), (None, 1, False)],
+)
+def test_a_win_was_decided_beforehand(high, time, won):
+    assert script.wins({"ratio_high": high}, {"ratio": time}) == won
