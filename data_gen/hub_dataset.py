@@ -1,9 +1,10 @@
 """Corpora from the hub: `hub:NAME[:CONFIG][:COLUMN]`, and short names for some of them.
 
 As in `datasets`, a local folder comes before a hub data set of the same name: a copy in
-./Salesforce/wikitext serves `wikitext` without a network.
+./Salesforce/wikitext serves `wikitext` without a network, and so does one in the hub's cache.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +116,13 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
 def _open(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
     """A data set, as of `rows_of`; the lines of text files with their breaks."""
     folder = Path(name).expanduser()
-    if not folder.is_dir() and not hub.is_reachable():
-        raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
+    source = str(folder) if folder.is_dir() else name
+    if not folder.is_dir() and (not hub.is_reachable() or _is_offline()):
+        if (cached := hub.in_cache(name, "dataset")) is None:
+            raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
+        source = str(cached)
     import datasets
 
-    source = str(folder) if folder.is_dir() else name
     how: dict[str, Any] = {"split": split, "streaming": True}
     try:
         dataset = datasets.load_dataset(source, config, **how)
@@ -129,6 +132,11 @@ def _open(name: str, config: str | None, split: str, offline: str) -> "IterableD
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"cannot load {split!r} of {name!r}: {error}; {offline}") from error
     return dataset
+
+
+def _is_offline() -> bool:
+    """Return whether `datasets` alone is told to stay offline, by HF_DATASETS_OFFLINE."""
+    return os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _rows(dataset: "IterableDataset", name: str, split: str) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Muon on a CPU without instructions for bfloat16, where torch's takes fifty times as long."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ class Float32Muon(torch.optim.Muon):
     """`torch.optim.Muon` with products in float32, and the rate of `match_rms_adamw`."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             momentum, lr = group["momentum"], group["lr"]
             for weight in group["params"]:

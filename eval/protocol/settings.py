@@ -32,6 +32,14 @@ def seed_option(of: str, default: int = 0) -> int:
     return seed
 
 
+KEEP_PARTS: Path | None = option(
+    None,
+    help="folder that keeps each part as it ends (latency: a cache size; readability: a passage); "
+    "parts in it are not made again",
+    writes="folder",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultSettings(Settings):
     """Base of the settings of everything that makes a document of results."""

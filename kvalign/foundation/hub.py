@@ -46,3 +46,18 @@ def is_reachable() -> bool:
     except (OSError, ValueError):  # no such place, or no address at all
         return False
     return True
+
+
+def in_cache(name: str, repo_type: str) -> Path | None:
+    """The folder of a `model` or `dataset` in the hub's cache, its main branch; None: not there."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    cache = constants.HF_HUB_CACHE
+    try:
+        folder = snapshot_download(
+            name, repo_type=repo_type, cache_dir=cache, local_files_only=True
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return Path(folder)

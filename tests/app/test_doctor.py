@@ -132,7 +132,7 @@ def test_a_corpus_is_at_hand_in_a_folder_or_through_the_hub(tmp_path, monkeypatc
     assert "./Salesforce/wikitext" in found["wikitext"].todo
     (tmp_path / "own").mkdir()
     at = put_into_cache(tmp_path / "hub", "Salesforce/wikitext", tmp_path / "own", "dataset")
-    assert by_name("corpora")["wikitext"].found == f"only in the cache ({at})"
+    assert by_name("corpora")["wikitext"].found == f"in the hub's cache ({at})"
     Path("Salesforce/wikitext").mkdir(parents=True)
     assert by_name("corpora")["wikitext"].found == "in the folder Salesforce/wikitext"
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)

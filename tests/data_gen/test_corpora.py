@@ -5,6 +5,7 @@ import hashlib
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers.hub_cache import put_into_cache
 from helpers.hub_data import write_data_set
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
@@ -170,3 +171,26 @@ def test_named_hub_corpora_are_read_from_a_copy(offline, tmp_path, monkeypatch):
     assert _text("wikitext") == " = A = \n\n"
     assert _text("wikitext", "test") == " = B = \n\n"
     assert _text("everyday", "test") == "Hi\nHello!\n\n"
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_a_data_set_in_the_hubs_cache_is_read_without_a_network(tmp_path, monkeypatch, variable):
+    """As it lies there after a download of one config: the card names others, too."""
+    cache, own = tmp_path / "hub", tmp_path / "own"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    is_reachable = variable == "HF_DATASETS_OFFLINE"
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: is_reachable)
+    monkeypatch.setenv(variable, "1")
+    splits = {"train": [{"text": " = A = \n"}], "test": [{"text": " = B = \n"}]}
+    write_data_set(own, "wikitext-103-raw-v1", splits)
+    other = (
+        "- config_name: wikitext-2-v1\n  data_files:\n  - split: train\n    path: none/train-*\n"
+    )
+    (own / "README.md").write_text(
+        (own / "README.md").read_text().rstrip("-\n") + f"\n{other}---\n"
+    )
+    with pytest.raises(UserError, match="hub cannot be reached"):
+        _text("paper-wikitext")
+    put_into_cache(cache, "Salesforce/wikitext", own, "dataset")
+    assert _text("paper-wikitext") == " = A = \n"
+    assert _text("paper-wikitext", "test") == " = B = \n"

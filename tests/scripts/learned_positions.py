@@ -31,7 +31,7 @@ from kvalign.foundation.files import read_json, write_text
 
 SUITE = "learned-positions"
 SMALL = (
-    "text=python-source:2 layers=4 hidden=256 context=256 vocabulary=2048 rows=16 minutes=0.7 "
+    "text=python-source:2 layers=4 hidden=256 context=256 vocabulary=2048 rows=8 minutes=0.7 "
     "length=251 sizes=16,64,250 table_tokens=60000 recorded=5600 shifts=1,8,64 steps=30 "
     "residual_steps=6 labels=500 labels_of_networks=60 trials=1"
 )

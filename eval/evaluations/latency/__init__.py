@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option
@@ -103,6 +104,7 @@ class LatencySettings(ComparisonSettings):
         False, help="on CUDA: capture every method's step, as generate does, and the bare step"
     )
     seed: int = seed_option("weights, tokens and draws")
+    keep: Path | None = KEEP_PARTS
     plot: Path | None = option(
         None,
         help="also draw tokens/s over batch sizes, or with one batch size the time per token over "
@@ -166,9 +168,11 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
     from kvalign.eval.evaluations.latency import peer
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
-    from kvalign.eval.evaluations.latency.rows import measure, num_turns
+    from kvalign.eval.evaluations.latency.rows import key_of, measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
+    from kvalign.eval.protocol.kept_parts import kept, summary_of
     from kvalign.foundation.device import resolved
+    from kvalign.foundation.runs import keeping
     from kvalign.models.packed import num_bytes
 
     device = resolved(settings.device)
@@ -192,12 +196,13 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         elif settings.captured:
             methods = [method.take_ready_stepper() for method in methods]
         rows: list[Row] = []
-        with progress.shown_as("timing") as bar:
+        with keeping(lambda: summary_of(settings.keep)), progress.shown_as("timing") as bar:
             bar.expect(num_turns(settings, len(methods)), "turns")
             for cache_size in dict.fromkeys(settings.cache_sizes):
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
-                    rows += measure(group, prompts, batch_size, settings, bar, text)
+                    part = partial(measure, group, prompts, batch_size, settings, bar, text)
+                    rows += kept(settings.keep, key_of(group, prompts, batch_size, settings), part)
         return document("eval latency", settings, rows, **more)
     finally:
         torch.set_num_threads(num_threads)

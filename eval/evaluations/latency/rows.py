@@ -20,6 +20,7 @@ from kvalign.eval.evaluations.latency.bare_step import BareStep
 from kvalign.eval.evaluations.latency.limit import bandwidth, read_bytes
 from kvalign.eval.evaluations.latency.peer import LlamaCpp, beside, file_of
 from kvalign.eval.evaluations.latency.timing import Timed
+from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation import progress
@@ -28,6 +29,7 @@ from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.models.identity import identity
 from kvalign.streaming.scoring import score_stepwise
 
 
@@ -100,6 +102,22 @@ def measure(
             timed, first, per_token, means, medians, of_memories, peaks, of_peer, strict=True
         )
     ]
+
+
+def key_of(
+    methods: list[Method], prompts: list[Tensor], batch_size: int, settings: LatencySettings
+) -> dict[str, Any]:
+    """Everything that the rows of one cache size and batch size depend on, the machine, too."""
+    device = methods[0].model.device
+    others = ("cache_sizes", "batch_sizes", "out", "csv", "plot", "keep")
+    return {
+        "settings": {name: x for name, x in settings.as_dict().items() if name not in others},
+        "methods": [sizes_of(method) for method in methods],
+        "batch_size": batch_size,
+        "prompts": [ids.tolist() for ids in prompts],
+        "model": identity(methods[0].model),
+        "environment": environment(str(device)),
+    }
 
 
 def _sizes_of(one: Timed) -> Row:

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
-from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.rules import RULES, Rule
 from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
@@ -27,6 +28,7 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
+from kvalign.eval.protocol.settings import KEEP_PARTS
 from kvalign.eval.protocol.tables import grouped, label_of, method_name
 from kvalign.eval.protocol.verdicts import MIN_RUNS, runs_interval
 from kvalign.foundation import progress
@@ -34,7 +36,10 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
+    from kvalign.foundation.progress import Bar
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
+    from kvalign.streaming.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class ReadabilitySettings(WritingSettings):
         writes="folder",
     )
     open: bool = option(False, help="open the page in a browser")
+    keep: Path | None = KEEP_PARTS
 
     def __post_init__(self) -> None:
         if self.page is None and self.out and not str(self.out).endswith(".json"):
@@ -118,10 +124,10 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.judging.fluency import judge
     from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
-    from kvalign.streaming.text_stream import TextStream
+    from kvalign.eval.protocol.kept_parts import kept, summary_of
+    from kvalign.foundation.runs import keeping
 
     started = time.perf_counter()
     prompts = [turns[0] for turns in conversations(settings.prompts)]
@@ -132,22 +138,50 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     runs = [*itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts)), seeds)]
     num_tokens = len(runs) * settings.max_new_tokens
     rows = []
-    for method, bar in one_by_one(make_grid(settings, loaded.model), num_tokens, "tokens"):
-        for ngram, number, seed in runs:
-            sampling = settings.sampling(no_repeat_ngram_size=ngram, seed=seed)
-            stream = TextStream(loaded.tokenizer, method, sampling)
-            stream.feed(prompts[number])
-            prompt_ids, before = list(stream.ids), bar.n
-            for _ in stream:
-                bar.update(before + len(stream.token_ids) - bar.n)
-            bar.update(before + settings.max_new_tokens - bar.n)
-            rows.append(
-                sizes_of(method)
-                | {"no_repeat_ngram_size": ngram, "prompt": number, "seed": seed}
-                | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
-            )
+    with keeping(lambda: summary_of(settings.keep)):
+        for method, bar in one_by_one(make_grid(settings, loaded.model), num_tokens, "tokens"):
+            for ngram, number, seed in runs:
+                sampling = settings.sampling(no_repeat_ngram_size=ngram, seed=seed)
+                key = {"prompt": prompts[number], "rule": rule.described, **vars(sampling)}
+                end = bar.n + settings.max_new_tokens
+                key["method"] = _key_of(method, settings)
+                write = partial(_written, method, prompts[number], sampling, loaded, rule, bar)
+                (judged,) = kept(settings.keep, key, write)
+                bar.update(end - bar.n)
+                rows.append(
+                    sizes_of(method)
+                    | {"no_repeat_ngram_size": ngram, "prompt": number, "seed": seed}
+                    | judged
+                )
     more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
     return document("eval readability", settings, rows, started=started, **more)
+
+
+def _written(
+    method: Method, prompt: str, sampling: Sampling, loaded: LoadedModel, rule: Rule, bar: Bar
+) -> list[Row]:
+    """Let a method continue a prompt; return the judgement of the passage."""
+    from kvalign.eval.judging.fluency import judge
+    from kvalign.eval.judging.words import load_words
+    from kvalign.streaming.text_stream import TextStream
+
+    stream = TextStream(loaded.tokenizer, method, sampling)
+    stream.feed(prompt)
+    prompt_ids, before = list(stream.ids), bar.n
+    for _ in stream:
+        bar.update(before + len(stream.token_ids) - bar.n)
+    return [judge(loaded, prompt_ids, stream.token_ids, load_words().words, rule)]
+
+
+def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
+    """Everything of a method and its model that a passage depends on; nothing if none is kept."""
+    if settings.keep is None:
+        return {}
+    import torch
+
+    from kvalign.eval.evaluations.perplexity.loss_store import key_of
+
+    return key_of(method, torch.zeros(1, 0, dtype=torch.int64), stepwise=True)
 
 
 HUMAN = "a human's text"

@@ -170,11 +170,11 @@ def corpora() -> Iterator[Check]:
             yield Check(name, "ok", f"in the folder {corpus.name}")
         elif hub.is_reachable():
             yield Check(name, "ok", corpus.about)
+        elif copy := in_cache.get(corpus.name):
+            yield Check(name, "ok", f"in the hub's cache ({copy})")
         else:
-            copy = in_cache.get(corpus.name)
-            why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
             todo = f"put a copy into ./{corpus.name}, or use python-docs or text:PATH"
-            yield Check(name, "missing", why, todo)
+            yield Check(name, "missing", "the hub cannot be reached", todo)
 
 
 def word_lists() -> Iterator[Check]:

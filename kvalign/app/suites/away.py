@@ -31,6 +31,7 @@ def lacks_of(cells: Sequence[Cell]) -> dict[str, set[Missing]]:
     if not any(needed.values()) or hub.is_reachable():
         return {}
     here = {(MODEL, name) for name, _ in cached("model")}
+    here |= {(DATA_SET, name) for name, _ in cached("dataset")}
     lacks, unwritten = dict[str, set[Missing]](), dict[str, set[Missing]]()
     for cell in cells:
         values = set(_values(cell.settings))
