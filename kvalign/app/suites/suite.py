@@ -19,6 +19,7 @@ from kvalign import checkpoints
 from kvalign.aligners.label import note_of_use
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
+from kvalign.app.suites.estimate import estimate
 from kvalign.app.suites.settings import RunSettings
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
 from kvalign.eval.report.suite_file import fill_in, parse_suite_text
@@ -69,6 +70,8 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
             raise UserError(message)
         print(message, file=sys.stderr)
     to_run = [cell for cell in missing if cell.name not in lacks]
+    if about := estimate(to_run):
+        print(about, file=sys.stderr)
     with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
