@@ -18,7 +18,7 @@ from pathlib import Path
 from kvalign.data_gen.corpus import in_pieces
 
 TEST_SHARE = 0.1
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
 _BLOCKS = ("body", "cases", "handlers", "orelse", "finalbody")
 
 
@@ -57,7 +57,7 @@ def sources(root: Path) -> list[Path]:
     """
     paths = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(path for path in paths if not path.name.startswith("test_"))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvalign.data_gen.corpus import in_pieces
-from kvalign.data_gen.python_docs import is_test, sources
+from kvalign.data_gen.python_docs import SKIPPED, is_test, sources
 from kvalign.foundation.errors import UserError
 
 MOST_BYTES = 100_000  # of a file: larger ones are mostly tables
@@ -46,12 +46,13 @@ def files_of(split: str) -> dict[str, Path]:
     """
     of_test, found = split == "test", dict[str, Path]()
     for root in dict.fromkeys(map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))):
-        for path in sources(Path(root)):
-            name = path.relative_to(root).as_posix()
-            package = name.partition("/")[0].removesuffix(".py")
-            is_copy = any(word in name for word in _COPIES)
-            if is_test(f"package/{package}") == of_test and not is_copy:
-                found.setdefault(name, path)
+        for package in Path(root).iterdir():
+            if is_test(f"package/{package.stem}") == of_test and package.name not in SKIPPED:
+                paths = sources(package) if package.is_dir() else [package]
+                for path in paths:
+                    name = f"{package.name}{path.as_posix().removeprefix(package.as_posix())}"
+                    if name.endswith(".py") and not any(word in name for word in _COPIES):
+                        found.setdefault(name, path)
     return dict(sorted(found.items(), key=lambda x: hashlib.sha256(x[0].encode()).digest()))
 
 

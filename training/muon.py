@@ -1,4 +1,4 @@
-"""Muon on a CPU without instructions for bfloat16, where torch's takes fifty times as long."""
+"""Muon on a CPU without instructions for bfloat16, on which torch's takes many times as long."""
 
 import math
 from typing import Any

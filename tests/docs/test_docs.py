@@ -59,6 +59,7 @@ HUB = {
     "bigscience/bloom-560m": "bloom",
     "distilbert/distilgpt2": "gpt2",
     "facebook/opt-125m": "opt",
+    "openai-community/gpt2": "gpt2",
 }
 # Corpora and files that pages name.
 WIKITEXT = "Salesforce/wikitext"

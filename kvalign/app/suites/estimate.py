@@ -1,5 +1,5 @@
-"""How long a suite will take, in one line before it starts: a count of its steps, by the time of a
-few of them on the device that it uses.
+"""Estimate of how long a suite will take, in one line before it starts: a count of its steps, by
+the time of a few of them on the device that it uses.
 
 A step decodes one token with a full cache; a network's counts twice. What is encoded many tokens at
 once is counted by tokens. Training of networks, and evaluations that count neither, are left out:
