@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvalign.data_gen.facts import ANSWER, WORDS
-from kvalign.foundation.errors import Interrupted
+from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
