@@ -168,7 +168,8 @@ class Memories(CacheMemory):
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
             form = layer.entries.form.without_position()
-            memory = Memory(layer.entries.like(), self.sizes, form, self.grows)
+            alike = self.recall.places.alike
+            memory = Memory(layer.entries.like(), self.sizes, form, alike, self.grows)
             self.of[layer.layer_idx] = memory
         return self.of[layer.layer_idx]
 

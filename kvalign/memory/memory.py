@@ -39,8 +39,6 @@ TOGETHER = 32
 NUM_SCORED = 256
 """Entries whose exact scores the kernel computes; 8 times as many as are taken back, if that is
 more."""
-ALIKE = 0.95
-"""Cosine from which two keys say the same, once what all of those compared share is taken off."""
 READ_AT_ONCE = 2**22
 """Scores that several queries make together."""
 _SHORTEST = 256
@@ -54,6 +52,8 @@ class Memory:
         like: entries of the shape [B, H, ?, D].
         sizes: of the cache.
         form: of the stored entries.
+        alike: cosine of two keys from which the older entry is not taken back
+            (`RecallPlaces.alike`).
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
 
@@ -62,12 +62,11 @@ class Memory:
         entries: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
-        alike: cosine of two keys from which the older entry is not taken back.
         digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
-    def __init__(self, like: KV, sizes: CacheSizes, form: Form, grows: bool = True):
-        self.sizes, self.form, self.grows, self.alike = sizes, form, grows, ALIKE
+    def __init__(self, like: KV, sizes: CacheSizes, form: Form, alike: float, grows: bool = True):
+        self.sizes, self.form, self.alike, self.grows = sizes, form, alike, grows
         # A segment is written before its first query looks for what its last tokens overwrite.
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))

@@ -8,7 +8,7 @@
 
 Rotary positions are free: by age costs nothing, and is better for text and facts alike. Learned
 ones are looked up, and a late one with few entries before it is what the model has not seen: by
-rank is better for text, by age for far facts of a small cache (eval/results/memory.md).
+rank is better for text (eval/results/memory.md).
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +27,10 @@ ROOM = 2 * APART
 RECENCY_BY_AGE, RECENCY_BY_RANK = 0.5, 2.0
 """By how much a score is worth less for each e-fold of age: more where entries lie by rank, since
 attention does not see there how old they are (eval/results/memory.md)."""
+ALIKE_BY_AGE, ALIKE_BY_RANK = 0.95, 0.7
+"""Cosine from which two keys say the same, once what all of those compared share is taken off: less
+where entries lie by rank, since attention then takes an old fact for its newer version
+(eval/results/memory.md)."""
 LEAST_SHARE = 0.5
 """By rank, how much the oldest entry counts of one in the window, which may say the same anew
 (eval/results/memory.md)."""
@@ -64,6 +68,11 @@ class RecallPlaces:
     def recency(self) -> float:
         """Loss of an entry's score for each e-fold of its age."""
         return RECENCY_BY_AGE if self.by_age else RECENCY_BY_RANK
+
+    @property
+    def alike(self) -> float:
+        """Cosine of two keys from which the older entry is not taken back."""
+        return ALIKE_BY_AGE if self.by_age else ALIKE_BY_RANK
 
     def age_bias(self, ages: Tensor) -> Tensor | None:
         """Return what is added to the scores of entries of these ages, for want of a place that

@@ -13,7 +13,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
-from kvalign.memory.recall_places import RECENCY_BY_AGE
+from kvalign.memory.recall_places import ALIKE_BY_AGE, RECENCY_BY_AGE
 from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
@@ -78,7 +78,9 @@ def test_our_kernel_finds_what_pytorch_finds(
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
     form = Int8 if cache_dtype == "int8" else Form
-    memories = [Memory(x, sizes, form(x.keys.dtype)) for x in (held, held.map(Tensor.float))]
+    memories = [
+        Memory(x, sizes, form(x.keys.dtype), ALIKE_BY_AGE) for x in (held, held.map(Tensor.float))
+    ]
     for memory in memories:
         memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
@@ -101,7 +103,7 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     rng = torch.Generator().manual_seed(0)
     held = KV(*(torch.randn(1, 2, 928, 16, generator=rng) for _ in range(2)))  # all slots
     held.keys[:, :, -64:] = torch.nan
-    memory = Memory(held, sizes, FLOATS)
+    memory = Memory(held, sizes, FLOATS, ALIKE_BY_AGE)
     memory.write([sizes.num_sinks], held)
     seen = torch.tensor([[928 + sizes.num_sinks]])
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)

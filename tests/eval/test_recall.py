@@ -58,7 +58,6 @@ def test_far_facts_are_known_to_a_memory_alone(loaded):
         cache_sizes=(32,),
         num_sinks=(0,),
         memory=(0, 1000),
-        recall_places="age",
         num_questions=40,
         farthest=8,
     )
@@ -69,7 +68,7 @@ def test_far_facts_are_known_to_a_memory_alone(loaded):
     document = json.loads(json.dumps(kvalign.eval.recall(settings, loaded=loaded)))
     without, with_memory = document["rows"]
     for part in ("to_2c", "to_4c", "to_8c"):
-        assert without[part] < 0.4 < 0.6 < with_memory[part]
+        assert without[part] < 0.4 < 0.9 < with_memory[part]
         assert with_memory[f"{part}_low"] <= with_memory[part]
     assert "to_16c" not in without
     (axes,) = EVALUATION.figure(document)[0].axes

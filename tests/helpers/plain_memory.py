@@ -19,7 +19,7 @@ from helpers.plain_stream import copy_of
 
 CLOSE = 1e-4  # scores that float32 may order otherwise
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
-ALIKE = 0.95  # cosine of keys, less what all have in common, from which they say the same
+ALIKE = {True: 0.95, False: 0.7}  # cosine of keys, less what all share, that say the same
 COMPARED = 2  # times as many as are taken back
 FACTOR = 4  # times as far off as a loop of half precision is, figures may be
 _NAME = "plain_memory"
@@ -242,8 +242,9 @@ class PlainMemory:
         compared = sorted(sure)
         again = self._said_again(layer, head, compared)
         by = _off(again, self.rough and self.rough._said_again(layer, head, compared))
-        assert all(again[j] <= ALIKE + by for j in taken), f"{where}: what is said again was taken"
-        fine = [j for j in compared if again[j] <= ALIKE - by]
+        most = ALIKE[self.by_age]
+        assert all(again[j] <= most + by for j in taken), f"{where}: what is said again was taken"
+        fine = [j for j in compared if again[j] <= most - by]
         assert len(taken) >= min(num, len(fine)), f"{where}: too few were taken"
         least = min((worth[j] for j in taken), default=math.inf)
         left = [j for j in fine if j not in taken and worth[j] > least + 2 * off]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
 from kvalign.cache.default_size import MOST, OF_A_MINI
-from kvalign.cache.sizes import OF_POLICY, CacheDtype, Positions, RecallBy, num_evicted_of
+from kvalign.cache.sizes import OF_POLICY, CacheDtype, Positions, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
@@ -23,8 +23,6 @@ from kvalign.foundation.settings import (
     OF_WEIGHTS,
     POLICY,
     POSITIONS,
-    RECALL_LAYERS,
-    RECALL_PLACES,
     WEIGHTS,
     ModelSettings,
     Settings,
@@ -40,7 +38,8 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
-SIZES = ("num_evicted", "realign_every", *OF_POLICY)
+NO_FLAGS = ("recall_places", "recall_layers")  # the default is right for all that was measured
+SIZES = tuple(x for x in ("num_evicted", "realign_every", *OF_POLICY) if x not in NO_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,6 @@ class MethodSettings(Settings):
     )
     memory: int | None = option(None, help=f"{MEMORY} (default: 0, none)", at_least=0)
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
-    recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
-    recall_layers: str | None = option(None, help=RECALL_LAYERS)
     aligner: str | None = option(
         None,
         help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
