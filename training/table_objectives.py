@@ -4,12 +4,16 @@ The learned change is defined at a few positions (knots) and linear in between. 
 positions behave alike, and a knot learns from thousands of tokens, a position only from a dozen.
 
 `nll` is the model's own loss on the text. `kl` is the divergence from the model that re-encodes its
-window at each step. `kl` sees no labels, so its gain is realignment only. The further gain of `nll`
-is adaptation to the text. For the corpus `recall` both use only the answers.
+window at each step, at random labels. `context` is that from the model that sees as much text as
+its context length allows, at all labels: a pass of it gives those of a whole row. Neither sees
+labels, so the gain of `kl` is realignment only; `context` can also gain what the window has lost.
+The further gain of `nll` is adaptation to the text. For the corpus `recall` only answers count.
+
+The network of `table-network` is trained with the tables.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -29,14 +33,20 @@ from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.text import Text, val_sizes
 
-ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
+ROW_LEN = 512  # tokens of a row at least, or three times the cache size if that is less
+STRIDE = 64  # labels that have a context of their own beyond the first
+NETWORK_RATE = 2.0  # of a network, relative to that of the tables
 STEP_TOKENS = 2048
 TEACHER_TOKENS = 4096  # re-encoded a step
 SMALLEST_CACHE = 16
 VAL_EVERY = 50  # steps
 VAL_TOKENS = 512  # of validation text through the model at once
 # What a step takes, in tokens through the model: there and back, and those of the teacher.
-STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
+STEP_COST = {
+    "nll": 3 * STEP_TOKENS,
+    "kl": 3 * STEP_TOKENS + TEACHER_TOKENS,
+    "context": 4 * STEP_TOKENS,
+}
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
@@ -64,7 +74,11 @@ def tune(
     changes = [aligner.get_parameter(f"parametrizations.{name}.original") for name in names]
     for change in changes:
         change.requires_grad_()
-    optimizer, schedule = adam(changes, settings.lr, num_steps)
+    network = _network_of(aligner, settings.kvs)
+    for weight in network:
+        weight.requires_grad_()
+    groups = [{"params": changes}, {"params": network, "lr": NETWORK_RATE * settings.lr}]
+    optimizer, schedule = adam(groups if network else changes, settings.lr, num_steps)
     before = best = validate(aligner, model, text, objective)
     val_loss, best_weights = before, deepcopy(aligner.state_dict())
     progress.phase(objective)
@@ -72,7 +86,7 @@ def tune(
         cache_size = draw(rng, min(SMALLEST_CACHE, largest), largest)
         several = torch.rand((), generator=rng, dtype=torch.float32) < 0.4
         num_evicted = draw(rng, 1, cache_size // 2) if several else 1
-        row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
+        row_len = _row_len(cache_size, text.train)
         ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
         sizes = CacheSizes(cache_size, aligner.config.num_sinks, num_evicted)
         with parametrize.cached():
@@ -93,6 +107,18 @@ def tune(
         parametrize.remove_parametrizations(aligner, name)
     aligner.requires_grad_(False)
     return {"objective": objective, "val_before": before, "val_after": best, "num_steps": num_steps}
+
+
+def _network_of(aligner: TableAligner, kvs: Sequence[str]) -> list[nn.Parameter]:
+    """Weights beside the tables that correct these vectors."""
+    others = {"key", "value"} - set(kvs)
+    named = (one for one in aligner.named_parameters() if one[0].startswith("network."))
+    return [weight for name, weight in named if others.isdisjoint(name.split("."))]
+
+
+def _row_len(cache_size: int, texts: Sequence[Tensor]) -> int:
+    """Tokens of a row: the cache, and labels as many, or more of a small one."""
+    return min(max(ROW_LEN, 2 * cache_size), 3 * cache_size, min(map(len, texts)) - 1)
 
 
 class _Knots(nn.Module):
@@ -145,7 +171,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
 def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]:
     """Cache sizes, each with rows [B, N + 1] of one text."""
     for cache_size in val_sizes(aligner.config.chunk_len - 1):
-        row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
+        row_len = _row_len(cache_size, text.val)
         if row_len > cache_size:
             num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
             for rows in text.val_rows(num_rows, row_len + 1):
@@ -186,6 +212,12 @@ def stream_loss(
         if counted is not None:
             labels, logits = labels[counted.to(ids.device)], logits[counted.to(ids.device)]
         return cross_entropy(logits, labels)
+    if objective == "context":
+        teacher = context_logits(model, ids[:, :-1], sizes.cache_size).flatten(0, 1)
+        logits = logits.flatten(0, 1)
+        if counted is not None:
+            teacher, logits = teacher[counted.to(ids.device)], logits[counted.to(ids.device)]
+        return divergence(teacher, logits)
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     if counted is not None:
         indices = counted.view(num_rows, num_logits).nonzero()
@@ -206,6 +238,23 @@ def stream_loss(
     return divergence(teacher, logits[row, column])
 
 
+@torch.no_grad()
+def context_logits(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
+    """Logits [B, N - first, V] of the model after each of ids [B, N] from `first` on. It sees all
+    tokens before, as far as its context length allows; at the end of that the window moves by
+    `STRIDE` tokens at a time.
+    """
+    num_tokens = ids.shape[1]
+    longest = spec_of(model.config).context_len or num_tokens
+    parts, start = [], first
+    while start < num_tokens:
+        stop = min(longest if start < longest else start + STRIDE, num_tokens)
+        window = ids[:, max(0, stop - longest) : stop]
+        parts.append(model(input_ids=window, use_cache=False, logits_to_keep=stop - start).logits)
+        start = stop
+    return torch.cat(parts, 1).float()
+
+
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """Mean KL(teacher || student) in nats of logits [N, V] each."""
     teacher, student = teacher.log_softmax(-1), student.log_softmax(-1)
@@ -213,7 +262,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def adam(
-    parameters: Iterable[Tensor], lr: float, num_steps: int
+    parameters: Iterable[Any], lr: float, num_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Optimiser with its schedule: ten steps up, then a line down to 0."""
     optimizer = torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.98))

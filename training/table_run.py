@@ -1,5 +1,5 @@
 """Training of position tables: the mean and the scale of keys and values at each position of a
-text, in one pass; with `nll` or `kl`, then tuned through the frozen model.
+text, in one pass; with another objective, then tuned through the frozen model.
 
 The baseline `projected` needs no text. It uses each layer's projection of the position embeddings.
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.aligners import Aligner, TableAligner
+from kvalign.aligners import Aligner, TableAligner, TableNetworkAligner
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import is_exact
@@ -37,10 +37,14 @@ def fit(
     """Fill untrained tables, as the settings ask.
 
     Returns:
-        with `nll` or `kl` the result of `tune`.
+        the result of `tune`, unless the objective takes no steps.
     """
     model, chunk_len = loaded.model, settings.chunk_len
     in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
+    if isinstance(table, TableNetworkAligner) and loaded.spec.family != "learned":
+        raise UserError(
+            f"--aligner-kind table-network is for learned positions, not {loaded.spec.family} ones"
+        )
     trained = settings.objective not in ("mse", "projected")
     if trained and not in_segments:
         raise UserError(
@@ -72,7 +76,7 @@ def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
             f"{other.config.kind} of {other.config.chunk_len}"
         )
     other.check(model, CacheSizes(other.config.chunk_len - 1, 0))
-    table.load_state_dict(other.state_dict())
+    table.load_state_dict(other.state_dict(), strict=False)  # which has no network of its own
 
 
 @torch.no_grad()

@@ -7,3 +7,4 @@ from .kinds import KINDS as KINDS
 from .network import NetworkAligner as NetworkAligner
 from .network import RealignNet as RealignNet
 from .table import TableAligner as TableAligner
+from .table_network import TableNetworkAligner as TableNetworkAligner

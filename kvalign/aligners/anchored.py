@@ -31,7 +31,7 @@ class AnchoredAligner(Aligner):
     def check_weights(self, where: str) -> None:
         self.table.check_weights(where)
 
-    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
         return self.table.anchor(layer, entries, birth)
 
     def realign(self, layer: int, entries: KV, move: Move) -> KV:

@@ -90,7 +90,7 @@ class Aligner(
         """Name of the aligner in tables of results, as of `label_of`."""
         return label_of(self.config.kind, self.config.training)
 
-    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
         """Return the form in which a layer stores its new entries. `realign` starts from it unless
         the aligner is recursive.
 
@@ -99,6 +99,8 @@ class Aligner(
             entries: [B, H, S, D] each; keys are rotated back to position 0 where the model is
                 rotary.
             birth: their original positions.
+            evicting: whether something had been evicted when they were written; [B, S] bool where
+                that differs.
 
         Returns:
             entries of the same shape.

@@ -13,6 +13,7 @@ KINDS: Registry[Any] = Registry(
     {
         "network": "kvalign.aligners.network:NetworkAligner",
         "table": "kvalign.aligners.table:TableAligner",
+        "table-network": "kvalign.aligners.table_network:TableNetworkAligner",
         "anchored": "kvalign.aligners.anchored:AnchoredAligner",
     },
 )

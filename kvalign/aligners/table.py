@@ -59,7 +59,7 @@ class TableAligner(Aligner):
             if not getattr(self, name).reciprocal().isfinite().all():
                 raise UserError(f"{where}: {name} must not be 0: entries are divided by it")
 
-    def anchor(self, layer: int, entries: KV, birth: Birth) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         means = self.key[layer, :, birth], self.value[layer, :, birth]

@@ -109,11 +109,14 @@ class StreamingLayer(CacheLayerMixin, Part):
         stay unchanged.
         """
         anchor = (realigner or self.realigner).anchor
-        num_sinks, segment = step.sizes.num_sinks, step.segment
+        num_sinks, segment, evicting = step.sizes.num_sinks, step.segment, step.evicting
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
             births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
-            anchored = anchor(self.layer_idx, new.map(_transposed), *births).map(_transposed)
+            if isinstance(evicting, torch.Tensor):
+                evicting = evicting.T
+            rows = new.map(_transposed)
+            anchored = anchor(self.layer_idx, rows, *births, evicting).map(_transposed)
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
             return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
@@ -124,7 +127,9 @@ class StreamingLayer(CacheLayerMixin, Part):
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
             spans[1] = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)
-        anchored = anchor(self.layer_idx, others, *spans)
+        if isinstance(evicting, torch.Tensor):
+            evicting = evicting[:, num_first:]
+        anchored = anchor(self.layer_idx, others, *spans, evicting)
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
 
     @property

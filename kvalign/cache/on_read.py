@@ -70,13 +70,15 @@ class OnRead(Realigner):
         keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
         return replace(decode, scales=(keys, values))
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
+    ) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
         keys, which stay there.
         """
         table = self.table
         if self.rotation is None:
-            return table.anchor(layer, new, birth)
+            return table.anchor(layer, new, birth, evicting)
         mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is rotated
         mean = self.rotation.at(layer).shift(mean, -positions_of(at))
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]

@@ -11,6 +11,7 @@
 
 from dataclasses import replace
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
@@ -54,7 +55,9 @@ class Returning(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return replace(sizes, realign_every=1)
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
+    ) -> KV:
         return rotated(self.rotation, layer, new, positions_of(at))
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
@@ -74,10 +77,11 @@ class FromBirth(Realigner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
-        return self.aligner.anchor(
-            layer, rotated(self.rotation, layer, new, positions_of(at)), birth
-        )
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
+    ) -> KV:
+        unrotated = rotated(self.rotation, layer, new, positions_of(at))
+        return self.aligner.anchor(layer, unrotated, birth, evicting)
 
     def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
         return self.aligner.realign(layer, stored, move)

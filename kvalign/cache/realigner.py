@@ -72,9 +72,12 @@ class Realigner:
         """Add to the description of a usual pass what `attend` needs in all layers."""
         return decode
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth) -> KV:
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
+    ) -> KV:
         """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed
-        at the positions `at`. The two are equal unless positions run on.
+        at the positions `at`. The two are equal unless positions run on. `evicting` is as of
+        `Aligner.anchor`.
         """
         return new
 

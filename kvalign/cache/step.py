@@ -31,6 +31,7 @@ class DecodeStep:
         behind: [B, 1, 1] int64, `Step.behind_rows`.
         birth: the token's place, a tensor [1] while a static cache fills; None if those of rows
             differ.
+        evicting: as of `Step.evicting`.
         places: as of `Step.places`; None if attention does not ask for them.
         order: [W] int64, of the entries after the sinks in the order of time, each one's number
             among the slots after the sinks, and in a static pass of the slots without one behind
@@ -51,6 +52,7 @@ class DecodeStep:
     at: Tensor
     behind: Tensor
     birth: slice | Tensor | None
+    evicting: bool | Tensor
     places: Tensor | None
     order: Tensor | None
     ranks: Tensor | None
@@ -63,6 +65,7 @@ class Counts(NamedTuple):
     """Numbers of rows, [B] int64 each, as of `Step`."""
 
     end: Tensor
+    seen: Tensor
     stored: Tensor
     positions: Tensor
     births: Tensor
@@ -210,6 +213,22 @@ class Step:
         return (places.clamp_min(0) + first[:, None])[:, None]
 
     @property
+    def evicting(self) -> bool | Tensor:
+        """Which of the new tokens, [B, T] bool, come after something was evicted; one for all if it
+        is known that they are alike.
+        """
+        if self.decode is not None:
+            return self.decode.evicting
+        least = self.sizes.first_input_len
+        if not self.is_static:
+            if min(self.seen) >= least:
+                return True
+            if max(self.seen) + self.num_new <= least:
+                return False
+        new = torch.arange(self.num_new, device=self.device)
+        return self._count.seen[:, None] + new >= least
+
+    @property
     def evicts(self) -> bool:
         """Return whether an entry is evicted before the next pass."""
         dropped = self.sizes.num_dropped
@@ -269,6 +288,7 @@ class Step:
             at=position_ids[:, None],
             behind=self.behind_rows,
             birth=self._birth if self.is_alike else None,
+            evicting=self.evicting,
             places=places,
             order=order,
             ranks=ranks,

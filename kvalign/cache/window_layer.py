@@ -127,7 +127,8 @@ class WindowLayer(StreamingLayer):
         decode = step.decode
         if decode is None or decode.birth is None:
             return self.without_position(step, new)
-        return self.realigner.anchor(self.layer_idx, new, decode.birth, decode.at)
+        where = decode.birth, decode.at
+        return self.realigner.anchor(self.layer_idx, new, *where, decode.evicting)
 
     def _take_many(self, step: Step, new: KV) -> KV:
         """Write the tokens of a prefill chunk or a segment, and return all that was there, and all

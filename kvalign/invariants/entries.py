@@ -139,11 +139,11 @@ def _placed_once(
     births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if rotates else at
     first = sizes.num_sinks + (0 if rotates else behind)
     now = torch.arange(first, first + len(window))
-    worst = 0.0
+    worst, evicting = 0.0, (window >= sizes.first_input_len)[None]
     for order, layer in enumerate(cache.attention):
         i = layer.layer_idx
         originals = aged.watched.originals(order)
-        entries = placing.anchor(i, originals.at(window), births[window], at[window])
+        entries = placing.anchor(i, originals.at(window), births[window], at[window], evicting)
         placed = placing.place(i, entries, Move(num, first, now))
         expected = cat([originals.at(sinks), placed])
         if rotates:

@@ -144,7 +144,8 @@ def _at_birth(remembered: Remembered, layer: int) -> tuple[KV, Tensor]:
     if cache.realigner.runs_on:
         place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
     placer = remembered.memories.recall.placer
-    return placer.anchor(layer, watched.originals(layer), place, at), place
+    evicting = (torch.arange(len(at)) >= cache.sizes.first_input_len)[None]
+    return placer.anchor(layer, watched.originals(layer), place, at, evicting), place
 
 
 def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tensor:

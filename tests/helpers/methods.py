@@ -9,6 +9,7 @@ from kvalign.aligners import (
     AnchoredAligner,
     NetworkAligner,
     TableAligner,
+    TableNetworkAligner,
     new_config,
 )
 from kvalign.methods import make_method
@@ -72,6 +73,19 @@ def anchored(model, scale=0.0, chunk_len=CONTEXT_LEN) -> AnchoredAligner:
     spec = spec_of(model.config, "tiny")
     aligner = AnchoredAligner(new_config("anchored", model, spec, **fields))
     aligner.table.load_state_dict(tables(model, scale, chunk_len=chunk_len).state_dict())
+    return aligner.requires_grad_(False)
+
+
+def table_network(model, scale=0.0) -> TableNetworkAligner:
+    """These tables, and a random network of the same size on what is written."""
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,), sizes={"hidden": 8})
+    spec = spec_of(model.config, "tiny")
+    aligner = TableNetworkAligner(new_config("table-network", model, spec, **fields))
+    aligner.load_state_dict(tables(model, scale).state_dict(), strict=False)
+    for net in aligner.network:
+        for output in (net.key, net.value):
+            torch.nn.init.normal_(output.weight, std=scale)
+            torch.nn.init.normal_(output.bias, std=scale)
     return aligner.requires_grad_(False)
 
 

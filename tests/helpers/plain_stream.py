@@ -5,7 +5,9 @@ Nothing of kvalign is used but the numbers of an aligner. `exact` runs it in flo
 precision of what is tested it says how far from that any honest loop is (`bound`).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ def copy_of(model: PreTrainedModel, dtype: torch.dtype, attention: str = "eager"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stream does with its entries; `aligner`: none, table, anchored or network."""
+    """What a stream does with its entries; `aligner`: none, or its kind."""
 
     kind: str
     cache_size: int
@@ -66,12 +68,32 @@ class Plan:
         if stored < self.cache_size:
             return min(num, self.cache_size + 1 - stored)
         one_by_one = self.kind not in NOT_RELATIVE and (
-            self.aligner == "none" or (self.aligner == "table" and self.kind != "bloom")
+            self.aligner == "none"
+            or (self.aligner in ("table", "table-network") and self.kind != "bloom")
         )
         if one_by_one or not self.is_slice:
             return 1
         half = max(1, (self.cache_size - self.num_sinks) // 2)
         return min(num, max(1, min(half, self.context_len - seen + self.moved(seen))))
+
+
+class Correcting(DynamicCache):
+    """Cache that changes new entries before attention sees them, if there is a `correct`."""
+
+    def __init__(self, correct: Callable | None, placed: list | None):
+        super().__init__(placed)
+        self.correct = correct
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Take in the new entries [1, H, T, D] of a layer, and return all."""
+        if self.correct is not None:
+            raw = (
+                x[0].float() if x.dtype != torch.float64 else x[0]
+                for x in (key_states, value_states)
+            )
+            both = self.correct(layer_idx, *raw)
+            key_states, value_states = (x[None].to(key_states.dtype) for x in both)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class PlainStream:
@@ -107,13 +129,18 @@ class PlainStream:
         place = self.tokens[0].shape[1] + self._behind()
         at = self.seen if plan.positions == "keep" else place
         told = {} if plan.kind in BY_PLACE else {"position_ids": torch.arange(at, at + num)[None]}
-        cache = DynamicCache(placed) if placed else DynamicCache()
+        # Where entries are not copied, they are corrected before the step that writes them.
+        at_once = plan.policy == "oldest" and plan.kind != "gpt_neo"
+        correct = partial(self._corrected, torch.arange(at, at + num), self.seen)
+        cache = Correcting(correct if at_once else None, placed or None)
         reads = plan.policy in READS_WEIGHTS
         out = self.model(ids[None], past_key_values=cache, output_attentions=reads, **told)
         self.found = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
         token = torch.arange(self.seen, self.seen + num)
         for i, found in enumerate(self.found):
             new = [x[:, -num:].to(self.dtype) for x in found]
+            if plan.aligner == "table-network" and not at_once:
+                new += correct(i, *new)  # as they are once they move
             held = self.raw[i]
             self.raw[i] = tuple(new) if held is None else _cat(held, new)
             heads = len(found[0])
@@ -197,7 +224,7 @@ class PlainStream:
 
     def _placed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [1, H, S, D] where they lie now."""
-        plan, (key, value) = self.plan, self.raw[layer]
+        plan, (key, value, *corrected) = self.plan, self.raw[layer]
         now = self._now(layer)[0]
         is_sink = self.tokens[layer] < plan.num_sinks
         # Sinks follow the others, where only differences of positions count.
@@ -205,11 +232,12 @@ class PlainStream:
         if plan.positions == "compact" and plan.aligner != "network":
             self.strayed[layer] = self.strayed[layer] | (self.births[layer] != now)
             stays = ~self.strayed[layer][..., None]
-            born = self._turned(key, -self.births[layer])
+            born, written = corrected or (key, value)
+            born = self._turned(born, -self.births[layer])
             if plan.aligner != "none":
                 born, placed = (
                     self._realigned(layer, name, x, now)
-                    for name, x in (("key", born), ("value", value))
+                    for name, x in (("key", born), ("value", written))
                 )
                 value = torch.where(stays, value, placed)
             key = torch.where(stays, key, self._turned(born, now))
@@ -228,6 +256,35 @@ class PlainStream:
         if self.plan.aligner == "anchored":
             placed = placed + self._network(layer, name, x, now)
         return placed
+
+    def _corrected(
+        self, births: Tensor, seen: int, layer: int, keys: Tensor, values: Tensor
+    ) -> Sequence[Tensor]:
+        """New keys and values [H, S, D]: of table-network those that are written after something
+        was evicted have been changed by a network, which sees all heads without positions.
+        """
+        if self.plan.aligner != "table-network":
+            return keys, values
+
+        def affine(x: Tensor, name: str) -> Tensor:
+            weight, bias = (self.numbers[f"network.{layer}.{name}.{y}"] for y in ("weight", "bias"))
+            return x @ weight.T + bias
+
+        both, rows, is_late = (
+            {"key": keys, "value": values},
+            [],
+            seen + torch.arange(len(births)) > self.plan.cache_size,
+        )
+        for name, x in both.items():
+            mean, scale = (self.numbers[f"{name}{end}"][layer][:, births] for end in ("", "_scale"))
+            rows += [*(x - mean) / scale[..., None]]
+        hidden = affine(torch.cat(rows, -1), "hidden").clamp(min=0)  # [S, hidden]
+        changed = []
+        for name, x in both.items():
+            scale = self.numbers[f"{name}_scale"][layer][:, births] * is_late
+            change = affine(hidden, name).view(len(births), len(x), -1).transpose(0, 1)
+            changed.append(x + change * scale[..., None])
+        return changed
 
     def _network(self, layer: int, name: str, x: Tensor, now: Tensor) -> Tensor:
         """What the paper's network adds to entries [H, S, D]: two hidden layers, on the entry and

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from helpers.methods import anchored, network, tables
+from helpers.methods import anchored, network, table_network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
 from helpers.tiny_models import CONTEXT_LEN, VOCAB
@@ -27,7 +27,12 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float32, *HALVES)
 WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
 AGAIN = ("recompute", "discard-half", "dense")
-ALIGNERS = {"table": tables, "anchored": anchored, "network": network}
+ALIGNERS = {
+    "table": tables,
+    "table-network": table_network,
+    "anchored": anchored,
+    "network": network,
+}
 FAILURES = (RuntimeError, KeyboardInterrupt)
 
 
@@ -79,7 +84,7 @@ class RandomStream:
             num_recent = rng.randint(0, size - num_sinks + 1 - num_evicted)
             planned = dict(policy=policy, num_recent=num_recent)
             planned["positions"] = "keep" if is_kept else "compact"
-            kind = pick(("table", "anchored")) if name == "kvalign" else "none"
+            kind = pick(("table", "table-network", "anchored")) if name == "kvalign" else "none"
         elif way == "memory":
             name = pick(("streaming-llm", "kvalign"))
             asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)

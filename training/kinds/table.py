@@ -27,9 +27,9 @@ class TableSettings(TextSettings):
     objective: str = option(
         "mse",
         help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
-        "the LM that re-encodes at each step; projected: no training, the layers' projections of "
-        "the position embeddings",
-        choices=("mse", "nll", "kl", "projected"),
+        "the LM that re-encodes at each step; context: divergence from the LM that sees its whole "
+        "context; projected: no training, the layers' projections of the position embeddings",
+        choices=("mse", "nll", "kl", "context", "projected"),
     )
     init: str = option(
         "means",
