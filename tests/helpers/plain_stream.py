@@ -232,6 +232,8 @@ class PlainStream:
         if plan.positions == "compact" and plan.aligner != "network":
             self.strayed[layer] = self.strayed[layer] | (self.births[layer] != now)
             stays = ~self.strayed[layer][..., None]
+            if corrected and plan.policy != "oldest":  # there all are placed at each step
+                stays = stays & (key == corrected[0]).all(-1, keepdim=True)
             born, written = corrected or (key, value)
             born = self._turned(born, -self.births[layer])
             if plan.aligner != "none":

@@ -337,10 +337,11 @@ class RandomStream:
     def _take_with_memory(self, ids) -> None:
         """What is taken back is a choice that rounding turns: loops follow it, and judge it."""
         with self._taken_back() as taken:
-            if ids.shape[1] == 1:
-                logits = self.method.feed(ids)[:, None]
-            else:
+            if ids.shape[1] > 1 and self.method.is_exact:
                 logits = self.method.feed_segment(ids)
+            else:
+                tokens = ids.split(1, 1)
+                logits = torch.stack([self.method.feed(token) for token in tokens], 1)
         for i, (row, own, given) in enumerate(zip(self.rows, ids, logits, strict=True)):
             exact, *rough = row
             for token, found in zip(own, given, strict=True):
