@@ -112,24 +112,25 @@ class StreamingLayer(CacheLayerMixin, Part):
         num_sinks, segment, evicting = step.sizes.num_sinks, step.segment, step.evicting
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
-            births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
+            birth, at = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
             if isinstance(evicting, torch.Tensor):
                 evicting = evicting.T
             rows = new.map(_transposed)
-            anchored = anchor(self.layer_idx, rows, *births, evicting).map(_transposed)
+            anchored = anchor(self.layer_idx, rows, birth, at, evicting).map(_transposed)
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
             return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
         starts = step.births[0], step.positions[0]
         spans: list[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]
+        born, where = spans
         if segment is not None:
-            spans = [segment.birth[num_first:], segment.at[num_first:]]
+            born, where = segment.birth[num_first:], segment.at[num_first:]
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
-            spans[1] = torch.tensor(step.positions, device=self.device)[:, None, None]
+            where = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)
         if isinstance(evicting, torch.Tensor):
             evicting = evicting[:, num_first:]
-        anchored = anchor(self.layer_idx, others, *spans, evicting)
+        anchored = anchor(self.layer_idx, others, born, where, evicting)
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
 
     @property
