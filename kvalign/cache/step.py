@@ -214,8 +214,8 @@ class Step:
 
     @property
     def evicting(self) -> bool | Tensor:
-        """Which of the new tokens, [B, T] bool, come after something was evicted; one for all if it
-        is known that they are alike.
+        """Return which of the new tokens, [B, T] bool, come after something was evicted; one for
+        all if it is known that they are alike.
         """
         if self.decode is not None:
             return self.decode.evicting

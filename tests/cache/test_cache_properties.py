@@ -64,7 +64,7 @@ class FakeFromBirth(FromBirth):
     def __init__(self, rotation):
         Realigner.__init__(self, rotation)
 
-    def anchor(self, layer, new, birth, at):
+    def anchor(self, layer, new, birth, at, evicting=False):
         return KV(new.keys - column(at), new.values - column(birth))
 
     def place(self, layer, stored, move):
@@ -93,7 +93,7 @@ class FakeOnRead(OnRead):
     def frame(self, sizes, context_len):
         return replace(sizes, realign_every=self.run) if self.rotation else sizes
 
-    def anchor(self, layer, new, birth, at):
+    def anchor(self, layer, new, birth, at, evicting=False):
         keys = new.keys if self.rotation else new.keys - column(birth)
         return KV(keys, new.values - column(birth))
 

@@ -11,6 +11,7 @@ from kvalign.cache.form import Form
 from kvalign.cache.int8 import Int8
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
+from kvalign.memory import recall_places
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import ALIKE_BY_AGE, RECENCY_BY_AGE
@@ -161,14 +162,14 @@ def test_what_does_not_go_together(kind, changes, message, models):
 
 
 @pytest.mark.parametrize("places", ["age", "rank"])
-def test_recalling_all_is_dense_attention(places):
+def test_recalling_all_is_dense_attention(places, monkeypatch):
     """All that a memory of so few tokens holds: what attends to the C + 1 newest entries is
     transformers' own sliding window. Places by age are true distances there.
     """
     model = tiny_model("mistral", sliding_window=None, vocab_size=VOCAB)
     banded = tiny_model("mistral", sliding_window=17, vocab_size=VOCAB)
     sizes = dict(cache_size=16, num_sinks=0, memory=8, num_recalled=8, recall_places=places)
-    # No token comes twice while it is remembered: none says again what another does.
+    monkeypatch.setattr(recall_places, f"ALIKE_BY_{places.upper()}", 2)  # none says anything again
     ids = torch.randperm(VOCAB - 2, generator=torch.Generator().manual_seed(5))[None, :64] + 2
     expected = banded(input_ids=ids, use_cache=False).logits[0]
     method = make_method("streaming-llm", model, warn=False, **sizes)

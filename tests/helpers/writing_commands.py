@@ -198,7 +198,7 @@ COMMANDS = (
             _trained,
             share=0.7,
         )
-        for kind, more in (("table", ""), ("anchored", "--max-steps 20"))
+        for kind, more in (("table", ""), ("table-network", "--max-steps 20"))
     ),
     Command(
         "tune",

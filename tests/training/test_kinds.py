@@ -23,7 +23,7 @@ from kvalign.training import kinds, train_anchored
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--data d --objective kl", "--objective is for --aligner-kind table or anchored, not net"),
+        ("--data d --objective kl", "--objective is for --aligner-kind table or table-network or"),
         ("--data=d --aligner-kind table", "--data is for --aligner-kind network, not table"),
         ("--aligner-kind table --no-resume", "--resume is for --aligner-kind network, not table"),
     ],

@@ -36,7 +36,9 @@ class CentredAligner(Aligner):
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
         self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in TARGETS)
 
-    def anchor(self, layer: int, entries: KV, birth: Tensor | slice) -> KV:
+    def anchor(
+        self, layer: int, entries: KV, birth: Tensor | slice, evicting: bool | Tensor = False
+    ) -> KV:
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         return KV(entries.keys - means[0], entries.values - means[1])
 
