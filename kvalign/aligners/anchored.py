@@ -8,7 +8,7 @@ many shifts.
 
 from torch import Tensor
 
-from kvalign.aligners.base import Aligner, Birth, Move
+from kvalign.aligners.base import Aligner, Birth, Flags, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
 from kvalign.aligners.network import RealignNet, new_net
@@ -31,7 +31,7 @@ class AnchoredAligner(Aligner):
     def check_weights(self, where: str) -> None:
         self.table.check_weights(where)
 
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         return self.table.anchor(layer, entries, birth)
 
     def realign(self, layer: int, entries: KV, move: Move) -> KV:

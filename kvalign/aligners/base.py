@@ -42,6 +42,7 @@ _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Birth = Tensor | slice
 """Original positions of entries: [S] int64, or a slice of length S."""
+Flags = Tensor | bool  # of each entry, [B, S]; one for all that are alike
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Aligner(
         """Name of the aligner in tables of results, as of `label_of`."""
         return label_of(self.config.kind, self.config.training)
 
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         """Return the form in which a layer stores its new entries. `realign` starts from it unless
         the aligner is recursive.
 
@@ -99,8 +100,7 @@ class Aligner(
             entries: [B, H, S, D] each; keys are rotated back to position 0 where the model is
                 rotary.
             birth: their original positions.
-            evicting: whether something had been evicted when they were written; [B, S] bool where
-                that differs.
+            evicting: whether something had been evicted when they were written.
 
         Returns:
             entries of the same shape.

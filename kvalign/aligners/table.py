@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvalign.aligners.base import Aligner, Birth, Move
+from kvalign.aligners.base import Aligner, Birth, Flags, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
 from kvalign.foundation.errors import UserError
@@ -46,10 +46,6 @@ class TableAligner(Aligner):
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
         self.key, self.value = (_floats(shape) for _ in range(2))
         self.key_scale, self.value_scale = (_floats(shape[:-1]) for _ in range(2))
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset the tables so that they change nothing, as before training."""
         for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
             nn.init.zeros_(means)
             nn.init.ones_(scales)
@@ -59,7 +55,7 @@ class TableAligner(Aligner):
             if not getattr(self, name).reciprocal().isfinite().all():
                 raise UserError(f"{where}: {name} must not be 0: entries are divided by it")
 
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         means = self.key[layer, :, birth], self.value[layer, :, birth]

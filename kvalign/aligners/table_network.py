@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Birth
+from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TableAligner
@@ -68,7 +68,7 @@ class TableNetworkAligner(TableAligner):
             raise UserError(f"{self.kind} is for learned positions, not {self.config.family} ones")
         super().check(model, sizes)
 
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: bool | Tensor = False) -> KV:
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         x = super().anchor(layer, entries, birth)
         if evicting is False:
             return x

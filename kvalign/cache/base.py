@@ -282,9 +282,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         device = self.attention[0].device if self.is_filled else torch.device("cpu")
         behind = [*map(self.frame.num_behind, self.seen)]
         births = stored if self.realigner.runs_on else positions  # there positions are no places
-        counts = torch.tensor(
-            [[self.end] * len(stored), self.seen, stored, positions, births, behind]
-        )
+        ends = [self.end] * len(stored)
+        counts = torch.tensor([ends, self.seen, stored, positions, births, behind])
         return self._prepare_entries(
             Step(
                 sizes=self.sizes,

@@ -113,24 +113,21 @@ class StreamingLayer(CacheLayerMixin, Part):
         if not step.is_alike and step.num_new == 1:
             # One token a row: rows take the place of entries.
             birth, at = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
-            if isinstance(evicting, torch.Tensor):
-                evicting = evicting.T
+            of_rows = evicting.T if isinstance(evicting, torch.Tensor) else evicting
             rows = new.map(_transposed)
-            anchored = anchor(self.layer_idx, rows, birth, at, evicting).map(_transposed)
+            anchored = anchor(self.layer_idx, rows, birth, at, of_rows).map(_transposed)
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
             return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
-        starts = step.births[0], step.positions[0]
-        spans: list[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]
-        born, where = spans
+        born: Birth = slice(step.births[0] + num_first, step.births[0] + step.num_new)
+        where: Birth = slice(step.positions[0] + num_first, step.positions[0] + step.num_new)
         if segment is not None:
             born, where = segment.birth[num_first:], segment.at[num_first:]
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
             where = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)
-        if isinstance(evicting, torch.Tensor):
-            evicting = evicting[:, num_first:]
-        anchored = anchor(self.layer_idx, others, born, where, evicting)
+        later = evicting[:, num_first:] if isinstance(evicting, torch.Tensor) else evicting
+        anchored = anchor(self.layer_idx, others, born, where, later)
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
 
     @property

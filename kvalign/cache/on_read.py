@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Move, TableAligner
-from kvalign.aligners.base import Birth
+from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
@@ -70,9 +70,7 @@ class OnRead(Realigner):
         keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
         return replace(decode, scales=(keys, values))
 
-    def anchor(
-        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
-    ) -> KV:
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
         keys, which stay there.
         """
@@ -99,13 +97,10 @@ class OnRead(Realigner):
             torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
         )
 
-    def tables(self, layer: int) -> Tables:
-        return self._tables(layer, self._rotated_means(layer))
-
-    def _tables(self, layer: int, key_means: Tensor) -> Tables:
-        table = self.table
-        scales = table.key_scale[layer], table.value_scale[layer]
-        return Tables(key_means, table.value[layer], *scales)
+    def tables(self, layer: int, key_means: Tensor | None = None) -> Tables:
+        means = self._rotated_means(layer) if key_means is None else key_means
+        scales = self.table.key_scale[layer], self.table.value_scale[layer]
+        return Tables(means, self.table.value[layer], *scales)
 
     def attend(
         self,
@@ -118,7 +113,7 @@ class OnRead(Realigner):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Attention with sinks at their own positions; rows may have unequal lengths."""
-        tables = self._tables(layer, self.step_means[layer])
+        tables = self.tables(layer, self.step_means[layer])
         placed = None
         if self.rotation is not None:
             placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))

@@ -11,11 +11,10 @@
 
 from dataclasses import replace
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
-from kvalign.aligners.base import Birth
+from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
@@ -55,9 +54,7 @@ class Returning(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return replace(sizes, realign_every=1)
 
-    def anchor(
-        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
-    ) -> KV:
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         return rotated(self.rotation, layer, new, positions_of(at))
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
@@ -77,9 +74,7 @@ class FromBirth(Realigner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
 
-    def anchor(
-        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
-    ) -> KV:
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))
         return self.aligner.anchor(layer, unrotated, birth, evicting)
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move
-from kvalign.aligners.base import Birth
+from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
 from kvalign.cache.sizes import CacheSizes
@@ -72,12 +72,9 @@ class Realigner:
         """Add to the description of a usual pass what `attend` needs in all layers."""
         return decode
 
-    def anchor(
-        self, layer: int, new: KV, birth: Birth, at: Birth, evicting: bool | Tensor = False
-    ) -> KV:
-        """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed
-        at the positions `at`. The two are equal unless positions run on. `evicting` is as of
-        `Aligner.anchor`.
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+        """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed at
+        the positions `at`, which are equal unless positions run on (`evicting`: `Aligner.anchor`).
         """
         return new
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.aligners.base import Flags
 from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -52,7 +53,7 @@ class DecodeStep:
     at: Tensor
     behind: Tensor
     birth: slice | Tensor | None
-    evicting: bool | Tensor
+    evicting: Flags
     places: Tensor | None
     order: Tensor | None
     ranks: Tensor | None
@@ -213,20 +214,15 @@ class Step:
         return (places.clamp_min(0) + first[:, None])[:, None]
 
     @property
-    def evicting(self) -> bool | Tensor:
-        """Return which of the new tokens, [B, T] bool, come after something was evicted; one for
-        all if it is known that they are alike.
-        """
-        if self.decode is not None:
-            return self.decode.evicting
+    def evicting(self) -> Flags:
+        """Return which of the new tokens come after something was evicted."""
         least = self.sizes.first_input_len
         if not self.is_static:
             if min(self.seen) >= least:
                 return True
             if max(self.seen) + self.num_new <= least:
                 return False
-        new = torch.arange(self.num_new, device=self.device)
-        return self._count.seen[:, None] + new >= least
+        return self._count.seen[:, None] + torch.arange(self.num_new, device=self.device) >= least
 
     @property
     def evicts(self) -> bool:
