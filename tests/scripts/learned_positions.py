@@ -43,7 +43,6 @@ _PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "kvalign.eval.evaluations.latency.rows",
     "kvalign.eval.evaluations.perplexity.scores",
-    "kvalign.training.anchored_run",
     "kvalign.training.network_run",
     "kvalign.training.pretraining",
     "kvalign.training.text_run",
