@@ -23,7 +23,16 @@ from kvalign.methods.registry import AUTO, METHODS
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
-CORPORA = {"python-docs", "recall", *HUB, "hub:", "text:", "marked:"}
+CORPORA = {
+    "python-docs",
+    "python-source",
+    "python-source:",
+    "recall",
+    *HUB,
+    "hub:",
+    "text:",
+    "marked:",
+}
 # What is typed, and what is offered for its last word.
 LINES = [
     ("kvalign ", FIRST),

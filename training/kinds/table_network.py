@@ -16,7 +16,7 @@ class TableNetworkSettings(TableSettings):
     corrects an entry once, when it is written. For learned positions.
 
     Example:
-        kvalign train --aligner-kind table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-aligner
+        kvalign train --aligner-kind table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
     """  # noqa: E501
 
     objective: str = option(
