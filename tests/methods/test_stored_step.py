@@ -211,7 +211,7 @@ def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monk
     """Where no key tells it, logits do; a step that is asked for is made anew."""
     differ(llama)
     made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(step_file, "_make", lambda *args: made.append(args[-1]))
     monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: x.tanh())
     (eager, tokens), (taken, _) = begun(llama, False), begun(llama, None)
     for token in tokens:
@@ -234,7 +234,7 @@ def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(llama, monk
 def test_another_version_or_cpu_has_a_file_of_its_own(where, other, llama, monkeypatch):
     differ(llama)
     made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(step_file, "_make", lambda *args: made.append(args[-1]))
     monkeypatch.setattr(where, other)
     compiled = make_method("streaming-llm", llama, **SIZES).compile()
     compiled.stepper.prepare(compiled, 1)
@@ -245,7 +245,7 @@ def test_another_version_or_cpu_has_a_file_of_its_own(where, other, llama, monke
 def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch):
     differ(llama)
     made = []
-    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(step_file, "_make", lambda *args: made.append(args[-1]))
     kept = {path: path.read_bytes() for path in (folder / "steps").iterdir()}
     for file in sorted((folder / "steps").glob("*.pt2")):
         whole, about = file.read_bytes(), file.with_suffix(".json")

@@ -78,7 +78,7 @@ def endure(num_tokens: int, memory: int) -> dict:
             gc.collect()
             rss.append(rss_bytes())
             at.append(seen)
-    held = method.cache.memory.of[0].held
+    held = method.cache.memory.of[0].entries
     return {
         "num_tokens": seen,
         "slots": held.keys.shape[2],
