@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from kvalign.aligners import TableAligner
+from kvalign.aligners import TableAligner, TableNetworkAligner
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
@@ -34,7 +34,7 @@ from kvalign.training.kinds.table import TableSettings
 from kvalign.training.text import Text, val_sizes
 
 ROW_LEN = 512  # tokens of a row at least, or three times the cache size if that is less
-STRIDE = 64  # labels that have a context of their own beyond the first
+STRIDE = 64  # tokens by which the window of `context` moves on
 NETWORK_RATE = 2.0  # of a network, relative to that of the tables
 STEP_TOKENS = 2048
 TEACHER_TOKENS = 4096  # re-encoded a step
@@ -77,8 +77,8 @@ def tune(
     network = _network_of(aligner, settings.kvs)
     for weight in network:
         weight.requires_grad_()
-    groups = [{"params": changes}, {"params": network, "lr": NETWORK_RATE * settings.lr}]
-    optimizer, schedule = adam(groups if network else changes, settings.lr, num_steps)
+    faster = {"params": network, "lr": NETWORK_RATE * settings.lr}
+    optimizer, schedule = adam([{"params": changes}, faster], settings.lr, num_steps)
     before = best = validate(aligner, model, text, objective)
     val_loss, best_weights = before, deepcopy(aligner.state_dict())
     progress.phase(objective)
@@ -111,9 +111,10 @@ def tune(
 
 def _network_of(aligner: TableAligner, kvs: Sequence[str]) -> list[nn.Parameter]:
     """Weights beside the tables that correct these vectors."""
-    others = {"key", "value"} - set(kvs)
-    named = (one for one in aligner.named_parameters() if one[0].startswith("network."))
-    return [weight for name, weight in named if others.isdisjoint(name.split("."))]
+    if not isinstance(aligner, TableNetworkAligner):
+        return []
+    parts = (getattr(net, name) for net in aligner.network for name in ("hidden", *kvs))
+    return [weight for part in parts for weight in part.parameters()]
 
 
 def _row_len(cache_size: int, texts: Sequence[Tensor]) -> int:

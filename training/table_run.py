@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.aligners import Aligner, TableAligner, TableNetworkAligner
+from kvalign.aligners import Aligner, TableAligner
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import is_exact
@@ -40,11 +40,8 @@ def fit(
         the result of `tune`, unless the objective takes no steps.
     """
     model, chunk_len = loaded.model, settings.chunk_len
+    table.check(model, CacheSizes(chunk_len - 1, 0))
     in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
-    if isinstance(table, TableNetworkAligner) and loaded.spec.family != "learned":
-        raise UserError(
-            f"--aligner-kind table-network is for learned positions, not {loaded.spec.family} ones"
-        )
     trained = settings.objective not in ("mse", "projected")
     if trained and not in_segments:
         raise UserError(
