@@ -8,7 +8,7 @@ honest loop is. Nothing of the cache is used but the numbers of a position table
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -91,23 +91,20 @@ class PlainMemory:
         self.seen += 1
         return logits
 
-    def edit(self, first: int, stop: int, read: Callable[["PlainMemory"], None]) -> None:
-        """Take out what lies from `first` to `stop` among sinks, memory and window, let `read` take
-        tokens in there, and put what stood behind after them.
+    def cut(self, first: int, stop: int) -> list[Tensor]:
+        """Take out what lies from `first` on among sinks, memory and window. Return keys and values
+        [L, H, S, D] of what stands behind `stop`, for `append`.
         """
         self._forget()
-        num = self.seen - stop
+        behind = torch.arange(stop, self.seen)
         held = (x[:, :, stop : self.seen] for x in (self.keys, self.values))
-        is_sink = torch.arange(stop, self.seen) < self.sizes.num_sinks
-        tails = self._bare(held, torch.arange(stop, self.seen), is_sink)
+        tails = self._bare(held, behind, behind < self.sizes.num_sinks)
         self.seen = first
-        read(self)
-        if num:
-            self._append(tails)
+        return tails
 
     def take_encoded(self, keys: Tensor, values: Tensor, births: Tensor) -> None:
         """Append entries [L, H, S, D] that were computed at these positions."""
-        self._append(self._bare((keys, values), births, births >= 0))
+        self.append(self._bare((keys, values), births, births >= 0))
 
     def _bare(self, held: Iterable[Tensor], births: Tensor, is_raw: Tensor) -> list[Tensor]:
         """Keys and values [L, H, S, D] in the form behind the sinks, of which these were not."""
@@ -122,7 +119,8 @@ class PlainMemory:
             bare.append(x)
         return bare
 
-    def _append(self, tails: list[Tensor]) -> None:
+    def append(self, tails: list[Tensor]) -> None:
+        """Put what `cut` returned behind what is there."""
         num, num_sinks = tails[0].shape[2], self.sizes.num_sinks
         for name, held, tail in zip(("key", "value"), (self.keys, self.values), tails, strict=True):
             for i, j in enumerate(range(self.seen, min(num_sinks, self.seen + num))):  # are now

@@ -226,19 +226,21 @@ class RandomStream:
     def _edit_memory(self, i, row, first, stop, parts, taken) -> None:
         """Row `i`, with what was `taken` back by its method."""
         exact, *rough = row
-        models = dict(zip(map(id, row), (self.exact, self.rough), strict=False))
-
-        def read(loop):
-            for part in parts:
-                if isinstance(part, Piece):
-                    loop.take_encoded(*_encoded(models[id(loop)], part))
-                    continue
-                for token in part:
-                    told = rough if loop is exact else []
-                    loop.follow(token, taken[i, loop.seen], *(told or [None]))
-
-        for loop in (*rough, exact):
-            loop.edit(first, stop, read)
+        models = (self.exact, self.rough)
+        tails = [loop.cut(first, stop) for loop in row]
+        for part in parts:
+            if isinstance(part, Piece):
+                for loop, model in zip(row, models, strict=False):
+                    loop.take_encoded(*_encoded(model, part))
+                continue
+            for token in part:
+                of_token = taken[i, exact.seen]
+                for loop in rough:
+                    loop.follow(token, of_token, None)
+                exact.follow(token, of_token, *(rough or [None]))
+        for loop, tail in zip(row, tails, strict=True):
+            if tail[0].shape[2]:
+                loop.append(tail)
 
     def _join(self) -> None:
         if len(self.rows) > 2:
