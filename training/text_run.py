@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
+from kvalign.aligners import Aligner, AlignerConfig, Move, TableAligner, new_config
 from kvalign.aligners.config import CONFIG
 from kvalign.aligners.entries import KV
 from kvalign.aligners.network_sizes import TARGETS
@@ -20,6 +20,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import read_checked
+from kvalign.models.architectures import ModelSpec
 from kvalign.models.identity import identity, is_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.training.aligner_folder import (
@@ -35,10 +36,21 @@ from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text, read
 
 BATCH_SIZE = 16  # chunks encoded at once
+LAST_SHARE = 15 / 16
+"""Of a learned context, the positions that a table's entries are written at in a full cache: few
+queries have read what lies behind (eval/results/realignment.md)."""
 
 A = TypeVar("A", bound=Aligner)
 S = TypeVar("S", bound=TextSettings)
 Fit = Callable[[A, S, LoadedModel, Text], dict[str, Any]]
+
+
+def _last_position(kind: type[Aligner], chunk_len: int, spec: ModelSpec) -> int | None:
+    """Return `AlignerConfig.last_position`; None if the aligner has no caches of more entries."""
+    if spec.family != "learned" or spec.context_len is None or not issubclass(kind, TableAligner):
+        return None
+    last = int(LAST_SHARE * spec.context_len)
+    return last if chunk_len - 1 > last else None
 
 
 @progress.shown_as("train")
@@ -109,6 +121,7 @@ def train_on_text(
         chunk_len=settings.chunk_len,
         num_sinks=usual_sinks(loaded.spec.family),  # until judged
         shifts=(1,),  # takes any, and any sinks: each position is known, and moves go from birth
+        last_position=_last_position(kind, settings.chunk_len, loaded.spec),
         sizes={name: getattr(settings, name) for name in kind.default_sizes},
     )
     aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)

@@ -26,6 +26,8 @@ class AlignerConfig(BaseModel):
         num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
             did best, and a stream's default.
         shifts: numbers of entries evicted at once, as in training.
+        last_position: the last one that entries are written at, in caches of more entries: what a
+            model writes behind it few queries have read in its training; None: the last of all.
         sizes: sizes of the kind's own parts.
         training: data, settings and versions of each part; informative.
     """
@@ -46,6 +48,7 @@ class AlignerConfig(BaseModel):
     chunk_len: Annotated[Size, Field(ge=2)]
     num_sinks: Count
     shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
+    last_position: Size | None = None
     sizes: dict[str, Size] = {}
     training: dict[str, Any] = {}
 

@@ -13,7 +13,8 @@ The scale is needed because a layer norm divides the sum of token and position b
 the position embedding is large (the first positions), the token's part becomes small.
 """
 
-from typing import NamedTuple
+import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,22 @@ class TableAligner(Aligner):
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
         return standardised(*entries, Tables(*means, *scales))
+
+    def squeezed(self, cache_size: int) -> tuple[Self, Tensor | None]:
+        """Return the tables of a cache of so many entries, by their places, and the positions of
+        these [P] int64: None if they are the places.
+        """
+        last = self.config.last_position
+        if last is None or cache_size <= last:
+            return self, None
+        positions = (torch.arange(self.config.chunk_len) * (last / cache_size)).round().long()
+        other = copy.copy(self)
+        other._parameters = {
+            name: nn.Parameter(x[:, :, positions.to(x.device)], requires_grad=False)
+            for name, x in self._parameters.items()
+            if x is not None
+        }
+        return other, positions
 
     def realign(self, layer: int, entries: KV, move: Move) -> KV:
         keys, values = entries

@@ -202,6 +202,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.check_caller()
             self._check_takes(num_rows, num_new)
             self._check_room(num_new)
+            if num_new > 1 and self.realigner.positions is not None:
+                raise UserError("a model counts other positions than this cache: use our methods")
             self._whole.begin()
             self.step = self._begin(num_rows, num_new)
         self.describe()
@@ -297,6 +299,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 end=self.end,
                 in_order=self._reads_in_order(stored, num_new),
                 counts=counts,
+                of_places=self.realigner.positions,
                 is_static=self.is_static and num_new == 1,
                 segment=segment,
             )
@@ -309,7 +312,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token; transformers asks for it before each pass."""
-        return max(self.positions(), default=0) if self.step is None else self.step.position
+        if self.step is not None:
+            return self.step.position
+        place, positions = max(self.positions(), default=0), self.realigner.positions
+        return place if positions is None else int(positions[place])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         step = self.step

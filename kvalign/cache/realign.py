@@ -9,6 +9,7 @@
 - `OnRead` (`on_read.py`): entries stay without their position, and attention adds it.
 """
 
+import copy
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -73,6 +74,13 @@ class FromBirth(Realigner):
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        if isinstance(self.aligner, TableAligner):
+            other = copy.copy(self)
+            other.aligner, other.positions = self.aligner.squeezed(sizes.cache_size)
+            return other
+        return self
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))

@@ -87,6 +87,7 @@ class Step:
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
+        of_places: [P] int64, the model's position of each; None: they are the same.
         counts: [5, B] int64, the numbers of rows that change from pass to pass: end, stored,
             positions, births, behind.
         is_static: whether it has the shapes of a full cache, if it is of one token.
@@ -116,6 +117,7 @@ class Step:
     end: int
     in_order: bool
     counts: Tensor
+    of_places: Tensor | None = None
     is_static: bool = False
     segment: Segment | None = None
     decode: DecodeStep | None = None
@@ -236,7 +238,10 @@ class Step:
         gets them in the order of time.
         """
         inputs: dict[str, Any] = {}
-        if len(set(self.positions)) > 1 or not self.is_even:
+        if self.of_places is not None:
+            places = torch.tensor(self.positions)[:, None] + torch.arange(self.num_new)
+            inputs["position_ids"] = self.of_places[places].to(model.device)
+        elif len(set(self.positions)) > 1 or not self.is_even:
             inputs["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if not self.is_even and self.in_order:
             visible, before = self.visible.to(model.device), self.position - self.num_before
@@ -260,6 +265,8 @@ class Step:
         """
         device, num_sinks = self.device, self.sizes.num_sinks
         position_ids = self._count.positions[:, None]
+        if self.of_places is not None:
+            position_ids = self.of_places.to(device)[position_ids]
         order = ranks = read = None
         places = self.places if asks_for_places else None
         if self.in_order:

@@ -286,6 +286,8 @@ class StreamingCache(FixedSizeCache):
             logits [B, T, V] after each of them, or after the last few.
         """
         segment = segment or self.segment(ids.shape[1], ids.device)
+        positions, of_places = segment.birth, self.realigner.positions
+        positions = positions if of_places is None else of_places.to(ids.device)[positions]
         install(model.config)
         masked = model.config.model_type in MASKED
         with (
@@ -296,7 +298,7 @@ class StreamingCache(FixedSizeCache):
                 input_ids=ids,
                 # Attention knows what is visible: no mask is made.
                 attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
-                position_ids=segment.birth[None],
+                position_ids=positions[None],
                 past_key_values=self,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,

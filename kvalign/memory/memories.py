@@ -168,8 +168,7 @@ class Memories(CacheMemory):
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
             form = layer.entries.form.without_position()
-            alike = self.recall.places.alike
-            memory = Memory(layer.entries.like(), self.sizes, form, alike, self.grows)
+            memory = Memory(layer.entries.like(), form, self.recall.places, self.grows)
             self.of[layer.layer_idx] = memory
         return self.of[layer.layer_idx]
 

@@ -27,9 +27,9 @@ from torch.nn.functional import pad
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
 from kvalign.cache.segments import SEGMENT_LEN
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
-from kvalign.memory.recall import COMPARED, EvictedSlots, Matches, QueryBatch
+from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.search import alike_newer, at, products
 from kvalign.memory.sketch import BLOCK, Sketch
 from kvalign.models import kernel
@@ -50,14 +50,13 @@ class Memory:
 
     Args:
         like: entries of the shape [B, H, ?, D].
-        sizes: of the cache.
         form: of the stored entries.
-        alike: cosine of two keys from which the older entry is not taken back
-            (`RecallPlaces.alike`).
+        places: of what is taken back.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
 
     Attributes:
+        alike: cosine of two keys from which the older entry is not taken back.
         seen: number of tokens of each row that it has taken in, sinks included.
         entries: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
@@ -65,10 +64,11 @@ class Memory:
         digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
-    def __init__(self, like: KV, sizes: CacheSizes, form: Form, alike: float, grows: bool = True):
-        self.sizes, self.form, self.alike, self.grows = sizes, form, alike, grows
+    def __init__(self, like: KV, form: Form, places: RecallPlaces, grows: bool = True):
+        self.form, self.places, self.grows = form, places, grows
+        self.sizes, self.alike = places.sizes, places.alike
         # A segment is written before its first query looks for what its last tokens overwrite.
-        self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
+        self.most = _whole(self.sizes.memory + self.sizes.num_in_sight + SEGMENT_LEN)
         like = like.map(lambda x: x[:, :, :0].to("cpu"))
         self.seen = [0] * len(like.keys)
         self.entries = like.map(lambda x: self.form.empty(x, 0))
@@ -179,7 +179,7 @@ class Memory:
             (queries, *self.entries, sketch.numbers, sketch.scales, *of_ages),
             self.sizes.num_in_sight,
             max(NUM_SCORED, 8 * num),
-            COMPARED * num,
+            self.places.num_compared,
             num,
             self.alike,
         )
@@ -197,7 +197,7 @@ class Memory:
         )
         num = self.sizes.num_recalled
         assert num is not None
-        best = scores.topk(min(COMPARED * num, scores.shape[-1]), sorted=False)
+        best = scores.topk(min(self.places.num_compared, scores.shape[-1]), sorted=False)
         slots, worth = best.indices, best.values
         ages, order = evicted_slots.ages(slots, span).sort(-1, descending=True)
         slots, worth = slots.gather(-1, order), worth.gather(-1, order)

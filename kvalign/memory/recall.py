@@ -20,9 +20,6 @@ from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.rope import Angles
 
-COMPARED = 2
-"""Times as many entries as are taken back are compared with one another."""
-
 
 class Matches(NamedTuple):
     """Entries that each of T queries takes back, oldest first.
@@ -66,7 +63,7 @@ class EvictedSlots:
     equal.
 
     Args:
-        recency: loss of an entry's score for each e-fold of age.
+        places: of what is taken back.
         seen: [B, T] int64, tokens before each query.
         end: [B] int64, number of tokens of each row in the memory.
         num_slots: slots of the ring.
@@ -79,23 +76,16 @@ class EvictedSlots:
         are_many: whether each query has lost as many entries as are compared.
     """
 
-    def __init__(
-        self,
-        sizes: CacheSizes,
-        recency: float,
-        seen: Tensor,
-        end: Tensor,
-        num_slots: int,
-    ):
-        assert sizes.num_recalled is not None
+    def __init__(self, places: RecallPlaces, seen: Tensor, end: Tensor, num_slots: int):
+        sizes = places.sizes
         self.num_slots, self.near = num_slots, sizes.num_in_sight
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         self.newest, self.since = newest - sizes.num_sinks, seen - newest
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
         # Entries that are not yet in the memory are in the window, so no age is greater.
-        self.worths = _worths(num_slots + self.near + 1, recency)
-        self._num_compared = min(COMPARED * sizes.num_recalled, num_slots)
+        self.worths = _worths(num_slots + self.near + 1, places.recency)
+        self._num_compared = min(places.num_compared, num_slots)
         self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
 
     @cached_property
@@ -129,9 +119,9 @@ class QueryBatch:
     """Queries that search together: those of a block of a segment, or one per row.
 
     Args:
+        places: of what they take back.
         seen: [B, T] int64, tokens before each query.
         end: [B] int64, number of tokens of each row in the memory.
-        recency: loss of an entry's score for each e-fold of age.
         positions: positions of the queries, one number or [B, 1, 1, T].
         angles: by which queries are rotated, as if the entries they look for lay right before the
             window.
@@ -142,15 +132,14 @@ class QueryBatch:
 
     def __init__(
         self,
-        sizes: CacheSizes,
+        places: RecallPlaces,
         seen: Tensor,
         end: Tensor,
-        recency: float,
         positions: int | Tensor = 0,
         angles: Angles | None = None,
     ):
-        self.sizes, self.recency, self.positions, self.angles = sizes, recency, positions, angles
-        has_lost = seen >= sizes.first_input_len
+        self.places, self.positions, self.angles = places, positions, angles
+        has_lost = seen >= places.sizes.first_input_len
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
         self.seen, self.end = seen[:num], end[:num]
@@ -164,9 +153,7 @@ class QueryBatch:
     def evicted_slots(self, num_slots: int) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
         if self._evicted_slots is None:
-            self._evicted_slots = EvictedSlots(
-                self.sizes, self.recency, self.seen, self.end, num_slots
-            )
+            self._evicted_slots = EvictedSlots(self.places, self.seen, self.end, num_slots)
         return self._evicted_slots
 
 
@@ -219,7 +206,7 @@ class Recall:
         angles, rotation = None, self.placer.rotation
         if rotation is not None:
             angles = rotation.angles(positions - self.places.near)
-        return QueryBatch(self.sizes, seen, end, self.places.recency, positions, angles)
+        return QueryBatch(self.places, seen, end, positions, angles)
 
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the

@@ -31,6 +31,9 @@ ALIKE_BY_AGE, ALIKE_BY_RANK = 0.95, 0.7
 """Cosine from which two keys say the same, once what all of those compared share is taken off: less
 where entries lie by rank, since attention then takes an old fact for its newer version
 (eval/results/memory.md)."""
+COMPARED_BY_AGE, COMPARED_BY_RANK = 2, 4
+"""Times as many entries as are taken back are compared with one another: more where more of them
+say the same (eval/results/memory.md)."""
 LEAST_SHARE = 0.5
 """By rank, how much the oldest entry counts of one in the window, which may say the same anew
 (eval/results/memory.md)."""
@@ -73,6 +76,12 @@ class RecallPlaces:
     def alike(self) -> float:
         """Cosine of two keys from which the older entry is not taken back."""
         return ALIKE_BY_AGE if self.by_age else ALIKE_BY_RANK
+
+    @property
+    def num_compared(self) -> int:
+        """Entries that are compared with one another for each query."""
+        assert self.sizes.num_recalled is not None
+        return self.sizes.num_recalled * (COMPARED_BY_AGE if self.by_age else COMPARED_BY_RANK)
 
     def age_bias(self, ages: Tensor) -> Tensor | None:
         """Return what is added to the scores of entries of these ages, for want of a place that

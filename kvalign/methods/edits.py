@@ -23,6 +23,11 @@ def edited_cache(
     """
     cache, sizes = _editable(method, start, stop), method.sizes
     num_new = sum(_num_of(part, method) for part in new)
+    if cache.realigner.positions is not None and not all(isinstance(x, Tensor) for x in new):
+        raise UserError(
+            f"with cache_size {sizes.cache_size} this aligner squeezes positions, and a piece has "
+            "others: give its tokens, or a smaller cache_size"
+        )
     num_kept, num_sinks = cache.num_kept, sizes.num_sinks
     num_gone = method.num_tokens - num_kept  # between the sinks and the others
     first, behind = (x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop))

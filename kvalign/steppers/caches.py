@@ -19,7 +19,9 @@ def may_be_static(cache: StreamingCache) -> bool:
 def stays(cache: StreamingCache) -> bool:
     """Return whether a step writes entries as they come and reads them as they lie."""
     layer = cache.attention[0]
-    return layer.sources is layer.entries and cache.realigner.strategy != "read"
+    realigner = cache.realigner
+    is_kept = realigner.strategy != "read" and realigner.positions is None
+    return layer.sources is layer.entries and is_kept
 
 
 def is_usual(cache: Any) -> bool:

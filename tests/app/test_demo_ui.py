@@ -173,19 +173,6 @@ def test_methods_stream_side_by_side(page):
     assert faults(page) == []
 
 
-def test_sliders_change_the_cache(page):
-    run(page, ["window", "discard-half"], **{"Cache size": 24, "Evicted at once": 3})
-    page.locator("#cache_size input[type=range]").fill("12")
-    assert page.get_by_label("number input for Cache size").input_value() == "12"
-    fills = page.get_by_role("meter")
-    assert [fills.nth(i).get_attribute("aria-valuemax") for i in (0, 1)] == ["24", "24"]
-    assert "evictions of 3" in page.locator(".card").first.inner_text()
-    start(page)
-    finish(page)
-    assert [fills.nth(i).get_attribute("aria-valuemax") for i in (0, 1)] == ["12", "12"]
-    assert 9 < int(fills.first.get_attribute("aria-valuenow")) <= 12
-
-
 def test_stop_stops_at_once_and_leaves_the_text(page):
     choose(page, **{"New tokens": 2000})
     start(page)

@@ -26,21 +26,17 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite
-from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.prompts import conversations
 from kvalign.data_gen.store import open_store
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import flag
-from kvalign.methods import make_method
-from kvalign.streaming.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 CASES = {
     "flags": 500,
-    "sampling": 250,
     "suites": 200,
     "results": 120,
     "aligners": 100,
@@ -120,23 +116,6 @@ def test_flags(data, tmp_path, monkeypatch, capsys):
             value = data.draw(VALUES)
             words += [value] if f.metadata["positional"] else [f"{flag(f.name)}={value}"]
     survives(lambda: parse(cls, words, command), tmp_path)
-
-
-@seed(SEED)
-@few("sampling")
-@given(data=st.data())
-def test_sampling_and_sizes(data):
-    value = JSON | st.integers(-3, 70) | st.floats()
-    if data.draw(st.booleans()):
-        fields = st.sampled_from([*Sampling.__dataclass_fields__])
-        asked = data.draw(st.dictionaries(fields, value, max_size=3))
-        survives(lambda: Sampling(**asked).processors())
-    else:
-        fields = st.sampled_from([*CacheSizes.__dataclass_fields__])
-        asked = {"cache_size": 16} | data.draw(st.dictionaries(fields, value, max_size=3))
-        survives(lambda: CacheSizes(**asked))
-        name = data.draw(st.sampled_from(["window", "streaming-llm", "discard-half", "dense"]))
-        survives(lambda: make_method(name, LOADED.model, warn=False, **asked))
 
 
 SUITE = {

@@ -3,7 +3,6 @@ what it would have been.
 """
 
 import contextlib
-import json
 import shlex
 import signal
 import threading
@@ -15,8 +14,6 @@ from kvalign.app.cli.main import main
 
 pytestmark = pytest.mark.slow
 RECORD = "gen-data --corpus text:words.txt --num-tokens 3072 --shard-mb 2 --out {}"
-NETWORK = "train --data caches --target key --max-epochs 2 --no-judge --out part"
-PERPLEXITY = "eval perplexity --methods window,recompute --cache-sizes 16,200 --json --num-tokens "
 
 
 def finished(command, folder):
@@ -70,23 +67,6 @@ def test_gen_data_keeps_shards(folder, capfd):
     finished(command, folder)
     for path in (folder / "caches").glob("*.safetensors"):
         assert path.read_bytes() == (folder / "stopped" / path.name).read_bytes()
-
-
-def test_a_network_goes_on_at_its_last_validation(folder, capfd):
-    """That the weights are then the same, `test_network_run.py` says."""
-    line = stopped(NETWORK, folder, "part/training/key/last.ckpt", capfd)
-    kept = "the key network is kept as of its last validation in part/training"
-    assert line == says(NETWORK, kept)
-
-
-def test_perplexity_keeps_the_losses_of_finished_methods(folder, capfd):
-    command = PERPLEXITY + "40 --keep losses"
-    line = stopped(command, folder, "losses/[!.]*", capfd)
-    num_kept = int(line.split("the losses of ")[1].split()[0])
-    kept = f"the losses of {num_kept} methods and sizes are kept in losses"
-    assert line == says(command, kept) and 1 <= num_kept < 4
-    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "40"))
-    assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
 
 
 SUITE = """

@@ -16,7 +16,7 @@ from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.memory.recall import QueryBatch
-from kvalign.memory.recall_places import RECENCY_BY_AGE, RecallPlaces
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
@@ -125,7 +125,8 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
 
 def lost_by_the_cache(sizes, token):
     """The tokens that a memory may give to a token."""
-    asking = QueryBatch(sizes, torch.tensor([[token]]), torch.tensor([token + 1]), RECENCY_BY_AGE)
+    places = RecallPlaces(sizes, 10**9, by_age=True, is_free=True)
+    asking = QueryBatch(places, torch.tensor([[token]]), torch.tensor([token + 1]))
     lost = asking.evicted_slots(num_slots=64)
     tokens = token - lost.ages(torch.arange(64))
     return sorted(tokens[lost.worth.isfinite()].tolist())

@@ -75,20 +75,6 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
     assert "--num-tokens" not in flags and len(trained) * heads * 251 > 20e6
 
 
-@pytest.mark.parametrize("name", ["paper-distilgpt2", "paper-smollm2"])
-def test_networks_are_those_of_the_paper_and_judged_ones_stand_beside(name):
-    cells = cells_of(name)
-    trained = [words for words in cells.values() if words[1] == "train" and "--data" in words]
-    assert trained and all("--no-judge" in words for words in trained)
-    judged = cells["network-judged"]
-    assert judged[judged.index("--out") + 1] == "{out}/network-judged"
-    scored = [words for words in cells.values() if words[1:3] == ["eval", "perplexity"]]
-    for words in scored:
-        aligners = words[words.index("--aligner") + 1].split(",")
-        assert aligners[:2] == ["{out}/network", "{out}/table"]
-        assert aligners[2] == "{out}/network-judged"
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""

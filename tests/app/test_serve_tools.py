@@ -5,7 +5,6 @@ and then obeys the tool's schema.
 """
 
 import json
-import sys
 
 import openai
 import pytest
@@ -215,10 +214,3 @@ def test_tools_of_a_session_stay(client):
     with pytest.raises(openai.BadRequestError, match="the tools of a session stay"):
         ask(client, **again, tools=[TIME])
     assert ask(client, **again).usage.prompt_tokens_details.cached_tokens > 0
-
-
-def test_without_llguidance_no_call_can_be_required(client, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(openai.BadRequestError, match="tool_choice is not supported"):
-        ask(client, tool_choice="required")
-    assert ask(client, max_tokens=2).choices[0].message.content is not None

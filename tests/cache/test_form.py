@@ -122,19 +122,6 @@ def test_what_is_written_again_at_each_move_is_refused(models):
         make_cache(llama, **SIZES, cache_dtype="int4", method="streaming-llm")
 
 
-def test_a_file_says_that_its_entries_have_8_bits(tmp_path):
-    loaded, path = kvalign.load_model("gpt2-mini"), tmp_path / "talk.safetensors"
-    asked = dict(cache_size=16, cache_dtype="int8", seed=1, max_new_tokens=60)
-    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The island", **asked)
-    for _, _piece in zip(range(30), stream, strict=False):
-        pass
-    stream.save(path)
-    again = kvalign.load_stream(path, loaded.model, loaded.tokenizer)
-    assert again.method.sizes.cache_dtype == "int8"
-    assert "cache of 16 entries in int8" in again.method.in_words
-    assert list(again) == list(stream)
-
-
 def as_qwen2(model, bias):
     """The same model with key biases of a norm in the slowest pairs of its first and last layer."""
     names = (

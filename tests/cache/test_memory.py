@@ -14,7 +14,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
-from kvalign.memory.recall_places import ALIKE_BY_AGE, RECENCY_BY_AGE
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
@@ -59,16 +59,16 @@ def stepped(method, ids):
     ],
 )
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"),
+    ("dtype", "cache_dtype", "by_age"),
     [
-        (torch.float32, "model"),
-        (torch.float16, "model"),
-        (torch.bfloat16, "model"),
-        (torch.float32, "int8"),
+        (torch.float32, "model", True),
+        (torch.float16, "model", False),
+        (torch.bfloat16, "model", True),
+        (torch.float32, "int8", False),
     ],
 )
 def test_our_kernel_finds_what_pytorch_finds(
-    num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype
+    num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype, by_age
 ):
     """Which computes in float32, as our kernel does."""
     of_memory = dict(memory=8000, num_recalled=size // 4)
@@ -79,9 +79,8 @@ def test_our_kernel_finds_what_pytorch_finds(
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
     form = Int8 if cache_dtype == "int8" else Form
-    memories = [
-        Memory(x, sizes, form(x.keys.dtype), ALIKE_BY_AGE) for x in (held, held.map(Tensor.float))
-    ]
+    places = RecallPlaces(sizes, 8000, by_age, is_free=by_age)
+    memories = [Memory(x, form(x.keys.dtype), places) for x in (held, held.map(Tensor.float))]
     for memory in memories:
         memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
@@ -89,7 +88,7 @@ def test_our_kernel_finds_what_pytorch_finds(
     seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)
     assert all(memory.sketch is not None for memory in memories)
     memories[1].sketch = None
-    asking = (QueryBatch(sizes, seen, end, RECENCY_BY_AGE) for _ in memories)
+    asking = (QueryBatch(places, seen, end) for _ in memories)
     found, expected = (x.find(queries, asks) for x, asks in zip(memories, asking, strict=True))
     assert torch.equal(found.visible, expected.visible) and found.visible.any()
     assert found.visible.all() == (num > 30)
@@ -104,11 +103,12 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     rng = torch.Generator().manual_seed(0)
     held = KV(*(torch.randn(1, 2, 928, 16, generator=rng) for _ in range(2)))  # all slots
     held.keys[:, :, -64:] = torch.nan
-    memory = Memory(held, sizes, FLOATS, ALIKE_BY_AGE)
+    places = RecallPlaces(sizes, 8000, by_age=True, is_free=True)
+    memory = Memory(held, FLOATS, places)
     memory.write([sizes.num_sinks], held)
     seen = torch.tensor([[928 + sizes.num_sinks]])
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
-    found = memory.find(queries, QueryBatch(sizes, seen, seen[0], RECENCY_BY_AGE))
+    found = memory.find(queries, QueryBatch(places, seen, seen[0]))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
 
 

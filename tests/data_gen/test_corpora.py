@@ -71,14 +71,6 @@ def test_python_source_is_split_by_package():
         _text("python-source:all")
 
 
-def test_threads_read_the_same_ids(monkeypatch, tmp_path):
-    (tmp_path / "x.txt").write_text(TEXT)
-    monkeypatch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 100)
-    tokenizer = byte_tokenizer(300, TEXT)
-    read = [[*token_pieces(f"text:{tmp_path}/x.txt", tokenizer, "train", n)] for n in (1, 3)]
-    assert read[0] == read[1] and len(read[0]) > 3
-
-
 @pytest.mark.parametrize("piece_len", [1, 10, 300, 5000])
 @pytest.mark.parametrize("pattern", [None, LLAMA3])
 def test_ids_are_those_of_the_whole_text(monkeypatch, tmp_path, piece_len, pattern):

@@ -24,10 +24,8 @@ from helpers.published_files import random_network
 from helpers.result_parts import RESULTS
 from helpers.smaller import (
     INSIDE,
-    SMALLER,
     TEXT,
     command_of,
-    examples,
     output_of,
     run_cell,
     smaller,
@@ -36,7 +34,6 @@ from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.app.cli.main import COMMANDS
 from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
@@ -80,14 +77,6 @@ LONG += ("docs/footguns.md", "docs/verify.md")
 LONG += tuple(f"docs/tutorials/{name}.md" for name in ("method", "policy", "train"))
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
-
-
-def shells():
-    """Every line of the shell blocks: its page and words."""
-    for page in PAGES:
-        for block in blocks(page):
-            if block.language == "bash":
-                yield from ((page, words) for words in lines_of(block.text))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +124,7 @@ def run_shell(words):
         if pattern.startswith("hf upload"):
             shutil.copytree(words[3], words[2])
         return
-    output_of(smaller(words[1:])[0])
+    output_of(smaller(words[1:]))
 
 
 def run_python(block, page, names):
@@ -183,27 +172,6 @@ def test_nothing_that_looks_like_a_command_is_left_out():
             assert block.language in LANGUAGES, f"{page}:{block.line}"
             if not is_run(block):
                 assert not re.search(r"^(kvalign|make|pip|\$|>>>) ", block.text, re.MULTILINE)
-
-
-def test_tables_hold_nothing_that_is_not_needed(monkeypatch):
-    monkeypatch.setitem(METHODS, "unmoved", METHODS["window"])  # tutorials add them
-    monkeypatch.setitem(POLICIES, "value-norm", POLICIES["key-norm"])
-    used, lines, texts = set(), [], []
-    for command in COMMANDS:
-        for words in examples(command):
-            used |= smaller(words)[1]
-    for _, words in shells():
-        if words[0] == "kvalign":
-            used |= smaller(words[1:])[1]
-        else:
-            lines.append(shlex.join(words))
-    assert used == SMALLER.keys()
-    for pattern in NOT_RUN:
-        assert any(re.fullmatch(pattern, line) for line in lines), pattern
-    for page in PAGES:
-        texts += [block.text for block in blocks(page) if is_run(block)]
-    for name in (*SMALLER_PYTHON, *HUB, *TEXTS, *PUBLISHED):
-        assert any(re.search(re.escape(name) + r"(?![\w-])", text) for text in texts), name
 
 
 def test_commands_of_results_are_known():

@@ -1,22 +1,17 @@
-"""What queries look at, against transformers' own `output_attentions`, and the figures of it."""
-
-import json
+"""What queries look at, against transformers' own `output_attentions`."""
 
 import pytest
 import torch
 from helpers.methods import STREAMING, make, step, tables
 from helpers.tiny_models import tiny_model
 
-from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.attention.weights import (
-    FEWEST,
     in_bins,
     num_tokens,
     readable,
     watch,
     watched,
 )
-from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 
 SIZE, STEPS = 30, 2
@@ -67,27 +62,3 @@ def test_what_is_placed_on_read_is_placed_before_for_the_same_logits(kind, ids):
     assert len(found) == (60 - SIZE) * model.config.num_hidden_layers
     assert all(torch.allclose(one.sum(-1), torch.ones(())) for one in found)
     torch.testing.assert_close(logits, step(methods[1], ids[:, :60], SIZE + 1), atol=1e-3, rtol=0)
-
-
-@pytest.mark.slow
-def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys):
-    argv = ["eval", "attention", "--cache-sizes", "24,26", "--num-steps", "2", "--num-texts", "3"]
-    argv += ["--methods", "window,kvalign", "--plot", str(tmp_path / "plot.png")]
-    assert main([*argv, "--json"]) == 0
-    printed = capsys.readouterr().out
-    document = json.loads(printed)
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert [row["method"] for row in document["rows"]] == ["window", "kvalign"] * 2
-    for one in document["rows"]:
-        assert list(one)[: len(SIZES)] == list(SIZES)
-        for phase in ("before", "after"):
-            for name, num in (("by_entry", FEWEST), ("by_head", 4)):
-                assert [*map(len, one[phase][name])] == [num] * 6
-    (tmp_path / "attention.json").write_text(printed)
-    assert main(["report", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "no sink (even: 4.0 %)" in page and "Attention on the first entries" in page
-    assert "<image" not in page  # which its policy forbids
-    assert {f"attention{x}.svg" for x in ("", "-layers")} <= {
-        path.name for path in (tmp_path / "plots").iterdir()
-    }

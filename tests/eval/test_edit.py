@@ -7,19 +7,16 @@ from helpers.refusals import refused
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.edit import (
     ANEW,
     EDITED,
-    EVALUATION,
     FORGOTTEN,
     KINDS,
     UNEDITED,
     EditSettings,
 )
-from kvalign.eval.evaluations.edit.ways import _fact
 from kvalign.eval.report.contents import sections, summary
-from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import UserError
 
 SMALL = dict(num_before=12, num_after=8, num_future=4, lengths=5, cache_sizes=40, num_edits=3)
@@ -89,18 +86,6 @@ def test_facts_behind_an_edit_are_answered_and_those_cut_are_not(of_facts):
     assert inserted[EDITED]["read"] == inserted[ANEW]["read"] > 0.9 > inserted[UNEDITED]["read"]
 
 
-def test_only_facts_that_nothing_else_tells_are_asked_for():
-    """A fact is key * 8 + value; the question of key k is 64 + k or later."""
-    from kvalign.data_gen.facts import NUM_VALUES, QUESTION
-
-    one, other = 2 * NUM_VALUES + 5, 3 * NUM_VALUES + 1
-    assert _fact([one, other], []) == (2, 5)
-    assert _fact([one, other], [2 * NUM_VALUES + 4]) == (3, 1)
-    assert _fact([one, other], [QUESTION + 2]) == (3, 1)
-    assert _fact([one, 2 * NUM_VALUES + 1], []) == (2, 1)
-    assert _fact([QUESTION + 2], []) == (None, 0)
-
-
 @pytest.mark.parametrize("name", ["of_text", "of_facts"])
 def test_the_report_takes_it(name, request, tmp_path):
     document = request.getfixturevalue(name)
@@ -120,24 +105,6 @@ def test_the_report_takes_it(name, request, tmp_path):
     shown = "ratio" if name == "of_text" else "kept"
     mean = sum(row[shown] for row in edited) / len(edited)
     assert f"{mean:.3f}" in [entry.text for entry in line]
-
-
-def test_the_command(tmp_path, capsys):
-    flags = "--model llama-mini --methods streaming-llm --kinds cut --lengths 3,4 --exactly 0"
-    sizes = "--num-before 8 --num-after 3 --num-future 2 --num-edits 1 --cache-sizes 24"
-    plot = tmp_path / "edit.svg"
-    assert (
-        main(["eval", "edit", *flags.split(), *sizes.split(), "--json", "--plot", str(plot)]) == 0
-    )
-    document = json.loads(capsys.readouterr().out)
-    assert [row["length"] for row in document["rows"]] == [3] * 4 + [4] * 4
-    (table,) = EVALUATION.tables(document)
-    titles = [column.title for column in table.columns]
-    of_row = ["method", "edit", "tokens", "goes on"]
-    assert titles == [*of_row, "perplexity", "ratio", "agreement", "encoded", "ms an edit"]
-    assert plot.stat().st_size > 5000
-    assert len(EVALUATION.figure(document)[0].axes) == 2
-    assert summary(Results({"edit": document}))
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capfd):

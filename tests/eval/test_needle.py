@@ -1,6 +1,5 @@
 """Streams of `kvalign eval needle`, and its answers against a reader that can do the task."""
 
-import json
 import re
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 from helpers.reader import Reader
 
 from kvalign import load_model
-from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.needle import EVALUATION, NAMES, NeedleSettings
+from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
 from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
@@ -92,24 +90,3 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     on_copies(asked, [last], writes_code)
     ids = torch.tensor([streams[0].ids[last.end :]])
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, capsys):
-    flags = "eval needle --model llama-mini --methods streaming-llm,discard-half --cache-sizes 32"
-    more = f"--memory 0,500 --distances 1,3 --num-streams 2 --plot {tmp_path / 'a.png'} --json"
-    assert main(f"{flags} {more}".split()) == 0
-    document = json.loads(capsys.readouterr().out)
-    found = [(row["method"], row["memory"], row["distance"]) for row in document["rows"]]
-    assert all(row["distance_tokens"] == 32 * row["distance"] for row in document["rows"])
-    names = [("streaming-llm", 0), ("streaming-llm", 500), ("discard-half", None)]
-    assert found == [(*name, distance) for name in names for distance in (1, 3)]
-    assert (tmp_path / "a.png").stat().st_size > 5000
-    figure, caption, said = EVALUATION.figure(document)
-    assert "llama-mini" in caption and said.startswith("Codes found 3 C on: ")
-    (axes,) = figure.axes
-    assert [x.get_text() for x in axes.get_xticklabels()] == ["1 C", "3 C"]
-    missing = document | {"rows": document["rows"][1:]}
-    (axes,) = EVALUATION.figure(missing)[0].axes
-    assert [patch.get_hatch() for patch in axes.patches].count("///") == 1
-    assert EVALUATION.figure(document | {"rows": document["rows"][::2]}) is None

@@ -39,14 +39,6 @@ def test_whiskers_are_those_of_the_ratio_where_there_is_one():
     assert (line.low, line.high) == ([110.0], [110.0])
 
 
-def test_perplexities_are_drawn_with_their_whiskers():
-    document = documents()["perplexity"]
-    figure, caption, conclusion = EVALUATIONS["perplexity"].figure(document)
-    assert len(figure.axes[0].containers) == 3  # error bars of each method
-    bars = "bars: 95 % intervals of the ratio to recompute"
-    assert bars in caption and bars in figure.axes[0].get_title() and conclusion
-
-
 def test_answers_are_a_strip_of_numbers_for_each_method():
     answers = [SIZES | dict(readable=share) for share in (0.0, 0.5, 1.0)]
     others = [one | dict(method="recompute") for one in answers]

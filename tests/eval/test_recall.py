@@ -73,19 +73,3 @@ def test_far_facts_are_known_to_a_memory_alone(loaded):
     assert "to_16c" not in without
     (axes,) = EVALUATION.figure(document)[0].axes
     assert axes.get_xscale() == "log" and axes.lines[0].get_xdata()[-1] == 6 * 32
-
-
-def test_the_plot_and_its_sentence(result):
-    figure, caption, conclusion = EVALUATION.figure(json.loads(json.dumps(result)))
-    assert [axes.get_title() for axes in figure.axes] == ["C = 32", "C = 64"]
-    assert "recall-gpt2" in caption
-    assert conclusion.startswith(
-        "Right answers in the oldest quarter of the cache: within 2 points"
-    )
-    assert (
-        conclusion.index("kvalign") < conclusion.index("not within") < conclusion.index("discard")
-    )
-    relative = result | {"settings": result["settings"] | {"relative_to_cache": True}}
-    (one, other) = EVALUATION.figure(relative)[0].axes
-    assert one.get_xlim() == other.get_xlim() and one.get_xlim()[1] < 2
-    assert "over C" in one.get_xlabel()

@@ -3,7 +3,6 @@
 import base64
 import csv
 import io
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -12,7 +11,6 @@ import pytest
 from helpers.results_example import HEBREW, HOSTILE, documents, write_folder
 from rich.console import Console
 
-from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging.words import load_words
 from kvalign.eval.protocol.tables import best
@@ -94,18 +92,6 @@ def test_every_document_has_its_command_and_rows(source, results):
         rows = list(csv.DictReader(io.StringIO(table)))
         assert len(rows) == len(document["rows"])
         assert [row["method"] for row in rows] == [row["method"] for row in document["rows"]]
-
-
-@pytest.mark.slow
-def test_command_writes_page_and_plots(tmp_path, capsys):
-    folder = write_folder(tmp_path / "results")
-    assert main(["report", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"report": str(folder / "report.html")}
-    names = {path.name for path in (folder / "plots").iterdir()}
-    for name in ("perplexity", "perplexity-drift", "total-time", "latency", "streameval", "chat"):
-        assert {f"{name}.png", f"{name}.svg"} <= names
-    written = (folder / "report.html").read_text(encoding="utf-8")
-    assert written.count("<svg") > 10 and written.endswith("</html>")
 
 
 def test_best_is_marked_in_its_direction(results):

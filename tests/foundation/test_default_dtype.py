@@ -1,15 +1,11 @@
 """Processes whose default dtype is not float32: what is computed does not depend on it."""
 
-import ast
-
 import pytest
 import torch
-from helpers.doc_pages import ROOT
 from helpers.methods import step, tables
 
 import kvalign
 
-MAKERS = {"zeros", "ones", "empty", "rand", "randn", "linspace", "eye"}
 WAYS = {
     "table": {},
     "int8": dict(cache_dtype="int8"),
@@ -40,19 +36,3 @@ def test_streams_and_losses(kind, way, models, ids, other_default):
     expected = found()
     other_default()
     assert all(map(torch.equal, found(), expected))
-
-
-def test_float_tensors_of_the_code_have_a_dtype():
-    """In a call of torch that makes floats by default."""
-    missing = []
-    for part in ("kvalign", "eval", "training", "data_gen", "checkpoints"):
-        for path in (ROOT / part).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                    continue
-                is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-                names = {keyword.arg for keyword in node.keywords}
-                is_empty = all(getattr(x, "value", None) == 0 for x in node.args)
-                if is_torch and node.func.attr in MAKERS and not is_empty and "dtype" not in names:
-                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert not missing

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.doc_pages import ROOT
 
 from kvalign.eval.evaluations.latency.timing import clocked
 from kvalign.foundation.device import wait_for
@@ -19,13 +18,3 @@ def test_a_clock_waits_before_and_after(kind, monkeypatch):
 def test_the_cpu_has_done_its_work(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: pytest.fail("called"))
     wait_for(torch.device("cpu"))
-
-
-def test_nothing_else_waits():
-    waits = [
-        path.name
-        for part in ("kvalign", "eval", "training", "data_gen")
-        for path in (ROOT / part).rglob("*.py")
-        if "synchronize(" in path.read_text(encoding="utf-8")
-    ]
-    assert set(waits) == {"device.py"}

@@ -106,15 +106,6 @@ FAMILIES = {
         "<|eos|><|User|>{}<|Assistant|><think>\n",
         rewrites=True,
     ),
-    "vicuna": Family(
-        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == "
-        "'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
-        ("</s>",),
-        "</s>",
-        "</s>USER: {} ASSISTANT:",
-    ),
     # Parts of an answer end with one token, the whole one with another, which only the last has.
     "harmony": Family(
         "{% for m in messages %}{% if m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>"

@@ -20,7 +20,7 @@ from helpers.plain_stream import copy_of
 CLOSE = 1e-4  # scores that float32 may order otherwise
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
 ALIKE = {True: 0.95, False: 0.7}  # cosine of keys, less what all share, that say the same
-COMPARED = 2  # times as many as are taken back
+COMPARED = {True: 2, False: 4}  # times as many as are taken back
 FACTOR = 4  # times as far off as a loop of half precision is, figures may be
 _NAME = "plain_memory"
 
@@ -229,7 +229,7 @@ class PlainMemory:
         num, where = self.sizes.num_recalled, f"layer {layer}, head {head}, token {self.seen}"
         assert taken == sorted(set(taken)) and worth.keys() >= set(taken), where
         off = _off(worth, self.rough and self.rough.worth[layer, head])
-        most = COMPARED * num
+        most = COMPARED[self.by_age] * num
         sure, maybe = (
             {j for j in worth if sum(x > worth[j] + by for i, x in worth.items() if i != j) < most}
             for by in (-2 * off, 2 * off)

@@ -107,10 +107,8 @@ def command_of(words: list[str]) -> str:
     return " ".join(words[:2]) if words[0] == "eval" else words[0]
 
 
-def smaller(
-    words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER
-) -> tuple[list[str], set[tuple[str, str]]]:
-    """The words after `kvalign`, with no setting above its limit, and the limits that were used.
+def smaller(words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER) -> list[str]:
+    """The words after `kvalign`, with no setting above its limit.
 
     Settings that are not given count with their defaults; None is above any limit.
     """
@@ -126,13 +124,13 @@ def smaller(
         if value is None or value > limit:
             changes[name] = limit
     made = dataclasses.replace(settings, **changes).command_line(command)
-    return [*shlex.split(made)[1:], *["--json"] * as_json], {(command, name) for name in changes}
+    return [*shlex.split(made)[1:], *["--json"] * as_json]
 
 
 def run_cell(command, out, kept={}):  # noqa: B006
     """As `kvalign.app.suites.suite.run_cell`, smaller, in this process, and once for all pages."""
     words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    words = [*smaller(words)[0], "--json"]
+    words = [*smaller(words), "--json"]
     key = shlex.join(word for word in words if not word.startswith(str(out)))
     if key not in kept or "--out" in words:
         kept[key] = output_of(words)

@@ -177,13 +177,6 @@ COMMANDS = (
         _bytes,
     ),
     Command(
-        "gen-data --workers",
-        "gen-data --num-tokens 6000 --chunk-len 64 --shard-mb 2 --workers 2 --out out",
-        ("config.json", "*.safetensors", "manifest.json"),
-        _bytes,
-        share=0.3,
-    ),
-    Command(
         "train --aligner-kind network",
         _NETWORK,
         ("config.json", "model.safetensors", "training/*/*.json"),
@@ -269,17 +262,6 @@ COMMANDS = (
         ("*.safetensors",),
         _conversation,
         "Who lived here?\nWhy?\nAnd then?\n",
-    ),
-    Command(
-        "chat --memory",
-        "chat --state out/talk.safetensors --model llama-mini --method streaming-llm --cache-size "
-        "32 --memory 500 --no-do-sample --max-new-tokens 60",
-        ("*.safetensors",),
-        lambda out: _conversation(out)[:60],
-        ("*.safetensors",),
-        _conversation,
-        "Who lived here?\nWhy?\nAnd then?\n",
-        share=0.5,
     ),
     Command("lanes", "lanes --out out/page.html", ("*.html",), _bytes, refused="already exists"),
     Command(

@@ -20,7 +20,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
 from kvalign.models import kernel, packed, packed_linear
 from kvalign.models.identity import embedding_fingerprint, has_fingerprint
-from kvalign.models.levels import levels_of
 from kvalign.models.packed import weights_of
 from kvalign.models.packed_linear import PackedLinear, RoundingLinear, TorchLinear
 
@@ -48,23 +47,6 @@ def num_threads(request):
 @pytest.fixture(scope="module")
 def mini():
     return load_model("llama-mini", weights="int4")
-
-
-def restored(weight):
-    q, step, low = levels_of(weight)
-    return low.repeat_interleave(32, 1) + q * step.repeat_interleave(32, 1)
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_a_4_bit_file_keeps_its_bits(kind):
-    readers()
-    from gguf import GGMLQuantizationType, quants
-
-    kind = GGMLQuantizationType[kind]
-    blocks = quants.quantize(torch.randn(128, 64).numpy(), kind)
-    weight = torch.from_numpy(quants.dequantize(blocks, kind))
-    torch.testing.assert_close(restored(weight), weight, rtol=0, atol=1e-6)
-    assert not torch.allclose(restored(torch.randn(128, 64)), torch.randn(128, 64), atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", HERE)

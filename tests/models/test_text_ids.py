@@ -1,7 +1,6 @@
 """Text in is text out: the ids of a text do not depend on the way it comes in."""
 
 import io
-import re
 import sys
 from itertools import chain
 from pathlib import Path
@@ -182,23 +181,3 @@ def test_files(lines, form, tokenizer, tmp_path_factory):
         patch.setattr("kvalign.data_gen.corpus.PIECE_LEN", 5)
         ids = [*chain.from_iterable(token_pieces(f"text:{folder}", tokenizer))]
     assert ids == words_of(tokenizer, text)
-
-
-def test_one_place_makes_ids_of_text():
-    """What else calls a tokenizer asks about the tokenizer itself."""
-    calls = re.compile(r"(?<!\w)tokenizer(\.\w*encode\w*)?\((?!messages)|[.]apply_chat_template\($")
-    folder = Path(kvalign.__file__).parent
-    parts = [folder, *filter(Path.is_symlink, folder.iterdir())]
-    found = {
-        f"{part.name}/{path.relative_to(part.resolve())}".removeprefix("kvalign/")
-        for part in parts
-        for path in part.resolve().rglob("*.py")
-        if any(calls.search(line) for line in path.read_text().splitlines())
-    }
-    assert found == {
-        "models/control_tokens.py",  # where special tokens stand in a text
-        "models/model_folder.py",  # whether it has a vocabulary
-        "models/prefix_tokens.py",
-        "models/text_ids.py",
-        "streaming/turns.py",  # text by a template
-    }

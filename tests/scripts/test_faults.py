@@ -22,11 +22,6 @@ def test_each_command_is_under_fire_or_writes_nothing():
             assert is_attacked or name.startswith("eval ")  # which all write in one way
 
 
-def test_shares_add_up():
-    assert faults.shares(10, [1, 0.5, 1, 0.5]) == [3, 2, 3, 2]
-    assert sum(faults.shares(100, [1, 0.5, 0.7, 1, 1, 1, 0.3])) == 100
-
-
 FICKLE = """
 import json, os, time
 os.makedirs("out", exist_ok=True)

@@ -67,7 +67,7 @@ def test_five_turns_are_the_whole_conversation(name):
             assert stream == whole
         assert whole.endswith(new) and tokenizer.decode(ids) == stream
         answer = f"answer {number}"
-        space = " " * (name in ("llama2", "mistral", "vicuna"))  # its template writes one
+        space = " " * (name in ("llama2", "mistral"))  # its template writes one
         messages.append({"role": "assistant", "content": answer})
         stream += space + answer
         ids += tokenizer(space + answer, add_special_tokens=False)["input_ids"]

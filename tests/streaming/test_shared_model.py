@@ -55,14 +55,6 @@ def test_plain_calls_are_the_same_to_the_bit(kind, implementation, ids, tmp_path
     )
 
 
-def test_a_model_without_our_name_is_left_alone(models, ids):
-    """Methods that encode plainly install nothing."""
-    for name in ("recompute", "discard-half", "dense"):
-        model = tiny_model("gpt2")
-        make_method(name, model, cache_size=20).feed(ids[:, :30])
-        assert model.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recall-gpt2", "recall-llama"])
 def test_eight_threads(name, tmp_path):

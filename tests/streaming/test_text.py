@@ -4,12 +4,14 @@ goes on to the token.
 
 import copy
 import itertools
+import json
 import shutil
 
 import pytest
 import torch
-from helpers.changed_stream import change_stream
 from helpers.pairwise import one_of_each
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +39,18 @@ def gpt2(loaded):
 def begin(loaded, prompt=PROMPT, **options):
     options = dict(cache_size=24, max_new_tokens=60, seed=0) | options
     return kvalign.stream(loaded.model, loaded.tokenizer, prompt, **options)
+
+
+def change_stream(path, change):
+    """Change the tensors of a file and what it says, as in one without a checksum: with it nothing
+    else would be looked at.
+    """
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors, about = load_file(path), json.loads(metadata["stream"])
+    change(tensors, about)
+    del metadata["sha256"]
+    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
 
 
 def test_pieces_are_the_text_of_the_tokens(gpt2):
@@ -155,14 +169,6 @@ def one_number_differs(model):
     other = copy.deepcopy(model)
     other.transformer.h[3].mlp.c_proj.weight.data[5, 6] += 1
     return other
-
-
-def test_a_stream_of_other_weights_is_refused(gpt2, tmp_path):
-    """One number of one weight differs, none of the embedding's."""
-    path = tmp_path / "talk.safetensors"
-    begin(gpt2).save(path)
-    with pytest.raises(UserError, match="the weights of this model differ"):
-        kvalign.load_stream(path, one_number_differs(gpt2.model), gpt2.tokenizer)
 
 
 def test_a_stream_of_0_2_is_known_by_its_embedding_until_it_is_saved_again(gpt2, tmp_path, caplog):

@@ -41,19 +41,6 @@ def told(monkeypatch, parts):
     monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
 
 
-def test_what_streams_lose_by_is_saved_as_what_changes_nothing(folder, monkeypatch):
-    told(monkeypatch, ("key",))
-    before = Aligner.from_pretrained(folder)
-    judge_networks(folder, "cpu")
-    after = Aligner.from_pretrained(folder)
-    assert torch.equal(after.key.fc3.weight, before.key.fc3.weight)
-    assert before.value.fc3.weight.any() and not after.value.fc3.weight.any()
-    used = {kv: part["used"] for kv, part in after.config.training.items()}
-    assert used == {"key": True, "value": False}
-    monkeypatch.setattr(network_judge, "judge", None)
-    judge_networks(folder, "cpu")  # what is judged is left alone
-
-
 def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
     config = json.loads((folder / "config.json").read_text())
     for changes, why in (

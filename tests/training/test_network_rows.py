@@ -83,17 +83,6 @@ def test_state_continues_at_the_very_batch(shards, num_drawn):
     )
 
 
-def test_ranks_share_the_rows(shards):
-    expected = places_one_by_one(shards, "key")
-    in_order = [InOrder(shards, "key", 32, rank=r, world_size=3) for r in range(3)]
-    assert sum((places(part) for part in in_order), Counter()) == expected
-    shuffled = [Shuffled(shards, "key", 32, 0, rank=r, world_size=3) for r in range(3)]
-    assert len({len(list(part)) for part in shuffled}) == 1
-    for part in shuffled:
-        part.drawn = 0
-    assert sum((places(part) for part in shuffled), Counter()) <= expected
-
-
 def test_moves_of_a_batch_are_those_of_the_aligner(recorded):
     """A row of shift 2 goes through the network twice, as an entry of a stream does."""
     torch.manual_seed(0)
