@@ -312,9 +312,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token; transformers asks for it before each pass."""
-        if self.step is not None:
-            return self.step.position
-        place, positions = max(self.positions(), default=0), self.realigner.positions
+        place = max(self.positions(), default=0) if self.step is None else self.step.position
+        positions = None if self.step else self.realigner.positions
         return place if positions is None else int(positions[place])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -6,7 +6,6 @@ output for weights w is (w s[p]) v' + w m[p]. Nothing is written again. It is th
 `TableAligner`, rearranged so that a key with its position is never computed.
 """
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -38,19 +37,13 @@ class OnRead(Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
         self.step_means: list[Tensor] = []
-        self.version = -1
+        self.version, self.positions = -1, moving.positions
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
         window = window_of(self.config)
         if window is not None and window <= sizes.cache_size:
             return self.moving  # which leaves it to the model what a layer sees
-        table, positions = self.table.squeezed(sizes.cache_size)
-        if positions is not None:
-            other = copy.copy(self)
-            other.table, other.positions, other.version = table, positions, -1
-            other.moving = self.moving.within(sizes, context_len)
-            return other
         return self.moving if self.rotation and is_short(self, sizes, context_len) else self
 
     def from_birth(self) -> Realigner:

@@ -9,7 +9,6 @@
 - `OnRead` (`on_read.py`): entries stay without their position, and attention adds it.
 """
 
-import copy
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -75,13 +74,6 @@ class FromBirth(Realigner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
 
-    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
-        if isinstance(self.aligner, TableAligner):
-            other = copy.copy(self)
-            other.aligner, other.positions = self.aligner.squeezed(sizes.cache_size)
-            return other
-        return self
-
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))
         return self.aligner.anchor(layer, unrotated, birth, evicting)
@@ -116,22 +108,18 @@ class Recursive(Realigner):
 
 
 @no_autograd_modes()
-def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Realigner | None:
+def realigner_of(
+    model: PreTrainedModel, aligner: Aligner | None = None, cache_size: int = 0
+) -> Realigner | None:
     """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
-    for rotary positions and nothing elsewhere.
+    for rotary positions and nothing elsewhere. With tables, places may be squeezed.
     """
     if aligner is None:
         rotation = rotation_of(model)
         return Rotating(rotation) if rotation else None
-    if isinstance(aligner, TableAligner) and model.config.model_type in REGISTERED:
-        return OnRead(model, aligner, moving=FromBirth(model, aligner))
-    return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
-
-
-def check_realign_every(sizes: CacheSizes, realigner: Realigner) -> None:
-    """Raise UserError if realign_every is set where the sizes do not decide when entries move."""
-    if sizes.realign_every > 1 and realigner.frame(sizes, None) != sizes:
-        raise UserError(
-            f"realign_every must be 1 for a table on rotary keys, which moves nothing, "
-            f"got {sizes.realign_every}"
-        )
+    if not isinstance(aligner, TableAligner):
+        return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
+    aligner, positions = aligner.squeezed(cache_size)
+    moving = FromBirth(model, aligner)
+    moving.positions = positions
+    return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.aligners.label import often
-from kvalign.cache.realign import check_realign_every, realigner_of
+from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
@@ -28,7 +28,11 @@ class KVAlign(Cached):
         self.aligner = aligner
         super().__init__(model, sizes)
         aligner.check(self.model, sizes)
-        check_realign_every(sizes, self.cache.realigner)
+        if sizes.realign_every > 1 and self.cache.realigner.frame(sizes, None) != sizes:
+            raise UserError(
+                f"realign_every must be 1 for a table on rotary keys, which moves nothing, "
+                f"got {sizes.realign_every}"
+            )
         self.aligner_name = often(aligner.label, sizes.realign_every)
 
     @property
@@ -36,4 +40,4 @@ class KVAlign(Cached):
         return self.aligner.config.chunk_len
 
     def realigner(self) -> Realigner | None:
-        return realigner_of(self.model, self.aligner)
+        return realigner_of(self.model, self.aligner, self.sizes.cache_size)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.edits import EncodedPart
-from kvalign.cache.saved import checksum, expect_tensor, open_saved
+from kvalign.cache.saved import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
@@ -36,6 +36,7 @@ from kvalign.models.packed import weights_of
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
+from kvalign.streaming.saved_file import checksum, open_saved
 
 _FORMAT = "kvalign piece 1"
 Count = Annotated[int, Field(strict=True, ge=0)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.cache.saved import checksum, expect_tensor, open_saved
+from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
@@ -32,6 +32,7 @@ from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
 from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
 from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.saved_file import checksum, open_saved
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"

@@ -1,8 +1,14 @@
 """Position tables: placed from birth, so nothing adds up; and the network on top of them."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, anchored, make, step, tables
+from helpers.tiny_models import CONTEXT_LEN
+
+from kvalign.foundation.errors import UserError
+from kvalign.streaming.pieces import encode
 
 
 def test_zero_tables_are_streaming_llm(model, ids):
@@ -49,3 +55,33 @@ def test_long_inputs_stay_within_the_tables(kind, make_aligner, models, ids):
     assert torch.isfinite(method.feed(ids[:, :90])).all()
     ends = [b.stop if isinstance(b, slice) else int(b.max()) + 1 for b in births]
     assert max(ends) == CACHE_SIZE + 4
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neo"])
+def test_squeezed_places_are_those_of_a_model_that_counts_so(kind, models, ids):
+    """Whose embeddings, and tables, lie by places; rows that join differ in length."""
+    model, last = models[kind], CACHE_SIZE - 5
+    table, other, by_place = tables(model, 0.5), deepcopy(model), tables(model, 0.5)
+    table.config = table.config.model_copy(update={"last_position": last})
+    positions = (torch.arange(CONTEXT_LEN) * last / CACHE_SIZE).round().long()
+    weight = next(
+        x.weight.data for name, x in other.named_modules() if name.endswith(("wpe", "positions"))
+    )
+    weight[-CONTEXT_LEN:] = weight[-CONTEXT_LEN:][positions]
+    for x in by_place.parameters():
+        x.data = x.data[:, :, positions]
+    both = [make("kvalign", model, aligner=table), make("kvalign", other, aligner=by_place)]
+    found, expected = (step(method, ids[:, :70], 9) for method in both)
+    assert torch.allclose(found, expected, atol=1e-4)
+    if both[0].is_exact:  # a long input is read in segments
+        assert torch.allclose(both[0].new().feed(ids[:, :70]), expected[-1], atol=1e-4)
+    for method in both:
+        method.reset()
+        shorter = method.new()
+        method.feed(ids[:1, :50])
+        shorter.feed(ids[:1, :7])
+        method.join([shorter])
+    found, expected = (torch.cat([x.feed(t) for t in ids[:, :30].split(1, 1)]) for x in both)
+    assert torch.allclose(found, expected, atol=1e-4)
+    with pytest.raises(UserError, match="squeezes positions"):
+        both[0].edit(30, 32, encode(model, None, [5, 6], after=[4]).part(model, 2))

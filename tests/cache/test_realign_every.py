@@ -5,7 +5,6 @@ import torch
 from helpers.methods import CACHE_SIZE, anchored, tables
 from helpers.tiny_models import CONTEXT_LEN
 
-from kvalign.cache.realign import check_realign_every, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.kvalign import KVAlign
@@ -33,8 +32,7 @@ def test_positions_are_used_and_no_more_than_there_are(
 
 
 def test_where_it_has_no_effect_it_is_refused(models):
-    sizes, model = CacheSizes(CACHE_SIZE, 4, 1, 3), models["llama"]
-    for realigner in (realigner_of(model), realigner_of(model, tables(model))):
-        with pytest.raises(UserError, match="realign_every must be 1"):
-            check_realign_every(sizes, realigner)
-        check_realign_every(CacheSizes(CACHE_SIZE, 4, 1, 1), realigner)
+    model, aligner = models["llama"], tables(models["llama"])
+    with pytest.raises(UserError, match="realign_every must be 1"):
+        KVAlign(model, CacheSizes(CACHE_SIZE, 4, 1, 3), aligner=aligner)
+    KVAlign(model, CacheSizes(CACHE_SIZE, 4, 1, 1), aligner=aligner)
