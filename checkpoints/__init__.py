@@ -15,6 +15,7 @@ WRITERS = tuple(name for name, purpose in PURPOSES.items() if purpose == "writes
 ALIGNERS = (
     "kvalign-gpt2-mini-table",
     "kvalign-gpt2-mini-table-kl",
+    "kvalign-gpt2-mini-table-network",
     "kvalign-gpt2-mini-anchored",
     "kvalign-gpt2-mini-network",
     "kvalign-gpt2-mini-network-tuned",
@@ -23,16 +24,17 @@ ALIGNERS = (
     "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
     "kvalign-context-gpt2-table",
+    "kvalign-context-gpt2-table-network",
     "kvalign-recall-gpt2-table",
     "kvalign-recall-gpt2-table-kl",
     "kvalign-recall-llama-table",
 )
-DEFAULT_ALIGNERS = {
-    "gpt2-mini": "kvalign-gpt2-mini-table-kl",
-    "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
-    "context-gpt2": "kvalign-context-gpt2-table",
-    "recall-gpt2": "kvalign-recall-gpt2-table-kl",
-    "recall-llama": "kvalign-recall-llama-table",  # as that
+DEFAULT_ALIGNERS = {  # by the largest cache that each is for
+    "gpt2-mini": {255: "kvalign-gpt2-mini-table-kl", 511: "kvalign-gpt2-mini-table-network"},
+    "llama-mini": {255: "kvalign-llama-mini-table"},  # it changes nothing: rotation is enough
+    "context-gpt2": {255: "kvalign-context-gpt2-table", 511: "kvalign-context-gpt2-table-network"},
+    "recall-gpt2": {255: "kvalign-recall-gpt2-table-kl"},
+    "recall-llama": {255: "kvalign-recall-llama-table"},  # as that
 }
 
 
@@ -52,6 +54,8 @@ def shipped_name(model: str) -> str:
     return path.name if path.parent == FOLDER and path.name in MODELS else model
 
 
-def default_aligner(model: str) -> str | None:
-    """Shipped aligner of a shipped model, given the model's name or folder."""
-    return DEFAULT_ALIGNERS.get(shipped_name(model))
+def default_aligner(model: str, cache_size: int = 0) -> str | None:
+    """Shipped aligner of a model, by its name or folder, for such a cache or the largest."""
+    aligners = DEFAULT_ALIGNERS.get(shipped_name(model), {})
+    fitting = (name for most, name in aligners.items() if cache_size <= most)
+    return next(fitting, next(reversed(aligners.values()), None))

@@ -130,7 +130,7 @@ def by_label(losses: Tensor) -> Tensor:
 
 def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dict[str, Any] | None:
     """The shipped aligner of a model, and its loss on the rows that did not choose."""
-    name = checkpoints.default_aligner(model.config.name_or_path)
+    name = checkpoints.default_aligner(model.config.name_or_path, max(rows))
     if name is None or lack_of_aligner(model, max(rows)):
         return None
     losses = by_label(streamed(model, text, rows, "kvalign", aligner=name)[:, 1::2])

@@ -26,8 +26,7 @@ class AlignerConfig(BaseModel):
         num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
             did best, and a stream's default.
         shifts: numbers of entries evicted at once, as in training.
-        last_position: the last one that entries are written at, in caches of more entries: what a
-            model writes behind it few queries have read in its training; None: the last of all.
+        last_position: the last that a table's entries are written at; None: that of chunk_len.
         sizes: sizes of the kind's own parts.
         training: data, settings and versions of each part; informative.
     """

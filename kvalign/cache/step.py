@@ -233,10 +233,7 @@ class Step:
         return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
 
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
-        """Return the model's extra inputs for one token in rows of unequal lengths: the positions
-        of rows that differ, and a mask over the missing entries of shorter rows, where attention
-        gets them in the order of time.
-        """
+        """Return the model's extra inputs: positions, and a mask over what shorter rows lack."""
         inputs: dict[str, Any] = {}
         if self.of_places is not None:
             places = torch.tensor(self.positions)[:, None] + torch.arange(self.num_new)

@@ -65,7 +65,7 @@ def choose(
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
         return Choice(with_aligner, aligner, f"with the aligner {label}" if is_auto else "")
-    spec, shipped, note = spec_of(model.config), _shipped(model), ""
+    spec, shipped, note = spec_of(model.config), _shipped(model, cache_size), ""
     merit: Merit = "judged" if is_auto else "used" if shipped else "any"
     trained = trained_here(model, at_least=merit)
     if trained and shipped is None:
@@ -115,7 +115,7 @@ def obstacles(
 
 def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> str:
     """Reason why no shipped aligner fits caches of this size of a model; empty if one does."""
-    shipped, name = _shipped(model), spec_of(model.config).name or "this model"
+    shipped, name = _shipped(model, cache_size), spec_of(model.config).name or "this model"
     if shipped is None:
         return f"no aligner ships for {name}"
     longest = _config(checkpoints.FOLDER / shipped).chunk_len - 1
@@ -203,8 +203,8 @@ def warn_once(message: str) -> None:
     log.warning(message)
 
 
-def _shipped(model: PreTrainedModel) -> str | None:
-    return checkpoints.default_aligner(model.config.name_or_path)
+def _shipped(model: PreTrainedModel, cache_size: int | None = None) -> str | None:
+    return checkpoints.default_aligner(model.config.name_or_path, cache_size or 0)
 
 
 def _config(folder: Path) -> AlignerConfig:

@@ -52,7 +52,6 @@ def test_turns_change_nothing(gpt2, run):
     ("changes", "refusing", "expected"),
     [
         (dict(cache_size=512), ["window", "kvalign"], "cache_size must be at most"),
-        (dict(cache_size=300), ["kvalign"], "cache_size must be at most 255"),
         (dict(aligner="nowhere"), ["kvalign"], "no aligner 'nowhere'"),
         (dict(policy="tova", aligner=NETWORK), ["kvalign"], "an aligner of kind network moves"),
         (dict(positions="keep"), ["kvalign"], "positions=keep leaves entries at their original"),

@@ -23,11 +23,12 @@ def tiny(kind, tmp_path):
 @pytest.mark.parametrize("target", ["both", "value"])
 def test_network_is_trained_for_the_parts_that_were_asked_for(target, tmp_path):
     loaded, options = tiny("gpt2", tmp_path)
-    options |= dict(hidden=4, max_steps=3, judge=False, target=target)
+    options |= dict(hidden=4, max_steps=3, judge=False, target=target, chunk_len=CONTEXT_LEN)
     results = train_table_network(out=tmp_path / "out", loaded=loaded, **options)
     record = results["value"]
     assert record["objective"] == "context" and record["val_after"] <= record["val_before"]
     trained = Aligner.from_pretrained(tmp_path / "out")
+    assert trained.config.last_position == CONTEXT_LEN * 15 // 16
     for net in trained.network:
         is_trained = {"key": net.key.weight.any().item(), "value": net.value.weight.any().item()}
         assert is_trained == {"key": target == "both", "value": True}
