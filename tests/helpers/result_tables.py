@@ -128,7 +128,7 @@ def markdown(table: Table, folder: Path) -> str:
             continue
         heading = table.across.format(**known)
         heading = table.rename.get(heading, heading)
-        texts = (table.values.get(name) for name in (row["method"], document["kind"], "*"))
+        texts = (table.values.get(name) for name in (row.get("method"), document["kind"], "*"))
         text = next(filter(None, texts), "").format(**known)
         if line.setdefault(heading, text) != text:
             raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
