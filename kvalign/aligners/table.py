@@ -64,18 +64,17 @@ class TableAligner(Aligner):
         return standardised(*entries, Tables(*means, *scales))
 
     def squeezed(self, cache_size: int) -> tuple[Self, Tensor | None]:
-        """Tables by the places of a cache of so many entries, and the positions of these [P] int64;
-        None: they are the places.
-        """
+        """Tables by places of such a cache, and the positions [P] int64 of these; None: places."""
         last = self.config.last_position
         if last is None or cache_size <= last:
             return self, None
-        positions = (torch.arange(self.config.chunk_len) * (last / cache_size)).round().long()
+        places = torch.arange(self.config.chunk_len, device=self.key.device)
+        positions = (places * (last / cache_size)).round().long()
         other = copy.copy(self)
         other._parameters = dict(self._parameters)
         for name in ("key", "value", "key_scale", "value_scale"):
             x: Tensor = getattr(self, name)
-            setattr(other, name, nn.Parameter(x[:, :, positions.to(x.device)], False))
+            setattr(other, name, nn.Parameter(x[:, :, positions], False))
         return other, positions
 
     def realign(self, layer: int, entries: KV, move: Move) -> KV:

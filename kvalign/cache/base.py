@@ -203,7 +203,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self._check_takes(num_rows, num_new)
             self._check_room(num_new)
             if num_new > 1 and self.realigner.positions is not None:
-                raise UserError("a model counts other positions than this cache: use our methods")
+                raise UserError("positions are squeezed: one token, or kvalign.stream_tokens")
             self._whole.begin()
             self.step = self._begin(num_rows, num_new)
         self.describe()

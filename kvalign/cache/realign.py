@@ -119,7 +119,7 @@ def realigner_of(
         return Rotating(rotation) if rotation else None
     if not isinstance(aligner, TableAligner):
         return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
-    aligner, positions = aligner.squeezed(cache_size)
+    aligner, positions = aligner.to(model.device).squeezed(cache_size)
     moving = FromBirth(model, aligner)
     moving.positions = positions
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving

@@ -237,7 +237,7 @@ class Step:
         inputs: dict[str, Any] = {}
         if self.of_places is not None:
             places = torch.tensor(self.positions)[:, None] + torch.arange(self.num_new)
-            inputs["position_ids"] = self.of_places[places].to(model.device)
+            inputs["position_ids"] = self.of_places.to(model.device)[places.to(model.device)]
         elif len(set(self.positions)) > 1 or not self.is_even:
             inputs["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if not self.is_even and self.in_order:
