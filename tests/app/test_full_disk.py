@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shlex
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,12 +35,16 @@ COMMANDS = {
 
 @contextmanager
 def full():
+    """Below here; Python would write compiled modules as far as they fit, for all later tests."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager
