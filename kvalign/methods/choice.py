@@ -92,14 +92,14 @@ def choose(
     return Choice("discard-half", None, f"learned positions, and {lack}: {todo} makes one", note)
 
 
-def aligners_at_hand(model: PreTrainedModel, *, at_least: Merit = "used") -> list[str]:
-    """Aligners for a model by name or folder: the shipped ones, the default first, and the one that
-    was trained here last, as of `trained_here`.
-    """
-    name = spec_of(model.config).name
-    others = (one for one in checkpoints.ALIGNERS if one.startswith(f"kvalign-{name}-"))
-    names = (_shipped(model), *others, str(trained_here(model, at_least=at_least) or ""))
-    return list(dict.fromkeys(one for one in names if one))
+def aligners_at_hand(
+    model: PreTrainedModel, cache_size: int | None = None, *, at_least: Merit = "used"
+) -> list[str]:
+    """Shipped aligners of a model, the default first, and the one of `trained_here`."""
+    prefix = f"kvalign-{spec_of(model.config).name}-"
+    others = (one for one in checkpoints.ALIGNERS if one.startswith(prefix))
+    names = (_shipped(model, cache_size), *others, trained_here(model, at_least=at_least))
+    return list(dict.fromkeys(str(one) for one in names if one))
 
 
 def obstacles(

@@ -47,6 +47,7 @@ def test_an_aligner_that_is_given_means_kvalign(kind, models):
 def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(shipped):
     long = make_method(AUTO, shipped["gpt2-mini"].model, cache_size=511)
     assert long.aligner is not None and long.aligner.config.kind == "table-network"
+    assert choice.aligners_at_hand(long.model, 511)[0] == "kvalign-gpt2-mini-table-network"
     model = shipped["llama-mini"].model
     assert make_method(AUTO, model, cache_size=255).name == "kvalign"
     assert make_method(AUTO, model, cache_size=256).name == WITHOUT["rotary"]
