@@ -32,6 +32,7 @@ class LastPositionsSettings(Settings):
     aligner: str = option("kvalign-gpt2-mini-table-network", help="name or folder")
     corpus: str = option(help="text that is scored")
     cache_sizes: tuple[int, ...] = option((384, 448, 480, 496, 511), help="entries")
+    last_positions: tuple[int, ...] = option((), help="others than the aligner's, comma-separated")
     num_tokens: int = option(8000, help="labels, the same of all", at_least=200)
 
 
@@ -45,7 +46,7 @@ def run(settings: LastPositionsSettings) -> None:
     for size in settings.cache_sizes:
         first = make_method("discard-half", loaded.model, cache_size=size, num_sinks=0, warn=False)
         half = score(first, ids)[-settings.num_tokens :]
-        for last in (None, config.last_position):
+        for last in (None, *(settings.last_positions or [config.last_position])):
             aligner.config = config.model_copy(update={"last_position": last})
             sizes = dict(cache_size=size, num_sinks=0, warn=False)
             method = make_method("kvalign", loaded.model, aligner=aligner, **sizes)
