@@ -32,9 +32,7 @@ class LastPositionsSettings(Settings):
     aligner: str = option("kvalign-gpt2-mini-table-network", help="name or folder")
     corpus: str = option(help="text that is scored")
     cache_sizes: tuple[int, ...] = option((384, 448, 480, 496, 511), help="entries")
-    last_positions: tuple[int, ...] | None = option(
-        None, help="others than the aligner's, comma-separated"
-    )
+    last_positions: tuple[int, ...] | None = option(None, help="in place of the aligner's")
     num_tokens: int = option(8000, help="labels, the same of all", at_least=200)
 
 
