@@ -30,9 +30,9 @@ ALIGNERS = (
     "kvalign-recall-llama-table",
 )
 DEFAULT_ALIGNERS = {  # by the largest cache that each is for
-    "gpt2-mini": {255: "kvalign-gpt2-mini-table-kl", 511: "kvalign-gpt2-mini-table-network"},
+    "gpt2-mini": {255: "kvalign-gpt2-mini-table-kl", 480: "kvalign-gpt2-mini-table-network"},
     "llama-mini": {255: "kvalign-llama-mini-table"},  # it changes nothing: rotation is enough
-    "context-gpt2": {255: "kvalign-context-gpt2-table", 511: "kvalign-context-gpt2-table-network"},
+    "context-gpt2": {255: "kvalign-context-gpt2-table", 480: "kvalign-context-gpt2-table-network"},
     "recall-gpt2": {255: "kvalign-recall-gpt2-table-kl"},
     "recall-llama": {255: "kvalign-recall-llama-table"},  # as that
 }

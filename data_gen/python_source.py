@@ -15,7 +15,7 @@ from kvalign.data_gen.python_docs import SKIPPED, is_test, sources
 from kvalign.foundation.errors import UserError
 
 MOST_BYTES = 100_000  # of a file: larger ones are mostly tables
-_COPIES = ("vendor", "party", "externals")  # in a name: third_party, too
+_COPIES = ("vendor", "third_party", "thirdparty", "externals")  # in a name
 
 
 class PythonSource:

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from kvalign.aligners import TableAligner, TableNetworkAligner
+from kvalign.aligners.table import TABLES
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
@@ -48,7 +49,6 @@ STEP_COST = {
     "context": 4 * STEP_TOKENS,
 }
 KNOT_RATIO = 4 / 3
-TABLES = ("key", "value", "key_scale", "value_scale")
 
 
 def tune(
@@ -65,7 +65,7 @@ def tune(
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
-    largest, realigner = _largest(aligner), realigner_of(model, aligner)
+    largest, realigner = aligner.config.largest_cache, realigner_of(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]
@@ -115,13 +115,6 @@ def _network_of(aligner: TableAligner, kvs: Sequence[str]) -> list[nn.Parameter]
         return []
     parts = (getattr(net, name) for net in aligner.network for name in ("hidden", *kvs))
     return [weight for part in parts for weight in part.parameters()]
-
-
-def _largest(aligner: TableAligner) -> int:
-    """Return the largest cache with all its places at positions of their own."""
-    return min(
-        aligner.config.chunk_len - 1, aligner.config.last_position or aligner.config.chunk_len
-    )
 
 
 def _row_len(cache_size: int, texts: Sequence[Tensor]) -> int:
@@ -178,7 +171,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
 
 def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]:
     """Cache sizes, each with rows [B, N + 1] of one text."""
-    for cache_size in val_sizes(_largest(aligner)):
+    for cache_size in val_sizes(aligner.config.largest_cache):
         row_len = _row_len(cache_size, text.val)
         if row_len > cache_size:
             num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))

@@ -58,6 +58,11 @@ class AlignerConfig(BaseModel):
         return self
 
     @property
+    def largest_cache(self) -> int:
+        """The largest cache whose places are positions; `TableAligner.squeezed` says of others."""
+        return min(self.chunk_len - 1, self.last_position or self.chunk_len)
+
+    @property
     def num_positions(self) -> int:
         """Positions after the sinks of a recorded cache after one eviction: the most to align."""
         return self.chunk_len - self.num_sinks - 1

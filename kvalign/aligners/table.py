@@ -24,6 +24,8 @@ from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
 from kvalign.foundation.errors import UserError
 
+TABLES = ("key", "value", "key_scale", "value_scale")
+
 
 class Tables(NamedTuple):
     """Means [H, P, D] and scales [H, P] of a layer's entries at P positions."""
@@ -72,7 +74,7 @@ class TableAligner(Aligner):
         positions = (places * (last / cache_size)).round().long()
         other = copy.copy(self)
         other._parameters = dict(self._parameters)
-        for name in ("key", "value", "key_scale", "value_scale"):
+        for name in TABLES:
             x: Tensor = getattr(self, name)
             setattr(other, name, nn.Parameter(x[:, :, positions], False))
         return other, positions

@@ -202,8 +202,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.check_caller()
             self._check_takes(num_rows, num_new)
             self._check_room(num_new)
-            if num_new > 1 and self.realigner.positions is not None:
-                raise UserError("positions are squeezed: one token, or kvalign.stream_tokens")
+            if self.realigner.place_positions is not None:
+                raise UserError("this cache squeezes positions: use method.feed or stream_tokens")
             self._whole.begin()
             self.step = self._begin(num_rows, num_new)
         self.describe()
@@ -299,7 +299,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 end=self.end,
                 in_order=self._reads_in_order(stored, num_new),
                 counts=counts,
-                of_places=self.realigner.positions,
+                place_positions=self.realigner.place_positions,
                 is_static=self.is_static and num_new == 1,
                 segment=segment,
             )
@@ -312,9 +312,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token; transformers asks for it before each pass."""
-        place = max(self.positions(), default=0) if self.step is None else self.step.position
-        positions = None if self.step else self.realigner.positions
-        return place if positions is None else int(positions[place])
+        return max(self.positions(), default=0) if self.step is None else self.step.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         step = self.step

@@ -37,7 +37,7 @@ class OnRead(Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
         self.step_means: list[Tensor] = []
-        self.version, self.positions = -1, moving.positions
+        self.version, self.place_positions = -1, moving.place_positions
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:

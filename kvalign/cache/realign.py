@@ -121,5 +121,5 @@ def realigner_of(
         return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
     aligner, positions = aligner.to(model.device).squeezed(cache_size)
     moving = FromBirth(model, aligner)
-    moving.positions = positions
+    moving.place_positions = positions
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving

@@ -38,14 +38,14 @@ class Realigner:
         rotation: of the model's keys; None if they do not rotate.
         runs_on: whether keys keep their original positions; only differences matter.
         aligner: corrects entries when they move; None: nothing does.
-        positions: [P] int64, of each place, for the model; None: places are positions.
+        place_positions: [P] int64, the model's position of each place; None: they are the same.
     """
 
     strategy: Strategy = "keep"
     recursive = False
     """Whether the input of `place` is its own last output, in float32."""
     aligner: Aligner | None = None
-    positions: Tensor | None = None
+    place_positions: Tensor | None = None
     version = 0
     """Number of changes to what `prepare` computes."""
 

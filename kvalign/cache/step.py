@@ -87,7 +87,7 @@ class Step:
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
-        of_places: [P] int64, the model's position of each; None: they are the same.
+        place_positions: as of `Realigner`.
         counts: [5, B] int64, the numbers of rows that change from pass to pass: end, stored,
             positions, births, behind.
         is_static: whether it has the shapes of a full cache, if it is of one token.
@@ -117,7 +117,7 @@ class Step:
     end: int
     in_order: bool
     counts: Tensor
-    of_places: Tensor | None = None
+    place_positions: Tensor | None = None
     is_static: bool = False
     segment: Segment | None = None
     decode: DecodeStep | None = None
@@ -235,11 +235,9 @@ class Step:
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model's extra inputs: positions, and a mask over what shorter rows lack."""
         inputs: dict[str, Any] = {}
-        if self.of_places is not None:
+        if self.place_positions is not None or len(set(self.positions)) > 1 or not self.is_even:
             places = torch.tensor(self.positions)[:, None] + torch.arange(self.num_new)
-            inputs["position_ids"] = self.of_places.to(model.device)[places.to(model.device)]
-        elif len(set(self.positions)) > 1 or not self.is_even:
-            inputs["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
+            inputs["position_ids"] = position_ids(places.to(model.device), self.place_positions)
         if not self.is_even and self.in_order:
             visible, before = self.visible.to(model.device), self.position - self.num_before
             mask: Any = rows_mask(model, spec, visible, before)
@@ -261,9 +259,7 @@ class Step:
         stored bare, or for our kernel.
         """
         device, num_sinks = self.device, self.sizes.num_sinks
-        position_ids = self._count.positions[:, None]
-        if self.of_places is not None:
-            position_ids = self.of_places.to(device)[position_ids]
+        positions = position_ids(self._count.positions[:, None], self.place_positions)
         order = ranks = read = None
         places = self.places if asks_for_places else None
         if self.in_order:
@@ -284,8 +280,8 @@ class Step:
             read=read,
             size=self.length,
             hides=self.hides,
-            position_ids=position_ids,
-            at=position_ids[:, None],
+            position_ids=positions,
+            at=positions[:, None],
             behind=self.behind_rows,
             birth=self._birth if self.is_alike else None,
             evicting=self.evicting,
@@ -296,6 +292,11 @@ class Step:
             scales=None,
             in_sight=in_sight,
         )
+
+
+def position_ids(places: Tensor, place_positions: Tensor | None) -> Tensor:
+    """Return what a model is told of tokens at these places."""
+    return places if place_positions is None else place_positions.to(places.device)[places]
 
 
 def slots_of(sizes: CacheSizes, first: int, num: int, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from kvalign.cache.ring import Part, Ring
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import Step, position_ids
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
@@ -286,8 +286,7 @@ class StreamingCache(FixedSizeCache):
             logits [B, T, V] after each of them, or after the last few.
         """
         segment = segment or self.segment(ids.shape[1], ids.device)
-        positions, of_places = segment.birth, self.realigner.positions
-        positions = positions if of_places is None else of_places.to(ids.device)[positions]
+        positions = position_ids(segment.birth[None], self.realigner.place_positions)
         install(model.config)
         masked = model.config.model_type in MASKED
         with (
@@ -298,7 +297,7 @@ class StreamingCache(FixedSizeCache):
                 input_ids=ids,
                 # Attention knows what is visible: no mask is made.
                 attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
-                position_ids=positions[None],
+                position_ids=positions,
                 past_key_values=self,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,

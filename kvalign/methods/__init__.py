@@ -136,6 +136,11 @@ def make_method(
     method.why_size, method.warns = why_size, warn
     if warn:
         warn_if_stale(method)
+        if loaded and method.sizes.cache_size > loaded.config.largest_cache:
+            warn_once(
+                f"above {loaded.config.largest_cache} entries positions are squeezed: until the "
+                "first eviction text is a little worse than the model's own"
+            )
     if compile is None:
         return method.take_ready_stepper()
     return method.compile() if compile else method

@@ -118,7 +118,7 @@ def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> st
     shipped, name = _shipped(model, cache_size), spec_of(model.config).name or "this model"
     if shipped is None:
         return f"no aligner ships for {name}"
-    longest = _config(checkpoints.FOLDER / shipped).chunk_len - 1
+    longest = _config(checkpoints.FOLDER / shipped).largest_cache
     if cache_size is not None and cache_size > longest:
         return f"{shipped} is for at most {longest} entries"
     return ""
@@ -127,8 +127,7 @@ def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> st
 def how_to_train(model: PreTrainedModel, cache_size: int | None = None) -> str:
     """Command that trains an aligner of a model, for caches of this size."""
     command = f"kvalign train --model {shlex.quote(spec_of(model.config).name or 'NAME')}"
-    is_too_large = cache_size is not None and _shipped(model) is not None
-    return f"{command} --chunk-len {cache_size + 1}" if cache_size and is_too_large else command
+    return f"{command} --chunk-len {cache_size + 1}" if cache_size and _shipped(model) else command
 
 
 Merit = Literal["any", "used", "judged"]
@@ -151,11 +150,8 @@ def trained_here(model: PreTrainedModel, *, at_least: Merit = "used") -> Path | 
             continue
         parts = [part for part in config.training.values() if isinstance(part, dict)]
         useful = [part for part in parts if part.get("used", True)]
-        merits = {
-            "any": True,
-            "used": bool(useful),
-            "judged": any("judged" in part for part in useful),
-        }
+        judged = any("judged" in part for part in useful)
+        merits = {"any": True, "used": bool(useful), "judged": judged}
         if merits[at_least] and has_fingerprint(model, config.embedding_fingerprint):
             return path.parent
     return None
@@ -167,12 +163,10 @@ def in_figures(folder: Path) -> str:
     """
     for part in _config(folder).training.values():
         try:  # what a config says of training is informative
-            figures = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
-            if shipped := part["judged"].get("shipped"):
-                figures += (
-                    f", {math.exp(shipped['val_nll']):.4g} with the shipped {shipped['aligner']}"
-                )
-            return figures
+            words = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
+            if one := part["judged"].get("shipped"):
+                words += f", {math.exp(one['val_nll']):.4g} with the shipped {one['aligner']}"
+            return words
         except (TypeError, KeyError, AttributeError, OverflowError):
             continue
     return ""

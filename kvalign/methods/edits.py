@@ -23,7 +23,7 @@ def edited_cache(
     """
     cache, sizes = _editable(method, start, stop), method.sizes
     num_new = sum(_num_of(part, method) for part in new)
-    if cache.realigner.positions is not None and not all(isinstance(x, Tensor) for x in new):
+    if cache.realigner.place_positions is not None and not all(isinstance(x, Tensor) for x in new):
         raise UserError(
             f"with cache_size {sizes.cache_size} this aligner squeezes positions, and a piece has "
             "others: give its tokens, or a smaller cache_size"

@@ -29,10 +29,7 @@ class KVAlign(Cached):
         super().__init__(model, sizes)
         aligner.check(self.model, sizes)
         if sizes.realign_every > 1 and self.cache.realigner.frame(sizes, None) != sizes:
-            raise UserError(
-                f"realign_every must be 1 for a table on rotary keys, which moves nothing, "
-                f"got {sizes.realign_every}"
-            )
+            raise UserError("realign_every must be 1: a table on rotary keys moves nothing")
         self.aligner_name = often(aligner.label, sizes.realign_every)
 
     @property

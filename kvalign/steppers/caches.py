@@ -20,7 +20,7 @@ def stays(cache: StreamingCache) -> bool:
     """Return whether a step writes entries as they come and reads them as they lie."""
     layer = cache.attention[0]
     realigner = cache.realigner
-    is_kept = realigner.strategy != "read" and realigner.positions is None
+    is_kept = realigner.strategy != "read" and realigner.place_positions is None
     return layer.sources is layer.entries and is_kept
 
 

@@ -57,8 +57,18 @@ def test_long_inputs_stay_within_the_tables(kind, make_aligner, models, ids):
     assert max(ends) == CACHE_SIZE + 4
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neo"])
-def test_squeezed_places_are_those_of_a_model_that_counts_so(kind, models, ids):
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", {}),
+        ("opt", {}),
+        ("gpt_neo", {}),
+        ("gpt2", dict(cache_dtype="int8", realign_every=3)),
+        ("gpt2", dict(memory=40, num_recalled=4)),
+        ("opt", dict(policy="h2o", num_evicted=2)),
+    ],
+)
+def test_squeezed_places_are_those_of_a_model_that_counts_so(kind, sizes, models, ids):
     """Whose embeddings, and tables, lie by places; rows that join differ in length."""
     model, last = models[kind], CACHE_SIZE - 5
     table, other, by_place = tables(model, 0.5), deepcopy(model), tables(model, 0.5)
@@ -70,18 +80,33 @@ def test_squeezed_places_are_those_of_a_model_that_counts_so(kind, models, ids):
     weight[-CONTEXT_LEN:] = weight[-CONTEXT_LEN:][positions]
     for x in by_place.parameters():
         x.data = x.data[:, :, positions]
-    both = [make("kvalign", model, aligner=table), make("kvalign", other, aligner=by_place)]
+    both = [
+        make("kvalign", one, aligner=aligner, **sizes)
+        for one, aligner in ((model, table), (other, by_place))
+    ]
     found, expected = (step(method, ids[:, :70], 9) for method in both)
     assert torch.allclose(found, expected, atol=1e-4)
     if both[0].is_exact:  # a long input is read in segments
         assert torch.allclose(both[0].new().feed(ids[:, :70]), expected[-1], atol=1e-4)
+    again = both[0].new()
+    again.restore(both[0].state())
+    assert torch.equal(again.feed(ids[:, 70:71]), both[0].feed(ids[:, 70:71]))
     for method in both:
-        method.reset()
         shorter = method.new()
+        method.reset()
         method.feed(ids[:1, :50])
         shorter.feed(ids[:1, :7])
         method.join([shorter])
     found, expected = (torch.cat([x.feed(t) for t in ids[:, :30].split(1, 1)]) for x in both)
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_what_counts_positions_itself_is_refused_a_squeezed_cache(models, ids):
+    table = tables(models["gpt2"], 0.5)
+    table.config = table.config.model_copy(update={"last_position": CACHE_SIZE - 5})
+    method = make("kvalign", models["gpt2"], aligner=table)
+    method.feed(ids[:, :50])
     with pytest.raises(UserError, match="squeezes positions"):
-        both[0].edit(30, 32, encode(model, None, [5, 6], after=[4]).part(model, 2))
+        method.edit(30, 32, encode(method.model, None, [5, 6], after=[4]).part(method.model, 2))
+    with pytest.raises(UserError, match="squeezes positions"):
+        method.model(ids[:, 50:51], past_key_values=method.cache)

@@ -36,6 +36,17 @@ class LastPositionsSettings(Settings):
     num_tokens: int = option(8000, help="labels, the same of all", at_least=200)
 
 
+@torch.no_grad()
+def of_beginnings(model, positions: torch.Tensor, ids: torch.Tensor) -> float:
+    """Perplexity of rows of a full cache's tokens at these positions, relative to their own."""
+    rows = ids[0, : ids.shape[1] // len(positions) * len(positions)].view(-1, len(positions))
+    losses = [
+        model(rows, labels=rows, position_ids=at[None].expand_as(rows)).loss
+        for at in (positions, torch.arange(len(positions)))
+    ]
+    return math.exp(losses[0] - losses[1])
+
+
 def run(settings: LastPositionsSettings) -> None:
     """Print a line for each cache size and position and one of JSON, the document."""
     started, rows = time.perf_counter(), []
@@ -55,8 +66,15 @@ def run(settings: LastPositionsSettings) -> None:
             ratio = math.exp((losses - half).double().mean())
             row = {"cache_size": size, "last_position": last, "num_labels": len(losses)}
             row |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
-            rows.append(row | {"perplexity": math.exp(losses.double().mean())})
-            print(f"C = {size}, last {last}: {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
+            row |= {"perplexity": math.exp(losses.double().mean()), "beginnings": 1.0}
+            if (at := aligner.squeezed(size)[1]) is not None:
+                row["beginnings"] = of_beginnings(loaded.model, at[:size], ids)
+            rows.append(row)
+            print(
+                f"C = {size}, last {last}: {ratio:.3f} ({low:.3f} to {high:.3f}), before the first "
+                f"eviction {row['beginnings']:.3f}",
+                flush=True,
+            )
     print(json.dumps(document("script last-positions", settings, rows, started=started)))
 
 
