@@ -160,16 +160,33 @@ def _of_rings(layer: WindowLayer, i: int, part: EntryPart) -> list[KV]:
     num_sinks = layer.sizes.num_sinks
     if part.place < num_sinks:
         return [as_sinks(layer, i, part)] * len(layer.rings)
+    realigner = layer.realigner
     if part.is_raw(num_sinks):
-        return in_window(layer, bare(layer, i, part), part.place)
+        rings = in_window(layer, bare(layer, i, part), part.place)
+        if realigner.strategy == "move" and (unmoved := as_encoded(layer, i, part)) is not None:
+            rings[0] = unmoved
+        return rings
     assert isinstance(part, CachePart)
-    rings, realigner = part.layers[i].written(part.written, part.num), layer.realigner
+    rings = part.layers[i].written(part.written, part.num)
     shift = part.first + part.behind - part.place
     if shift and realigner.strategy == "move":
         rings[0] = _placed(realigner, layer, rings[-1], part.place)
     elif shift and realigner.runs_on and not layer.entries.form.is_int8:
         rings[0] = rotated(realigner.rotation, layer.layer_idx, rings[0], shift)
     return rings
+
+
+def as_encoded(layer: WindowLayer, i: int, part: EntryPart) -> KV | None:
+    """Entries that are no sinks, as attention sees them while they lie where they were encoded;
+    None: they have moved.
+    """
+    if part.is_raw(layer.sizes.num_sinks):
+        entries, was = _raw(layer, i, part)
+        return entries if was.start == part.place else None
+    assert isinstance(part, CachePart)
+    if part.before or part.first + part.behind != part.place:
+        return None
+    return part.layers[i].written(part.written, part.num)[0]
 
 
 def as_sinks(layer: WindowLayer, i: int, part: EntryPart, without_position: KV | None = None) -> KV:

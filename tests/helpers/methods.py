@@ -68,11 +68,13 @@ def tables(model, scale=0.0, num_sinks=0, chunk_len=CONTEXT_LEN) -> TableAligner
 
 
 def anchored(model, scale=0.0, chunk_len=CONTEXT_LEN) -> AnchoredAligner:
-    """The network on top of these tables, zero-initialised."""
+    """A random network of the same size on top of these tables."""
     fields = dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,), sizes=_SIZES)
     spec = spec_of(model.config, "tiny")
     aligner = AnchoredAligner(new_config("anchored", model, spec, **fields))
     aligner.table.load_state_dict(tables(model, scale, chunk_len=chunk_len).state_dict())
+    for net in (aligner.key, aligner.value):
+        torch.nn.init.normal_(net.fc3.weight, std=scale)
     return aligner.requires_grad_(False)
 
 

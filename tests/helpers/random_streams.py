@@ -126,9 +126,9 @@ class RandomStream:
         if kind == "network":
             return network(self.model, train=True, num_sinks=num_sinks)
         aligner = ALIGNERS[kind](self.model, 0.3)
-        if kind == "anchored" and not is_plain:
+        if kind == "anchored" and is_plain:  # the loop has tables alone
             for net in (aligner.key, aligner.value):
-                torch.nn.init.normal_(net.fc3.weight, std=0.3)
+                torch.nn.init.zeros_(net.fc3.weight)
         return aligner
 
     @property

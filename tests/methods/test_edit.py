@@ -16,6 +16,7 @@ EDITABLE = {
     "tables in int8": ("tables", "gpt2", dict(cache_dtype="int8")),
     "anchored": ("anchored", "gpt2", {}),
     "memory": ("streaming-llm", "llama", dict(memory=40)),
+    "memory of anchored": ("anchored", "gpt2", dict(memory=40)),
     "memory in int8": ("streaming-llm", "llama", dict(memory=40, cache_dtype="int8")),
 }
 """Names for `made`, kinds of models, sizes."""
