@@ -34,8 +34,11 @@ def line(trials: list[Trial], trial: Trial, state: str) -> str:
     measured = "no val loss"
     if lowest < math.inf:
         measured = f"val loss {lowest:.4g} (best so far {best:.4g})"
+    start = f"trial {trial} {state}{reached}: "
+    if "lr" not in point:  # it failed before it was given any
+        return start + measured
     return (
-        f"trial {trial} {state}{reached}: hidden {point['hidden1']}, {point['hidden2']}; "
+        f"{start}hidden {point['hidden1']}, {point['hidden2']}; "
         f"batch size {point['batch_size']}; lr {point['lr']:.3g}; {measured}"
     )
 

@@ -57,6 +57,13 @@ def test_a_trial_is_the_training_run_of_its_settings(base, tmp_path, batch_size,
     assert min(report["val_loss"] for report in sent) == pytest.approx(found["val_loss"], rel=1e-5)
 
 
+def test_a_trial_that_fails_before_it_has_settings_has_a_line():
+    from kvalign.training.sweep_watch import line
+
+    trial = SimpleNamespace(config={}, last_result=None, metric_analysis={})
+    assert line([trial], trial, "failed").endswith(" failed: no val loss")
+
+
 @pytest.mark.parametrize("num_sent", [1, 5])
 def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path, num_sent):
     settings = settings_at(base, POINT)
