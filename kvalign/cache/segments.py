@@ -17,7 +17,7 @@ BLOOM: through its mask).
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,11 @@ TablesOf = Callable[[int], Tables | None]
 """Tables that place a layer's entries when they are read; None: they are read where they lie."""
 
 
-class RecalledEntries(Protocol):
-    """Entries that the queries of a block take back from a memory."""
+class RecalledEntries(NamedTuple):
+    """Attention over what the queries of a block take back from a memory, and over that alone."""
 
-    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of the others for their scores [B, H, G, T, S'], of which they take a share, and
-        their own output [B, H, G, T, D].
-        """
+    output: Tensor  # [B, H, G, T, D], 0 where there is nothing
+    log_sum: Tensor  # [B, H, G, T] float32, logarithm of the sum of the exponentials
 
 
 Recaller = Callable[["Block", Tensor], RecalledEntries]
@@ -160,7 +158,8 @@ class Segment:
             k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
             recalled = recall(block, placed) if recall and block.has_lost else None
             if tables is None:
-                out = block.give(block.scores(placed, ours, k), v, recalled)
+                weights, of_recalled = block.weights(*block.scores(placed, ours, k), recalled)
+                out = _by_head(weights, v) + of_recalled
             else:
                 if id(block.now) not in scales:
                     scales = {id(block.now): block.scales(tables)}
@@ -237,35 +236,33 @@ class Block:
         over entries [B, H, 1, S', D], each at its position for each query.
         """
         now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
-        of_sinks, of_window = self.scores(placed, rotated, keys).split(sizes, -1)
+        of_sinks, of_window = self.scores(placed, rotated, keys)
         key_means, value_means = (
             x[:, None, : self.num_positions] for x in (tables.key_means, tables.value_means)
         )
         of_position = placed @ key_means.mT  # [B, H, G, T, P]
         of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
-        weights, of_recalled = self.weights(torch.cat([of_sinks, of_window], -1), recalled)
+        weights, of_recalled = self.weights(of_sinks, of_window, recalled)
         of_sinks, of_window = weights.split(sizes, -1)
         places = torch.zeros_like(of_position)
         places.scatter_add_(-1, now.expand_as(of_window), of_window)
         weights = torch.cat([of_sinks, of_window * value_scales], -1)
         return _by_head(weights, values) + places @ value_means + of_recalled
 
-    def scores(self, placed: Tensor, rotated: Tensor, keys: Tensor) -> Tensor:
-        """Scores [B, H, G, T, S'] of queries as of `read`, for entries that are not moved."""
+    def scores(self, placed: Tensor, rotated: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores [B, H, G, T, S'] of sinks and of the window, of queries as of `read`."""
         sinks, window = keys.tensor_split([self.num_sinks], -2)
-        return torch.cat([_by_head(placed, sinks.mT), _by_head(rotated, window.mT)], -1)
-
-    def give(self, scores: Tensor, values: Tensor, recalled: RecalledEntries | None) -> Tensor:
-        """Return the output of attention [B, H, G, T, D] for scores as of `scores`."""
-        weights, of_recalled = self.weights(scores, recalled)
-        return _by_head(weights, values) + of_recalled
+        return _by_head(placed, sinks.mT), _by_head(rotated, window.mT)
 
     def weights(
-        self, scores: Tensor, recalled: RecalledEntries | None
+        self, of_sinks: Tensor, of_window: Tensor, recalled: RecalledEntries | None
     ) -> tuple[Tensor, Tensor | float]:
-        """Weights of entries [B, H, G, T, S'], and the output of recalled ones [B, H, G, T, D]."""
-        scores = scores.masked_fill(~self.visible, -torch.inf)
-        return (scores.softmax(-1), 0.0) if recalled is None else recalled.weights(scores)
+        """Weights [B, H, G, T, S'] of entries, and the output of recalled ones, all as one."""
+        own = () if recalled is None else (recalled.log_sum[..., None],)
+        scores, num = torch.cat([of_sinks, of_window, *own], -1), self.visible.shape[1]
+        scores[..., :num].masked_fill_(~self.visible, -torch.inf)
+        weights, own_weight = scores.softmax(-1).tensor_split([num], -1)
+        return weights, 0.0 if recalled is None else own_weight * recalled.output
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:

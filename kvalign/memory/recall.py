@@ -13,11 +13,12 @@ from torch import Tensor
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
-from kvalign.cache.segments import Block
+from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.memory.recall_places import RecallPlaces
+from kvalign.models import kernel
 from kvalign.models.rope import Angles
 
 
@@ -40,24 +41,6 @@ class Matches(NamedTuple):
         return Matches(entries, self.ages.to(device), self.visible.to(device))
 
 
-class RecalledEntries(NamedTuple):
-    """Entries that T queries of a segment take back, as attention gets them.
-
-    Attributes:
-        scores: [B, H, G, T, R] float32, -inf of what is not there.
-        values: [B, H, T, R, D], where each query finds them.
-    """
-
-    scores: Tensor
-    values: Tensor
-
-    def weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """See `kvalign.cache.segments.RecalledEntries`."""
-        both = torch.cat([scores, self.scores], -1).softmax(-1)
-        weights, own = both.tensor_split([scores.shape[-1]], -1)
-        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", own, self.values)
-
-
 class EvictedSlots:
     """Entries of a ring of slots that the windows of T queries have lost; one row if all rows are
     equal.
@@ -72,7 +55,7 @@ class EvictedSlots:
         newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
         since: [B, 1, T, 1] int64, tokens after the newest entry.
         oldest: [B, 1, T, 1] int64, age of the oldest lost entry; 0 if none is lost.
-        worths: [A] float32, added to the score of an entry, by its age.
+        worths: [A] float32, added to the score of an entry of each age, from A - 1 down to 0.
         are_many: whether each query has lost as many entries as are compared.
     """
 
@@ -92,7 +75,7 @@ class EvictedSlots:
     def worth(self) -> Tensor:
         """Return what is added to the score of each entry, [B, 1, T, S] float32; -inf: not lost."""
         ages = self.ages(torch.arange(self.num_slots))
-        worths = self.worths[ages.clamp(0, len(self.worths) - 1)]
+        worths = self.worths[(len(self.worths) - 1 - ages).clamp(0, len(self.worths) - 1)]
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
 
     @cached_property
@@ -111,8 +94,8 @@ class EvictedSlots:
 @lru_cache(maxsize=4)
 @no_autograd_modes()
 def _worths(num: int, recency: float) -> Tensor:
-    """Return what is added to a score for ages from 0 on, [num] float32."""
-    return -recency * torch.arange(num).clamp_min(1).float().log()
+    """Return what is added to a score for ages from num - 1 down to 0, [num] float32."""
+    return -recency * torch.arange(num - 1, -1, -1).clamp_min(1).float().log()
 
 
 class QueryBatch:
@@ -175,6 +158,7 @@ class Recall:
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._slot_places = torch.arange(self.slots.start, self.slots.stop)  # their places
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
+        self._angles: Tensor | None = None
 
     def begin(self, step: Step, num_aside: list[int]) -> None:
         """Another pass: other queries, of rows of which so many tokens have been put aside."""
@@ -234,16 +218,49 @@ class Recall:
     def as_seen(
         self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches
     ) -> RecalledEntries:
-        """Return what the queries of a segment take back, as each sees it."""
+        """Return what the queries [B, H, G, T, D] float32 of a segment take back, as each sees
+        it.
+        """
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )
+        beyond = None
         if self.placer.rotation is not None:
-            keys = self.placer.rotation.shift(keys, self.places.beyond(matches.ages))
-        scores = (queries.transpose(2, 3) @ keys.mT).float()  # [B, H, T, G, R]
-        bias = self.bias(matches)
-        scores = scores if bias is None else scores + bias[:, :, :, None]
-        return RecalledEntries(scores.transpose(2, 3), values)
+            beyond = self.places.beyond(matches.ages).long().expand_as(matches.ages)
+        queries = queries.transpose(2, 3)  # [B, H, T, G, D]
+        if self._has_kernel(queries):
+            bias = self.places.age_bias(matches.ages)
+            angles = None if beyond is None else self._angles_up_to(int(beyond.max()))
+            output, log_sum = kernel.attend_found(
+                queries, keys, values, matches.visible, bias, beyond, angles
+            )
+        else:
+            if beyond is not None and self.placer.rotation is not None:
+                keys = self.placer.rotation.shift(keys, beyond)
+            scores, bias = queries @ keys.mT, self.bias(matches)
+            scores = scores if bias is None else scores + bias[:, :, :, None]
+            log_sum = scores.logsumexp(-1)
+            output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
+        return RecalledEntries(output.transpose(2, 3), log_sum.transpose(2, 3))
+
+    def _has_kernel(self, queries: Tensor) -> bool:
+        return (
+            queries.device.type == "cpu"
+            and not queries.requires_grad
+            and queries.shape[-1] in kernel.DIMS
+            and kernel.can_rotate(self.placer.rotation)
+            and kernel.is_here()
+        )
+
+    @no_autograd_modes()
+    def _angles_up_to(self, most: int) -> Tensor:
+        """Angles that move keys up to so many positions towards the start, [2, P, pairs]."""
+        assert self.placer.rotation is not None
+        if self._angles is None or self._angles.shape[1] <= most:
+            moves = torch.arange(1 << max(10, most.bit_length()))
+            angles = self.placer.rotation.angles(moves)
+            self._angles = torch.stack([angles.cos, angles.sin])
+        return self._angles
 
     def bias(self, matches: Matches) -> Tensor | None:
         """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is

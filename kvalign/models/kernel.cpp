@@ -10,10 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <initializer_list>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -127,7 +125,8 @@ Floats exponential(Floats x) {  // of numbers up to 0; Taylor's series around th
   return times_power_of_2(sum, power);
 }
 
-void softmax(float* scores, int64_t length) {  // in vectors of 16
+// Of numbers in vectors of 16; the logarithm of the sum of their exponentials.
+float softmax(float* scores, int64_t length) {
   Floats highest = floats(-INFINITY), sum = floats(0);
   for (int64_t s = 0; s < length; s += 16) highest = max(highest, load(scores + s));
   const Floats most = floats(greatest(highest));
@@ -138,6 +137,7 @@ void softmax(float* scores, int64_t length) {  // in vectors of 16
   }
   const Floats whole = floats(total(sum));
   for (int64_t s = 0; s < length; s += 16) store(scores + s, load(scores + s) / whole);
+  return greatest(highest) == -INFINITY ? -INFINITY : greatest(highest) + std::log(total(sum));
 }
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8 };
@@ -178,14 +178,16 @@ struct Attention {
   const char *keys, *values;
   const int64_t* places;  // of each row's slots; negative where it has no entry
   float* out;
+  float* of_all = nullptr;  // for each query the logarithm of the sum of its exponentials; or not asked for
+  const float* bias = nullptr;  // of each row's slots, added to scores; or none
   int64_t num_heads, num_queries, num_slots;  // queries of a head of keys
   float scale;
   Kind kind;  // of float32 or int8
-  const float *cosines, *sines, *bases;  // of int8: the angles of places, and what to add to keys; or none
+  const float *cosines, *sines, *bases;  // the angles of places, and what to add to keys before; or none
   int64_t num_pairs;
 
   template <int VECTORS>
-  void place(const float* base, int64_t at, float* key) const {  // of int8, at its place among those of its row
+  void place(const float* base, int64_t at, float* key) const {  // at its place among those of its row
     if (base)
       for (int i = 0; i < VECTORS; i++) store(key + 16 * i, load(key + 16 * i) + load(base + 16 * i));
     const float *c = cosines + at * num_pairs, *s = sines + at * num_pairs;
@@ -214,12 +216,14 @@ struct Attention {
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
     Floats x[VECTORS];
-    std::vector<float> placed(KIND == INT8 ? KEYS * dim : 0);
+    const bool moves = KIND == INT8 || num_pairs;
+    std::vector<float> placed(moves ? KEYS * dim : 0);
     const float* base = bases ? bases + h % num_heads * dim : nullptr;
+    const float* add = bias ? bias + h / num_heads * num_slots : nullptr;
     for (int64_t first = 0; first < length; first += KEYS) {
       const int64_t end = std::min(first + KEYS, length);
       Entries<VECTORS, FLOAT32> seen{k.from(first).first};
-      if (KIND == INT8) {
+      if (moves) {
         for (int64_t s = first; s < end; s++) {
           if (at[s] < 0) continue;
           k.copy(s, &placed[(s - first) * dim]);
@@ -233,11 +237,14 @@ struct Attention {
           if (at[s] < 0) continue;
           Floats sum = x[0] * seen.part(s - first, 0);
           for (int i = 1; i < VECTORS; i++) sum = fma(x[i], seen.part(s - first, i), sum);
-          scores[r * filled + s] = scale * total(sum);
+          scores[r * filled + s] = scale * total(sum) + (add ? add[s] : 0);
         }
       }
     }
-    for (int64_t r = 0; r < num_queries; r++) softmax(&scores[r * filled], filled);
+    for (int64_t r = 0; r < num_queries; r++) {
+      const float sum = softmax(&scores[r * filled], filled);
+      if (of_all) of_all[h * num_queries + r] = sum;
+    }
     std::memset(to, 0, num_queries * dim * sizeof(float));
     for (int64_t first = 0; first < length; first += KEYS)
       for (int64_t r = 0; r < num_queries; r++) {
@@ -277,8 +284,35 @@ AOTITorchError run_for(int64_t dim, Job& job, int64_t size) {  // `DIMS` of kern
   return AOTI_TORCH_SUCCESS;
 }
 
-struct Best {  // finds the best so many of numbers, in any order; -inf is none
-  std::vector<float> maxima;
+int32_t rank_of(float x) {  // a greater number has a greater one
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+float of_rank(int32_t rank) {
+  const int32_t bits = rank < 0 ? rank ^ 0x7fffffff : rank;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// A number that so many of these reach, in vectors of 16, and no more if it can be; the least one if they are fewer.
+float reached_by(const float* numbers, int64_t length, int64_t num) {
+  int64_t low = rank_of(std::numeric_limits<float>::lowest()), high = rank_of(INFINITY) + int64_t{1};
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const Floats least = floats(of_rank(middle));
+    int64_t found = 0;
+    for (int64_t i = 0; i < length; i += 16) found += num_at_least(load(numbers + i), least);
+    if (found == num) return of_rank(middle);
+    (found > num ? low : high) = middle;
+  }
+  return of_rank(low);
+}
+
+struct Best {  // finds the best so many of numbers, in their order; -inf is none
+  std::vector<float> maxima, worths;
   std::vector<int32_t> found;
 
   const std::vector<int32_t>& of(const float* worth, int64_t length, int64_t num) {  // in vectors of 16
@@ -289,16 +323,19 @@ struct Best {  // finds the best so many of numbers, in any order; -inf is none
       float* most = &maxima[i % (16 * num_shares)];
       store(most, max(load(worth + i), load(most)));  // none is a NaN
     }
-    std::nth_element(maxima.begin(), maxima.begin() + num - 1, maxima.end(), std::greater<float>());
-    const Floats least = floats(std::max(maxima[num - 1], std::numeric_limits<float>::lowest()));
+    const Floats least = floats(reached_by(maxima.data(), maxima.size(), num));
     found.resize(length + 16);
     int64_t end = 0;
     for (int64_t i = 0; i < length; i += 16) end += store_lanes_at_least(&found[end], load(worth + i), least, i);
     found.resize(end);
-    if (num < end)
-      std::nth_element(found.begin(), found.begin() + num, found.end(),
-                       [&](int32_t a, int32_t b) { return worth[a] > worth[b]; });
-    found.resize(std::min(num, end));
+    if (end <= num) return found;
+    worths.assign((end + 15) / 16 * 16, -INFINITY);
+    for (int64_t i = 0; i < end; i++) worths[i] = worth[found[i]];
+    const float last = reached_by(worths.data(), worths.size(), num);
+    int64_t num_better = std::count_if(worths.begin(), worths.end(), [&](float x) { return x > last; }), kept = 0;
+    for (int64_t i = 0; i < end; i++)  // of equal ones, the first
+      if (worths[i] > last || (worths[i] == last && num_better++ < num)) found[kept++] = found[i];
+    found.resize(kept);
     return found;
   }
 };
@@ -317,7 +354,7 @@ struct Search {
   int64_t* ages;
   bool* visible;
   int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
-  int64_t near, num_scored, num_compared, num_recalled;
+  int64_t num_ages, near, num_scored, num_compared, num_recalled;
   Kind kind;
   bool rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
@@ -385,11 +422,11 @@ struct Search {
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
     using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
-    std::vector<float> estimates(num_slots), exact, apart;
+    std::vector<float> estimates(num_slots), exact, apart, worth;
+    std::vector<bool> is_unsaid;
     std::vector<Rounded<VECTORS>> rounded;
     std::vector<Candidate> found;
     std::vector<int32_t> slots;
-    std::vector<int64_t> ranked, kept;
     Best best;
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
@@ -398,41 +435,51 @@ struct Search {
       const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
       const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
       auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
+      auto is_lost = [&](int64_t age) { return age > near && age <= farthest; };
+      auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
       // 1. What the lost entries may count, in blocks of 16 slots.
       rounded.clear();
       for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim);
       for (int64_t slot = 0; slot < num_slots; slot += 16) {
-        const Ints behind = ints(last - slot) - lanes();
-        const Ints old = add_where(ints(0) > behind, behind, ints(num_slots)) + ints(after);
-        const Mask is_lost = and_not(old > ints(near), old > ints(farthest));
-        Floats worth = floats(-INFINITY);
-        if (any(is_lost)) {
-          const Floats by_age = gather_where(is_lost, worths, old, worth);
-          const int64_t at = head * num_slots + slot;
-          worth = estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at) + by_age;
+        float by_age[16];
+        const int64_t first = age(slot), newest = age(slot + 15);
+        const float* add = worths + num_ages - 1 - first;
+        const bool in_turn = first - newest == 15;  // but where the ring ends
+        if (in_turn && (first <= near || newest > farthest)) {
+          store(&estimates[slot], floats(-INFINITY));
+          continue;
         }
-        store(&estimates[slot], worth);
+        if (!in_turn || newest <= near || first > farthest) {
+          for (int64_t j = 0; j < 16; j++) by_age[j] = is_lost(age(slot + j)) ? worth_of(age(slot + j)) : -INFINITY;
+          add = by_age;
+        }
+        const int64_t at = head * num_slots + slot;
+        store(&estimates[slot], estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at) + load(add));
       }
       // 2. The best of them: their worth, in the order of time.
       slots = best.of(estimates.data(), num_slots, std::min(num_scored, num_slots));
       exact.assign((slots.size() + 15) / 16 * 16, -INFINITY);
       if (!slots.empty()) scores(query, k, slots.data(), slots.size(), exact.data());
-      for (size_t j = 0; j < exact.size(); j++) exact[j] = j < slots.size() ? exact[j] + worths[age(slots[j])] : -INFINITY;
+      for (size_t j = 0; j < exact.size(); j++) exact[j] = j < slots.size() ? exact[j] + worth_of(age(slots[j])) : -INFINITY;
       found.clear();
       for (const int32_t j : best.of(exact.data(), exact.size(), num_compared))
         found.push_back({exact[j], slots[j], age(slots[j])});
-      std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.age > b.age; });
+      const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // behind the ring's end
+      std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
       // 3. Of those, the best that no newer one says again.
       keys_apart(k, found, apart);
-      ranked.resize(found.size());
-      std::iota(ranked.begin(), ranked.end(), 0);
-      std::sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return found[a].worth > found[b].worth; });
-      kept.clear();
-      for (const int64_t j : ranked) {
-        if ((int64_t)kept.size() == num_recalled) break;
-        if (!is_said_again<VECTORS>(apart, j, found.size())) kept.push_back(j);
+      worth.assign((found.size() + 15) / 16 * 16, -INFINITY);
+      for (size_t j = 0; j < found.size(); j++) worth[j] = found[j].worth;
+      is_unsaid.assign(found.size(), false);
+      for (bool are_unsaid = false; !are_unsaid;) {
+        are_unsaid = true;
+        for (const int32_t j : best.of(worth.data(), worth.size(), num_recalled)) {
+          if (is_unsaid[j]) continue;
+          is_unsaid[j] = !is_said_again<VECTORS>(apart, j, found.size());
+          if (!is_unsaid[j]) worth[j] = -INFINITY, are_unsaid = false;
+        }
       }
-      std::sort(kept.begin(), kept.end());
+      const auto& kept = best.found;
       const int64_t missing = num_recalled - kept.size();
       for (int64_t j = 0; j < num_recalled; j++) {
         const int64_t to = i * num_recalled + j;
@@ -470,10 +517,14 @@ struct Search {
     constexpr int64_t dim = 16 * VECTORS;
     Floats x[VECTORS];
     for (int i = 0; i < VECTORS; i++) x[i] = load(&apart[j * dim + 16 * i]);
-    for (int64_t newer = j + 1; newer < num; newer++) {
-      Floats sum = floats(0);
-      for (int i = 0; i < VECTORS; i++) sum = fma(x[i], load(&apart[newer * dim + 16 * i]), sum);
-      if (total(sum) > alike) return true;
+    for (int64_t newer = j + 1; newer < num; newer += 16) {
+      Floats sums[16];
+      for (int64_t k = 0; k < 16; k++) {
+        const float* other = &apart[std::min(newer + k, num - 1) * dim];
+        sums[k] = x[0] * load(other);
+        for (int i = 1; i < VECTORS; i++) sums[k] = fma(x[i], load(other + 16 * i), sums[k]);
+      }
+      if (num_at_least(totals(sums), floats(std::nextafter(alike, INFINITY)))) return true;
     }
     return false;
   }
@@ -592,6 +643,27 @@ void attend(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, 6, error, result);
 }
 
+// Of what kernel.py says of `attend_found`, in its order.
+void attend_found(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = 6;
+  AtenTensorHandle given[GIVEN];
+  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
+  const auto [places, query, keys, values, angles, bias] = given;
+  const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 2);
+  AtenTensorHandle found[] = {made({rows, queries, dim}, aoti_torch_dtype_float32()),
+                              made({rows, queries}, aoti_torch_dtype_float32())};
+  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
+  attention.out = data_of(found[0]), attention.of_all = data_of(found[1]), attention.scale = 1;
+  attention.num_heads = 1, attention.num_queries = queries, attention.num_slots = size_of(keys, 1);
+  attention.kind = FLOAT32, attention.bases = nullptr;
+  attention.bias = size_of(bias, 0) ? data_of(bias) : nullptr;
+  attention.num_pairs = size_of(angles, 2), attention.cosines = data_of(angles);
+  attention.sines = attention.cosines + size_of(angles, 1) * attention.num_pairs;
+  const auto error = run_for(dim, attention, rows);
+  give(stack, GIVEN, error, found[0]);
+  stack[1] = (StableIValue)found[1];
+}
+
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
   constexpr int GIVEN = 9;
@@ -613,7 +685,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
   search.ages = (int64_t*)data_of(found[2]), search.visible = (bool*)data_of(found[3]);
   search.num_heads = heads, search.num_queries = size_of(queries, 2), search.num_tokens = tokens;
-  search.num_slots = slots;
+  search.num_slots = slots, search.num_ages = size_of(worths, 0);
   search.near = (int64_t)stack[GIVEN], search.num_scored = (int64_t)stack[GIVEN + 1];
   search.num_compared = (int64_t)stack[GIVEN + 2], search.num_recalled = num;
   search.rows_are_alike = size_of(since, 0) == 1;
@@ -631,6 +703,7 @@ struct Registered {
     aoti_torch_library_init_impl("kvalign", "CPU", __FILE__, __LINE__, &library);
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
+    aoti_torch_library_impl(library, "attend_found", attend_found);
     aoti_torch_library_impl(library, "find", find);
   }
 } registered;

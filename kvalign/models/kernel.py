@@ -123,6 +123,9 @@ def _define() -> torch.library.Library:
     attended = ("places", "query", "keys", "values", "angles", "bases")
     parameters = ", ".join(f"Tensor {name}" for name in attended)
     library.define(f"attend({parameters}, float scale) -> Tensor")
+    found = ("places", "query", "keys", "values", "angles", "bias")
+    parameters = ", ".join(f"Tensor {name}" for name in found)
+    library.define(f"attend_found({parameters}) -> (Tensor, Tensor)")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -133,12 +136,15 @@ def _define() -> torch.library.Library:
     def attend(places: Tensor, query: Tensor, *others: Any) -> Tensor:
         return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
 
+    def attend_found(places: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(query), query.new_empty(query.shape[:2])
+
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
         shape = (*keys.shape[:2], queries.shape[3], others[-2])
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
 
-    for shape_of in (packed_product, attend, find):
+    for shape_of in (packed_product, attend, attend_found, find):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -192,6 +198,39 @@ def attend(
     return torch.ops.kvalign.attend(places, *of_query, scale)
 
 
+def attend_found(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    bias: Tensor | None = None,
+    at: Tensor | None = None,
+    angles: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of scaled queries over entries of their own.
+
+    Args:
+        query: [..., G, D] float32; D is one of `DIMS`.
+        keys, values: [..., R, D] float32.
+        visible: [..., R] bool.
+        bias: [..., R] float32, added to scores.
+        at: [..., R] int64, by which of P angles a key is rotated first.
+        angles: [2, P, pairs] float32, as of `attend`; None: keys are not rotated.
+
+    Returns:
+        [..., G, D] float32, 0 where no entry is visible; and of each query the logarithm of the sum
+        of its exponentials, [..., G].
+    """
+    places = torch.zeros_like(visible, dtype=torch.int64) if at is None else at
+    places = places.masked_fill(~visible, -1)
+    angles = query.new_empty(2, 0, 0) if angles is None else angles
+    tensors = [x.flatten(0, -3).contiguous() for x in (query, keys, values)]
+    added = query.new_empty(0, 0) if bias is None else bias.flatten(0, -2).contiguous()
+    found = torch.ops.kvalign.attend_found(places.flatten(0, -2), *tensors, angles, added)
+    output, log_sum = (x.unflatten(0, query.shape[:-2]) for x in found)
+    return output, log_sum
+
+
 def can_rotate(rotation: Rotation | None) -> bool:
     """Return whether `attend` can rotate keys of int8 by this rotation of all layers."""
     if rotation is None:
@@ -213,10 +252,10 @@ def find(
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
             (`kvalign.cache.int8`); numbers and scales of their sketch (`kvalign.memory.sketch`);
-            worths [A] float32 of ages, added to scores. And int64, of one row where all are alike:
-            newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end; since
-            [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry that is
-            lost.
+            worths [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row
+            where all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without
+            an end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest
+            entry that is lost.
         near: age of the oldest that is not lost.
         num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,
             and that are taken back.

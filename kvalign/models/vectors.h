@@ -71,6 +71,9 @@ INLINE Ints add_where(Mask mask, Ints a, Ints b) { return {_mm512_mask_add_epi32
 INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwise) {
   return {_mm512_mask_i32gather_ps(otherwise.x, mask.x, at.x, from, sizeof(float))};
 }
+INLINE int num_at_least(Floats x, Floats least) {
+  return __builtin_popcount(_mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ));
+}
 // Write first + lane of all x that are at least so great; their number. There is room for 16.
 INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
   const __mmask16 are = _mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ);
@@ -223,9 +226,13 @@ INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwi
   return {_mm256_mask_i32gather_ps(otherwise.a, from, at.a, _mm256_castsi256_ps(mask.a), sizeof(float)),
           _mm256_mask_i32gather_ps(otherwise.b, from, at.b, _mm256_castsi256_ps(mask.b), sizeof(float))};
 }
+INLINE uint32_t lanes_at_least(Floats x, Floats least) {  // a bit of each
+  const uint32_t a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ));
+  return a | _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
+}
+INLINE int num_at_least(Floats x, Floats least) { return __builtin_popcount(lanes_at_least(x, least)); }
 INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
-  uint32_t are = _mm256_movemask_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ));
-  are |= _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
+  uint32_t are = lanes_at_least(x, least);
   const int num = __builtin_popcount(are);
   for (int i = 0; i < num; i++, are &= are - 1) to[i] = first + __builtin_ctz(are);
   return num;

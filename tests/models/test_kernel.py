@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.testing import assert_close
 
 from kvalign.models import kernel, packed, packed_linear
+from kvalign.models.rope import Rotation
 
 needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
@@ -66,6 +69,29 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
         packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
     assert [x.message.split(":")[0] for x in caplog.records] == ["steps use PyTorch's own kernels"]
     assert type(model.model.layers[0].mlp.up_proj) is packed_linear.TorchLinear and not anew
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("rotates", [True, False])
+def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
+    rng = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 3, 2, head_dim, generator=rng)
+    keys, values = (torch.randn(2, 3, 21, head_dim, generator=rng) for _ in range(2))
+    visible = torch.rand(2, 3, 21, generator=rng) < 0.8
+    visible[0, 0] = False
+    bias = None if rotates else torch.randn(2, 3, 21, generator=rng)
+    at, angles, placed = None, None, keys
+    if rotates:
+        rotation = Rotation(1 / 100 ** torch.linspace(0, 1, 8))
+        moves = rotation.angles(torch.arange(50))
+        at, angles = torch.randint(50, (2, 3, 21), generator=rng), torch.stack(moves[:2])
+        placed = rotation.shift(keys, at)
+    found, log_sum = kernel.attend_found(queries, keys, values, visible, bias, at, angles)
+    scores = queries @ placed.mT + (0 if bias is None else bias[:, :, None])
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    assert_close(log_sum, scores.logsumexp(-1))
+    assert_close(found, scores.softmax(-1).nan_to_num(0.0) @ values)
 
 
 @needs_kernel
