@@ -96,8 +96,11 @@ def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
 
 @needs_kernel
 @pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="AVX2 is all that this CPU has"
+)
 def test_with_avx2_alone_they_are_as_exact():
-    """Where this CPU has more, in a process whose limit is AVX2."""
+    """In a process whose limit is AVX2."""
     tests = ["models/test_packed.py", "cache/test_memory.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += ["-k", "our_ or test_memory"]  # what our kernels do

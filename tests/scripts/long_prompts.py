@@ -6,9 +6,11 @@ A plain pass reads pieces of the cache's size, each without what came before it.
 """
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -28,8 +30,10 @@ class LongPromptSettings(Settings):
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     methods: tuple[str, ...] = option(("streaming-llm", "kvalign"), help="methods, comma-separated")
+    memory: tuple[int, ...] = option((0,), help="tokens of a memory, a row each; 0: none")
     num_tokens: int = option(60_001, help="tokens of the prompt", at_least=1)
     cache_size: int = option(255, help="entries of the cache", at_least=5)
+    num_turns: int = option(1, help="times that all take turns; the fastest counts", at_least=1)
 
 
 @torch.no_grad()
@@ -39,24 +43,33 @@ def run(settings: LongPromptSettings) -> None:
     model, size = load_model(settings.model).model, settings.cache_size
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, settings.num_tokens), generator=rng)
-    for piece in ids[:, : 2 * size].split(size, 1):  # warm-up
-        model(input_ids=piece, use_cache=False, logits_to_keep=1)
-    start = time.perf_counter()
-    for piece in ids.split(size, 1):
-        model(input_ids=piece, use_cache=False, logits_to_keep=1)
-    plain, seconds = time.perf_counter() - start, {}
-    for name in settings.methods:
-        method = make_method(name, model, cache_size=size)
-        start = time.perf_counter()
-        method.feed(ids)
-        seconds[name] = time.perf_counter() - start
+
+    def in_pieces(ids: torch.Tensor) -> None:
+        for piece in ids.split(size, 1):
+            model(input_ids=piece, use_cache=False, logits_to_keep=1)
+
+    in_pieces(ids[:, : 2 * size])  # warm-up
+    ways = {"plain passes": in_pieces}
+    for name, memory in product(settings.methods, settings.memory):
+        told = {"memory": memory} if memory else {}
+        method = make_method(name, model, cache_size=size, **told)
+        ways[f"`{name}`" + f", a memory of {memory}" * bool(memory)] = method.feed
+    seconds = dict.fromkeys(ways, math.inf)
+    for _ in range(settings.num_turns):
+        for way, read in ways.items():
+            start = time.perf_counter()
+            read(ids)
+            seconds[way] = min(seconds[way], time.perf_counter() - start)
+            if way != "plain passes":
+                read.__self__.reset()
+    plain = seconds["plain passes"]
+    rows = [{"work": way, "seconds": s, "ratio": s / plain} for way, s in seconds.items()]
+    for row in rows:
         print(
-            f"{settings.model} {name}, C = {size}: {settings.num_tokens} tokens in "
-            f"{seconds[name]:.1f} s, {seconds[name] / plain:.2f} times plain ({plain:.1f} s)",
+            f"{settings.model} {row['work']}, C = {size}: {settings.num_tokens} tokens in "
+            f"{row['seconds']:.1f} s, {row['ratio']:.2f} times plain",
             flush=True,
         )
-    rows = [{"work": "plain passes", "seconds": plain, "ratio": 1.0}]
-    rows += [{"work": f"`{n}`", "seconds": s, "ratio": s / plain} for n, s in seconds.items()]
     print(json.dumps(document("script long-prompts", settings, rows, started=started)))
 
 

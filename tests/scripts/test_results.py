@@ -146,6 +146,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
     small = {
         "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
         "long-prompts": "--num-tokens 600 --cache-size 32",
+        "memory-prompts": "--methods kvalign --memory 0,200 --num-tokens 600 --cache-size 32",
         "last-positions": "--corpus text:words.txt --cache-sizes 40 --num-tokens 200",
         "copying": "--num-passages 2 --passage-len 9",
         "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
