@@ -257,7 +257,7 @@ class Block:
     def weights(
         self, of_sinks: Tensor, of_window: Tensor, recalled: RecalledEntries | None
     ) -> tuple[Tensor, Tensor | float]:
-        """Weights [B, H, G, T, S'] of entries, and the output of recalled ones, all as one."""
+        """Weights [B, H, G, T, S'] of entries, and the output of recalled ones, as if one entry."""
         own = () if recalled is None else (recalled.log_sum[..., None],)
         scores, num = torch.cat([of_sinks, of_window, *own], -1), self.visible.shape[1]
         scores[..., :num].masked_fill_(~self.visible, -torch.inf)

@@ -297,7 +297,7 @@ float of_rank(int32_t rank) {
   return x;
 }
 
-// A number that so many of these reach, in vectors of 16, and no more if it can be; the least one if they are fewer.
+// A number that so many of these reach, in vectors of 16, or as few more as can be; if there are fewer, the least one.
 float reached_by(const float* numbers, int64_t length, int64_t num) {
   int64_t low = rank_of(std::numeric_limits<float>::lowest()), high = rank_of(INFINITY) + int64_t{1};
   while (high - low > 1) {
@@ -464,7 +464,7 @@ struct Search {
       found.clear();
       for (const int32_t j : best.of(exact.data(), exact.size(), num_compared))
         found.push_back({exact[j], slots[j], age(slots[j])});
-      const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // behind the ring's end
+      const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // than those beyond it
       std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
       // 3. Of those, the best that no newer one says again.
       keys_apart(k, found, apart);

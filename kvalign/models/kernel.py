@@ -232,7 +232,7 @@ def attend_found(
 
 
 def can_rotate(rotation: Rotation | None) -> bool:
-    """Return whether `attend` can rotate keys of int8 by this rotation of all layers."""
+    """Return whether our attention can rotate keys by this rotation of all layers."""
     if rotation is None:
         return True
     return not isinstance(rotation, RotationByLayer) and rotation.layout == "halves"

@@ -16,9 +16,6 @@ struct Floats {
 struct Ints {  // 16 of 32 bits, or 64 bytes
   __m512i x;
 };
-struct Mask {
-  __mmask16 x;
-};
 
 INLINE Floats floats(float x) { return {_mm512_set1_ps(x)}; }
 INLINE Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
@@ -64,13 +61,6 @@ INLINE Floats from_bfloat16(const uint8_t* from) {
 INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
 INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
 
-INLINE Mask operator>(Ints a, Ints b) { return {_mm512_cmpgt_epi32_mask(a.x, b.x)}; }
-INLINE Mask and_not(Mask a, Mask b) { return {(__mmask16)(a.x & ~b.x)}; }  // a and not b
-INLINE bool any(Mask mask) { return mask.x; }
-INLINE Ints add_where(Mask mask, Ints a, Ints b) { return {_mm512_mask_add_epi32(a.x, mask.x, a.x, b.x)}; }
-INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwise) {
-  return {_mm512_mask_i32gather_ps(otherwise.x, mask.x, at.x, from, sizeof(float))};
-}
 INLINE int num_at_least(Floats x, Floats least) {
   return __builtin_popcount(_mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ));
 }
@@ -116,7 +106,6 @@ struct Floats {
 struct Ints {  // 16 of 32 bits, or 64 bytes
   __m256i a, b;
 };
-using Mask = Ints;  // all bits of a lane, or none
 
 INLINE Floats floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
@@ -213,19 +202,6 @@ INLINE Ints high_halves(Ints bytes) {
   return low_halves({_mm256_srli_epi16(bytes.a, 4), _mm256_srli_epi16(bytes.b, 4)});
 }
 
-INLINE Mask operator>(Ints x, Ints y) { return {_mm256_cmpgt_epi32(x.a, y.a), _mm256_cmpgt_epi32(x.b, y.b)}; }
-INLINE Mask and_not(Mask x, Mask y) { return {_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)}; }
-INLINE bool any(Mask mask) {
-  const __m256i both = _mm256_or_si256(mask.a, mask.b);
-  return !_mm256_testz_si256(both, both);
-}
-INLINE Ints add_where(Mask mask, Ints x, Ints y) {
-  return x + Ints{_mm256_and_si256(mask.a, y.a), _mm256_and_si256(mask.b, y.b)};
-}
-INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwise) {
-  return {_mm256_mask_i32gather_ps(otherwise.a, from, at.a, _mm256_castsi256_ps(mask.a), sizeof(float)),
-          _mm256_mask_i32gather_ps(otherwise.b, from, at.b, _mm256_castsi256_ps(mask.b), sizeof(float))};
-}
 INLINE uint32_t lanes_at_least(Floats x, Floats least) {  // a bit of each
   const uint32_t a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ));
   return a | _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
