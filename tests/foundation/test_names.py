@@ -19,12 +19,7 @@ KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_
         ("greedy", "do_sample"),
         ("window", "cache_size"),
         ("temprature", "temperature"),
-        ("sampling_seed", "seed"),
         ("num_beams", None),
-        ("streamer", None),
-        ("batch_size", None),
-        ("ignore_eos", None),
-        ("xyzzy", None),
     ],
 )
 def test_other_programs_names_and_misspellings(name, meant):

@@ -72,8 +72,7 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
 
 
 @needs_kernel
-@pytest.mark.parametrize("head_dim", [16, 80])
-@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotates"), [(16, True), (80, True), (64, False)])
 def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
     rng = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 3, 2, head_dim, generator=rng)

@@ -64,12 +64,8 @@ def run(settings: LongPromptSettings) -> None:
                 read.__self__.reset()
     plain = seconds["plain passes"]
     rows = [{"work": way, "seconds": s, "ratio": s / plain} for way, s in seconds.items()]
-    for row in rows:
-        print(
-            f"{settings.model} {row['work']}, C = {size}: {settings.num_tokens} tokens in "
-            f"{row['seconds']:.1f} s, {row['ratio']:.2f} times plain",
-            flush=True,
-        )
+    for way, s in seconds.items():
+        print(f"{way}, C = {size}: {s:.1f} s, {s / plain:.2f} times plain passes", flush=True)
     print(json.dumps(document("script long-prompts", settings, rows, started=started)))
 
 
