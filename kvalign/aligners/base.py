@@ -55,8 +55,8 @@ class Move:
             on.
         now: [S] int64, the positions after the move: first, first + 1, ...; for a table alone, [B,
             H, S] of any positions.
-        births: [B, H, S] int64, the original positions, if some entries may still be there; None:
-            all have moved.
+        births: [B, H, S] or [S] int64, the original positions, if some entries may still be there;
+            None: all have moved.
     """
 
     shift: int

@@ -54,6 +54,11 @@ class EntryPart(ABC):
     def raw(self, i: int) -> tuple[KV, slice]:
         """Those of a layer, as they were encoded, and their positions then."""
 
+    @property
+    @abstractmethod
+    def births(self) -> slice | None:
+        """Their original positions, if they may still lie there; None: all have moved."""
+
     def split(self, *firsts: int) -> Iterator[Self]:
         """Return it in parts, which begin at these of its places."""
         inside = sorted({x for x in firsts if self.first < x < self.stop})
@@ -99,6 +104,10 @@ class CachePart(EntryPart):
         at = slice(self.first, self.stop)
         return self.layers[i].entries.form.decode_at(self.stored_raw(i), at), at
 
+    @property
+    def births(self) -> slice | None:
+        return None if self.before else slice(self.first + self.behind, self.stop + self.behind)
+
 
 @dataclass(frozen=True)
 class EncodedPart(EntryPart):
@@ -127,8 +136,11 @@ class EncodedPart(EntryPart):
         return True
 
     def raw(self, i: int) -> tuple[KV, slice]:
-        at = slice(self.at + self.first, self.at + self.stop)
-        return self.entries[i].slots(self.first, self.num), at
+        return self.entries[i].slots(self.first, self.num), self.births
+
+    @property
+    def births(self) -> slice:
+        return slice(self.at + self.first, self.at + self.stop)
 
 
 def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> list[EntryPart]:
@@ -160,33 +172,16 @@ def _of_rings(layer: WindowLayer, i: int, part: EntryPart) -> list[KV]:
     num_sinks = layer.sizes.num_sinks
     if part.place < num_sinks:
         return [as_sinks(layer, i, part)] * len(layer.rings)
-    realigner = layer.realigner
     if part.is_raw(num_sinks):
-        rings = in_window(layer, bare(layer, i, part), part.place)
-        if realigner.strategy == "move" and (unmoved := as_encoded(layer, i, part)) is not None:
-            rings[0] = unmoved
-        return rings
+        return in_window(layer, bare(layer, i, part), part.place, [part])
     assert isinstance(part, CachePart)
-    rings = part.layers[i].written(part.written, part.num)
+    rings, realigner = part.layers[i].written(part.written, part.num), layer.realigner
     shift = part.first + part.behind - part.place
     if shift and realigner.strategy == "move":
         rings[0] = _placed(realigner, layer, rings[-1], part.place)
     elif shift and realigner.runs_on and not layer.entries.form.is_int8:
         rings[0] = rotated(realigner.rotation, layer.layer_idx, rings[0], shift)
     return rings
-
-
-def as_encoded(layer: WindowLayer, i: int, part: EntryPart) -> KV | None:
-    """Entries that are no sinks, as attention sees them while they lie where they were encoded;
-    None: they have moved.
-    """
-    if part.is_raw(layer.sizes.num_sinks):
-        entries, was = _raw(layer, i, part)
-        return entries if was.start == part.place else None
-    assert isinstance(part, CachePart)
-    if part.before or part.first + part.behind != part.place:
-        return None
-    return part.layers[i].written(part.written, part.num)[0]
 
 
 def as_sinks(layer: WindowLayer, i: int, part: EntryPart, without_position: KV | None = None) -> KV:
@@ -234,20 +229,33 @@ def _without_rotation(layer: WindowLayer, entries: KV, at: int) -> KV:
     return rotated(layer.realigner.rotation, layer.layer_idx, entries, positions)
 
 
-def in_window(layer: WindowLayer, bare: KV, place: int) -> list[KV]:
-    """Entries without their positions, for the rings of a layer, at the positions from `place` on,
-    which are not those of sinks.
+def in_window(layer: WindowLayer, bare: KV, place: int, parts: Sequence[EntryPart]) -> list[KV]:
+    """Entries without their positions, the last of these parts, for the rings of a layer, at the
+    positions from `place` on, which are not those of sinks.
     """
     realigner = layer.realigner
     if realigner.strategy == "move":
-        return [_placed(realigner, layer, bare, place), bare]
+        births = torch.cat([_births(part) for part in parts])[-bare.keys.shape[2] :]
+        return [_placed(realigner, layer, bare, place, births.to(layer.device)), bare]
     if realigner.runs_on:
         positions = torch.arange(place, place + bare.keys.shape[2], device=layer.device)
         bare = rotated(realigner.rotation, layer.layer_idx, bare, -positions)
     return [layer.entries.form.encode_at(bare, slice(place, place + bare.keys.shape[2]))]
 
 
-def _placed(realigner: Realigner, layer: WindowLayer, bare: KV, place: int) -> KV:
-    """Entries without their positions, at the places from `place` on."""
+def _births(part: EntryPart) -> torch.Tensor:
+    """Original positions [S] int64 of entries; -1 of those that have moved."""
+    births = part.births
+    return torch.full([part.num], -1) if births is None else torch.arange(births.start, births.stop)
+
+
+def _placed(
+    realigner: Realigner,
+    layer: WindowLayer,
+    bare: KV,
+    place: int,
+    births: torch.Tensor | None = None,
+) -> KV:
+    """Entries without their positions, at the places from `place` on; `births` as of `Move`."""
     now = torch.arange(place, place + bare.keys.shape[2], device=layer.device)
-    return realigner.place(layer.layer_idx, bare, Move(0, place, now))
+    return realigner.place(layer.layer_idx, bare, Move(0, place, now, births))

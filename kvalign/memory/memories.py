@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.cache_memory import CacheMemory
-from kvalign.cache.edits import CachePart, EntryPart, as_encoded, as_sinks, bare, in_window
+from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, RecalledEntries
@@ -304,13 +304,7 @@ class Memories(CacheMemory):
             num = self.sizes.num_stored(seen) - num_sinks
             place = num_sinks + layer.cache.frame.num_behind(seen)
             newest = rest.slots(rest.keys.shape[2] - num, num).map(lambda x: x.to(layer.device))
-            window = [newest] if form.is_int8 else in_window(layer, newest, place)
-            if layer.realigner.strategy == "move" and num == rest.keys.shape[2]:  # none is evicted
-                for part in parts:
-                    unmoved = as_encoded(layer, i, part) if part.place >= num_sinks else None
-                    if unmoved is not None:
-                        at = torch.arange(part.num, device=layer.device) + part.place - place
-                        window[0].put_at(at, unmoved)
+            window = [newest] if form.is_int8 else in_window(layer, newest, place, parts)
             for ring, stored in zip(rings, window, strict=True):
                 ring.append(stored)
         memory.seen = [seen] * len(memory.entries.keys)

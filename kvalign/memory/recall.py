@@ -224,8 +224,8 @@ class Recall:
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )
-        beyond = None
-        if self.placer.rotation is not None:
+        rotation, beyond = self.placer.rotation, None
+        if rotation is not None:
             beyond = self.places.beyond(matches.ages).long().expand_as(matches.ages)
         queries = queries.transpose(2, 3)  # [B, H, T, G, D]
         if self._has_kernel(queries):
@@ -235,8 +235,8 @@ class Recall:
                 queries, keys, values, matches.visible, bias, beyond, angles
             )
         else:
-            if beyond is not None and self.placer.rotation is not None:
-                keys = self.placer.rotation.shift(keys, beyond)
+            if rotation is not None and beyond is not None:
+                keys = rotation.shift(keys, beyond)
             scores, bias = queries @ keys.mT, self.bias(matches)
             scores = scores if bias is None else scores + bias[:, :, :, None]
             log_sum = scores.logsumexp(-1)

@@ -184,9 +184,8 @@ def attend(
         query: [B, H, 1, D] float32; D is one of `DIMS`.
         keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
             (`kvalign.cache.int8`).
-        angles: [1, 2, P, N] float32: cosines and sines that rotate N pairs of the numbers of a key
-            of int8, `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do
-            not rotate.
+        angles: [1, 2, P, N] float32: cosines and sines that rotate N pairs of the numbers of a key,
+            `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do not rotate.
         bases: [H_kv, D] float32, what is added to keys of int8 before; None: 0.
 
     Returns:
