@@ -8,7 +8,7 @@ from helpers.reader import Reader
 
 from kvalign import load_model
 from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
-from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
+from kvalign.eval.evaluations.needle.haystack import asker, haystacks
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
@@ -23,7 +23,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def streams(loaded):
-    return haystacks(NeedleSettings(**SMALL), loaded)
+    return haystacks(NeedleSettings(**SMALL), loaded)["single"]
 
 
 class CodeReader(Reader):
@@ -38,10 +38,10 @@ class CodeReader(Reader):
                 logits[code[len(begun)]] = 1
 
 
-def search(method, streams, distances):
+def search(method, streams, distances, kind="single"):
     with progress.shown_as("needle") as bar:
         stops = [stream.stops(distances, 40) for stream in streams]
-        return rows_of(method, stops, writes_code, "distance", bar)
+        return rows_of(method, stops, asker(kind, method), "distance", bar)
 
 
 def test_codes_are_in_the_text(loaded, streams):
@@ -49,7 +49,7 @@ def test_codes_are_in_the_text(loaded, streams):
     for stream in streams:
         names = set()
         for needle in stream.needles:
-            question, code = decode(needle.question), decode(needle.code)
+            question, code = decode(needle.question), decode(needle.answers[0])
             (name,) = re.findall(r"^\n The secret code of the (.*) is$", question)
             assert re.fullmatch(r" \d{5}", code) and name in NAMES
             names.add(name)
@@ -59,8 +59,8 @@ def test_codes_are_in_the_text(loaded, streams):
         # As long as the last one is asked for, at most.
         assert len(stream.ids) == stream.needles[-1].end + 5 * 40
     assert len({tuple(stream.ids) for stream in streams}) == 2
-    again = haystacks(NeedleSettings(**SMALL | {"cache_sizes": (40, 8)}), loaded)
-    assert again == streams, "the same for each size"
+    settings = NeedleSettings(**SMALL | dict(cache_sizes=(40, 8), kinds=("multi-key", "single")))
+    assert haystacks(settings, loaded)["single"] == streams, "the same for each size, beside others"
 
 
 @pytest.mark.parametrize(("memory_len", "right"), [(10_000, [1, 1, 1]), (170, [1, 1, 0])])
@@ -87,6 +87,6 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     read = torch.tensor([streams[0].ids[: last.end]])
     for method in (undisturbed, asked):
         method.feed(read)
-    on_copies(asked, [last], writes_code)
+    on_copies(asked, [last], asker("single", loaded))
     ids = torch.tensor([streams[0].ids[last.end :]])
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
