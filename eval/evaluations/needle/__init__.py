@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvalign.eval.protocol.conclusions import farthest
 from kvalign.eval.protocol.document import document
@@ -160,6 +160,7 @@ class NeedleEvaluation(Evaluation):
     in_summary = ("accuracy",)
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
+    row_options = (("kind", Literal[tuple(KINDS)]),)
 
     def figure(self, document: Document) -> Drawing | None:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
