@@ -105,8 +105,9 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[H
 
 
 def asker(kind: str, loaded: LoadedModel) -> Ask[Needle]:
-    """What asks a question of this kind, and says how much of its answers greedy decoding writes:
-    of a code all digits at once, else the share of answers somewhere in the text (RULER's score).
+    """Function that asks a question of this kind and says how much of its answers greedy decoding
+    writes: of a code all digits at once, else the share of answers somewhere in the text (RULER's
+    score).
     """
 
     def writes_code(method: Method, needle: Needle) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""What is hidden and asked: kinds of questions of RULER (Hsieh et al. 2024, arXiv 2404.06654),
-with few keys, values and hops, and short lists, so that small models can answer.
+"""Kinds of questions of RULER (Hsieh et al. 2024, arXiv 2404.06654), with few keys, values and
+hops, and short lists, so that small models can answer.
 """
 
 import string
