@@ -4,7 +4,7 @@ questions do not affect each other, and a stream is read once for all distances.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -19,8 +19,10 @@ from kvalign.methods.base import Method
 log = logging.getLogger(__name__)
 
 Q = TypeVar("Q")
-Ask = Callable[[Method, Q], dict[str, bool]]
-"""Function that feeds a method a question and returns which measures count its answer as right."""
+Ask = Callable[[Method, Q], Mapping[str, float]]
+"""Function that feeds a method a question and returns by measure how much of its answer is right:
+0 to 1, or a bool.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Stop(Generic[Q]):
 class Tally:
     """Answers at one distance, and the length of each stream by then."""
 
-    answers: list[dict[str, bool]] = field(default_factory=list)
+    answers: list[Mapping[str, float]] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -89,7 +91,7 @@ def rows_of(
     return rows
 
 
-def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[dict[str, bool]]:
+def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[Mapping[str, float]]:
     """Answers to questions, each asked on a copy of the stream."""
     state, answers = method.state(), []
     for question in questions:

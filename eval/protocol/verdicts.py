@@ -80,7 +80,10 @@ def share_interval(share: float, total: float) -> tuple[float, float] | None:
 
 
 def share_of(name: str, right: Sequence[bool | float]) -> Row:
-    """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high."""
+    """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high. One
+    that is right in part counts as a share. Shares scatter less than answers that are all right or
+    all wrong with the same mean, so the interval then reaches rather too far.
+    """
     share = sum(map(float, right)) / len(right)
     interval = share_interval(share, len(right))
     assert interval

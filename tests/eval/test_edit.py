@@ -7,14 +7,7 @@ from helpers.refusals import refused
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.evaluations.edit import (
-    ANEW,
-    EDITED,
-    FORGOTTEN,
-    KINDS,
-    UNEDITED,
-    EditSettings,
-)
+from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, KINDS, UNEDITED, EditSettings
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import UserError
@@ -57,10 +50,8 @@ def test_what_is_encoded(of_text):
     for kind, num_new in (("cut", 0), ("replace", 5), ("insert", 5)):
         encoded = {way: row["encoded"] for way, row in by_way(of_text, kind).items()}
         anew = 12 + num_new + 7
-        assert encoded == {ANEW: anew, EDITED: num_new, AGAIN: num_new + 7} | {
-            UNEDITED: 0,
-            FORGOTTEN: num_new,
-        }
+        again = {EDITED: num_new, AGAIN: num_new + 7, FORGOTTEN: num_new}
+        assert encoded == {ANEW: anew, UNEDITED: 0, **again}
 
 
 @pytest.mark.parametrize("kind", KINDS)

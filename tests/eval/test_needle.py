@@ -1,16 +1,22 @@
 """Streams of `kvalign eval needle`, and its answers against a reader that can do the task."""
 
 import re
+from collections import Counter
+from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
 from helpers.reader import Reader
 
+import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
-from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
+from kvalign.eval.evaluations.needle import EVALUATION, KINDS, NAMES, NeedleSettings
+from kvalign.eval.evaluations.needle.haystack import asker, haystacks
+from kvalign.eval.evaluations.needle.kinds import HIDE, WORDS
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 
 SMALL = dict(cache_sizes=(40,), distances=(0, 2, 5), num_needles=3, num_streams=2, gap=20)
@@ -23,25 +29,35 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def streams(loaded):
-    return haystacks(NeedleSettings(**SMALL), loaded)
+    return haystacks(NeedleSettings(**SMALL), loaded)["single"]
 
 
-class CodeReader(Reader):
-    """Writes the code that it is asked for."""
+class AnswerReader(Reader):
+    """Writes the answers, at most so many, of a question among those of streams, as far as it still
+    has them.
+    """
+
+    def __init__(self, loaded, memory_len, streams, most=10):
+        super().__init__(loaded, memory_len)
+        self.most, self.todo = most, []
+        self.needles = {tuple(one.question): one for stream in streams for one in stream.needles}
+
+    def feed(self, ids):
+        if asked := self.needles.get(tuple(ids[0].tolist())):
+            text = self.tokenizer.decode(self.memory)
+            known = [x for x in asked.answers[: self.most] if self.tokenizer.decode(x) in text]
+            self.todo = [token for answer in known for token in answer]
+        return super().feed(ids)
 
     def answer(self, text, logits):
-        asked = re.search(r"\n The secret code of the (\w+ \w+) is([ \d]*)$", text)
-        told = asked and re.search(rf"code of the {asked[1]} is (\d{{5}}) \.", text)
-        if told:
-            code, begun = self.ids_of(f" {told[1]}"), self.ids_of(asked[2])
-            if len(begun) < len(code):
-                logits[code[len(begun)]] = 1
+        if self.todo:
+            logits[self.todo.pop(0)] = 1
 
 
-def search(method, streams, distances):
+def search(method, streams, distances, kind="single"):
     with progress.shown_as("needle") as bar:
         stops = [stream.stops(distances, 40) for stream in streams]
-        return rows_of(method, stops, writes_code, "distance", bar)
+        return rows_of(method, stops, asker(kind, method), "distance", bar)
 
 
 def test_codes_are_in_the_text(loaded, streams):
@@ -49,7 +65,7 @@ def test_codes_are_in_the_text(loaded, streams):
     for stream in streams:
         names = set()
         for needle in stream.needles:
-            question, code = decode(needle.question), decode(needle.code)
+            question, code = decode(needle.question), decode(needle.answers[0])
             (name,) = re.findall(r"^\n The secret code of the (.*) is$", question)
             assert re.fullmatch(r" \d{5}", code) and name in NAMES
             names.add(name)
@@ -59,13 +75,13 @@ def test_codes_are_in_the_text(loaded, streams):
         # As long as the last one is asked for, at most.
         assert len(stream.ids) == stream.needles[-1].end + 5 * 40
     assert len({tuple(stream.ids) for stream in streams}) == 2
-    again = haystacks(NeedleSettings(**SMALL | {"cache_sizes": (40, 8)}), loaded)
-    assert again == streams, "the same for each size"
+    settings = NeedleSettings(**SMALL | dict(cache_sizes=(40, 8), kinds=("multi-key", "single")))
+    assert haystacks(settings, loaded)["single"] == streams, "the same for each size, beside others"
 
 
 @pytest.mark.parametrize(("memory_len", "right"), [(10_000, [1, 1, 1]), (170, [1, 1, 0])])
 def test_a_reader_finds_what_it_has(memory_len, right, loaded, streams):
-    method = CodeReader(loaded, memory_len)
+    method = AnswerReader(loaded, memory_len, streams)
     rows = search(method, streams, [0, 2, 5])
     assert [row["accuracy"] for row in rows] == right
     for row, distance in zip(rows, (0, 2, 5), strict=True):
@@ -87,6 +103,56 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     read = torch.tensor([streams[0].ids[: last.end]])
     for method in (undisturbed, asked):
         method.feed(read)
-    on_copies(asked, [last], writes_code)
+    on_copies(asked, [last], asker("single", loaded))
     ids = torch.tensor([streams[0].ids[last.end :]])
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_hidden_and_asked_for(kind):
+    hidden = HIDE[kind](NAMES[: KINDS[kind]], Random(5))
+    times, text = Counter(hidden.passage), "".join(hidden.passage)
+    assert all(answer in times for answer in hidden.answers)
+    if "words" in kind:
+        ranked = [word for word, _ in times.most_common()]
+        num = len(hidden.answers)
+        assert {*ranked[:num]} == {*hidden.answers}
+        assert times[ranked[num - 1]] > times[ranked[num]]  # no other word is as frequent
+    elif kind == "variable-tracking":
+        value, chain = hidden.passage[3], hidden.answers
+        links = [f"VAR{new} = VAR{old} ." for old, new in pairwise(chain)]
+        assert len(chain) == 5 and all(link in text for link in links)
+        assert f"VAR{chain[0]} ={value} ." in text and value in hidden.question
+    else:
+        names = [name for name in NAMES if f"the {name}" in hidden.question]
+        told = re.findall(r"codes? of the (\w+ \w+) is( \d{5}) \.", text)
+        assert len({*told}) == {"single": 1}.get(kind, 4)
+        assert {code for name, code in told if name in names} == {*hidden.answers}
+    assert not [x for x in WORDS.split() for y in WORDS.split() if x in y and x != y]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "single"])
+def test_the_score_is_the_share_of_answers(kind, loaded):
+    settings = NeedleSettings(cache_sizes=(40,), distances=(0, 5), kinds=(kind,), num_streams=1)
+    streams = haystacks(settings, loaded)[kind]
+    num = len(streams[0].needles[0].answers)
+    for most in (0, 1, 3):
+        rows = search(AnswerReader(loaded, 10_000, streams, most), streams, [0, 5], kind)
+        assert [row["accuracy"] for row in rows] == pytest.approx([min(most, num) / num] * 2)
+    rows = search(AnswerReader(loaded, 30, streams), streams, [5], kind)
+    assert rows[0]["accuracy"] == 0 and 0.6 < rows[0]["accuracy_high"] < 1
+
+
+def test_rows_tables_and_panels_are_of_kinds(loaded):
+    small = dict(cache_sizes=16, distances=(0, 1), num_streams=1, gap=5, methods="streaming-llm")
+    document = kvalign.eval.needle(**small, kinds=("multi-key", "frequent-words"), loaded=loaded)
+    kinds = ["multi-key"] * 2 + ["frequent-words"] * 2
+    assert [row["kind"] for row in document["rows"]] == kinds
+    (table,) = EVALUATION.tables(document)
+    assert [row[1].text for row in table.rows] == kinds
+    figure, *_ = EVALUATION.figure(document)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [f"llama-mini, C = 16, {kind}" for kind in dict.fromkeys(kinds)]
+    assert "kind" not in kvalign.eval.needle(**small, loaded=loaded)["rows"][0]
+    with pytest.raises(UserError, match="cannot write words"):
+        kvalign.eval.needle(**small, loaded=load_model("recall-llama"))

@@ -99,11 +99,8 @@ def run(file, capsys):
     """The document of the command with more flags."""
 
     def run(*flags):
-        argv = ["eval", "latency", "--model", str(file), "--methods", "streaming-llm", "--json"]
-        assert (
-            main([*argv, "--num-threads", "1", "--num-trials", "2", "--trial-len", "3", *flags])
-            == 0
-        )
+        argv = "eval latency --methods streaming-llm --num-threads 1 --num-trials 2 --trial-len 3"
+        assert main([*argv.split(), "--json", "--model", str(file), *flags]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -134,12 +131,8 @@ def test_rows_are_its_answers(stand_in, run, tmp_path):
         "num_ubatch": 128,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert (
-        row["turn_low"]
-        == row["turn_per_s"]
-        == row["turn_high"]
-        == pytest.approx(1e3 / row["mean_ms"])
-    )
+    turns = [row[f"turn_{name}"] for name in ("low", "per_s", "high")]
+    assert turns == pytest.approx([1e3 / row["mean_ms"]] * 3)
     assert ours["turn_by_peer"] == pytest.approx(ours["turn_per_s"] / row["turn_per_s"])
     assert ours["turn_low"] <= ours["turn_per_s"] <= ours["turn_high"]
     assert ours["prompt_by_peer"] == pytest.approx(ours["prompt_per_s"] / row["prompt_per_s"])

@@ -102,13 +102,8 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv += ["--protocol", "paper"]
     rows = run_json(capsys, *argv, "--reference", "recompute")["rows"]
     sizes = [(row["method"], row["num_evicted"]) for row in rows]
-    assert sizes == [
-        ("recompute", 1),
-        ("window", 1),
-        ("discard-half", 6),
-        ("recompute", 8),
-        ("window", 8),
-    ]
+    one, half = ([(name, num) for name in ("recompute", "window")] for num in (1, 8))
+    assert sizes == [*one, ("discard-half", 6), *half]
     perplexity = dict(zip(sizes, (row["perplexity"] for row in rows), strict=True))
     for (method, num_evicted), row in zip(sizes, rows, strict=True):
         base = perplexity["recompute", num_evicted if method != "discard-half" else 1]
@@ -125,10 +120,8 @@ def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "losses")]
     first = run_json(capsys, *SHORT.split(), *keep)
     files = sorted((tmp_path / "losses").iterdir())
-    assert [path.name.rpartition("-")[0] for path in files] == [
-        "recompute-C16-s0-k1",
-        "window-C16-s0-k1",
-    ]
+    names = [path.name.rpartition("-")[0] for path in files]
+    assert names == ["recompute-C16-s0-k1", "window-C16-s0-k1"]
     kept = pq.read_table(files[0])["nll_nats"].to_numpy().astype(float)
     assert math.isclose(math.exp(kept.mean()), first["rows"][1]["perplexity"])
     monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
@@ -191,15 +184,9 @@ def test_comparisons_are_paired_by_label():
     worse = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat_interleave(1000)
     losses = [ups, ups + worse]
     rows = [
-        {
-            "method": name,
-            "cache_size": 1000,
-            "num_sinks": 0,
-            "num_evicted": 1,
-            "first_label": 1001,
-            "segments": by_segment(nll, 1000),
-            "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
-        }
+        dict(method=name, cache_size=1000, num_sinks=0, num_evicted=1, first_label=1001)
+        | dict(segments=by_segment(nll, 1000))
+        | dict(tenths=[{"perplexity": one} for one in by_part(nll, 10)])
         for name, nll in zip(("recompute", "window"), losses, strict=True)
     ]
     compare(rows, losses, "recompute")

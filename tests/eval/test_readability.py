@@ -42,16 +42,8 @@ def test_passages_are_what_generate_writes(capsys):
         assert row["dense_perplexity"] > 1 and row["num_tokens"] == 40
     row = found["rows"][3]  # 2-grams are not repeated, prompt included
     argv = ["generate", "--method", "streaming-llm", "--cache-size", "24", "--max-new-tokens", "40"]
-    argv += [
-        "--no-repeat-ngram-size",
-        "2",
-        "--prompt",
-        found["prompts"][1],
-        "--seed",
-        "0",
-        "--json",
-    ]
-    assert run_json(capsys, *argv)["text"] == row["text"]
+    argv += ["--no-repeat-ngram-size", "2", "--seed", "0", "--prompt", found["prompts"][1]]
+    assert run_json(capsys, *argv, "--json")["text"] == row["text"]
 
 
 @pytest.mark.slow
@@ -107,11 +99,8 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
 def test_texts_of_any_program(folder, capsys):
     argv = ["eval", "readability", "--rule", "authors", "--text", "good.txt,bad.txt"]
     found = run_json(capsys, *argv, "--json", "--page", "mine")
-    assert found["settings"] == {
-        "model": None,
-        "text": ["good.txt", "bad.txt"],
-        "rule": "authors",
-    }
+    of_texts = {"model": None, "text": ["good.txt", "bad.txt"], "rule": "authors"}
+    assert found["settings"] == of_texts
     assert found["command"] == f"kvalign {shlex.join(argv)}" and "torch" not in found["environment"]
     words = load_words().words
     for row, name in zip(found["rows"], ("good.txt", "bad.txt"), strict=True):
@@ -131,14 +120,8 @@ def test_answers_come_from_one_stream():
     sizes = dict(cache_sizes=(24,), num_turns=3, max_new_tokens=12)
     found = chat(methods=("streaming-llm",), top_k=1, **sizes)
     loaded = load_model("gpt2-mini")
-    stream = kvalign.stream(
-        loaded.model,
-        loaded.tokenizer,
-        method="streaming-llm",
-        cache_size=24,
-        do_sample=False,
-        max_new_tokens=12,
-    )
+    same = dict(method="streaming-llm", cache_size=24, do_sample=False, max_new_tokens=12)
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, **same)
     for row, turn in zip(found["rows"], found["turns"], strict=True):
         stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
         assert row["num_fed"] == len(stream.ids)

@@ -9,12 +9,12 @@ from itertools import islice
 
 import pytest
 import torch
+from helpers.reader import Reader
 from helpers.tiny_models import tiny_model
 
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.evaluations.streameval.scores import ask, encode, pieces, score, sees
 from kvalign.methods import make_method
-from kvalign.methods.base import Method
 from kvalign.streaming.loop import stream_tokens
 
 
@@ -26,34 +26,13 @@ def queries(stream):
     return [one for one in stream if one.piece.distance is not None]
 
 
-class Oracle(Method):
-    """Remembers the last `memory_len` tokens; copies an answer from the line it finds in them."""
+class Oracle(Reader):
+    """Copies an answer from the line that it finds in its text."""
 
-    name = "oracle"
-
-    def __init__(self, tokenizer, memory_len):
-        self.tokenizer, self.memory_len = tokenizer, memory_len
-        self.sizes = CacheSizes(memory_len - 1, 0, 1)
-
-    def reset(self):
-        self.memory = []
-
-    def feed(self, ids):
-        self.memory = (self.memory + ids[0].tolist())[-self.memory_len :]
-        logits = torch.zeros(1, len(self.tokenizer))
-        logits[0, self.next_token()] = 100
-        return logits
-
-    def next_token(self):
-        text = self.tokenizer.decode(self.memory)
+    def answer(self, text, logits):
         asked = re.search(r"What is the REGISTER_CONTENT of line (\d+)\? <(\d*)$", text)
         line = asked and re.search(rf"line {asked[1]}: REGISTER_CONTENT is <(\d+>)\n", text)
-        if not line:
-            return 0
-        known, written = (
-            self.tokenizer(part)["input_ids"] if part else [] for part in (line[1], asked[2])
-        )
-        return known[len(written)]
+        logits[self.ids_of(line[1])[len(self.ids_of(asked[2]))] if line else 0] = 100
 
 
 @pytest.mark.parametrize("distance", [0, 3, 20, 41])
@@ -85,7 +64,8 @@ def test_tokens_are_the_text_and_answers_those_of_their_line(loaded):
 
 
 def test_a_reader_that_can_do_it_is_right_as_far_as_it_remembers(loaded):
-    oracle = Oracle(loaded.tokenizer, 200)
+    oracle = Oracle(loaded, 200)
+    oracle.sizes = CacheSizes(199, 0, 1)
     streams = [encode(pieces(60, 10, d, 0), loaded.tokenizer) for d in (0, 5, 10, 20)]
     rows = [score(oracle, stream) for stream in streams]
     assert [row["num_queries"] for row in rows] == [6, 6, 5, 4]

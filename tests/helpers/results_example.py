@@ -90,8 +90,9 @@ def documents():
     found = [
         row
         | {f"accuracy{end}": 0.5 + x for end, x in ENDS}
-        | dict(distance=distance, num_questions=9, distance_tokens=9, seconds=1.0)
+        | dict(kind=kind, distance=distance, num_questions=9, distance_tokens=9, seconds=1.0)
         for row in rows
+        for kind in ("single", "multi-key")
         for distance in (4, 16)
     ]
     told = [

@@ -6,6 +6,9 @@
 An answer is right if the model itself, with greedy decoding, writes the code. Questions are asked
 on a copy of the stream, so they do not affect each other. After G. Kamradt's needle in a haystack
 (2023), adapted to streams: the distance counts, since an endless text has no length.
+
+Other kinds of questions are those of RULER (Hsieh et al. 2024, arXiv 2404.06654) that need no data
+set (`kinds`), with its score: the share of the expected answers that a written one contains.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvalign.eval.protocol.conclusions import farthest
 from kvalign.eval.protocol.document import document
@@ -36,6 +39,16 @@ COLOURS = "black blue brown golden green grey orange pink purple red white yello
 THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
 NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
 """Owners of the codes; each code of a stream has its own."""
+KINDS = {
+    "single": 1,
+    "multi-key": 4,
+    "multi-value": 1,
+    "multi-query": 4,
+    "variable-tracking": 0,
+    "common-words": 0,
+    "frequent-words": 0,
+}
+"""Kinds of questions, and how many names one is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +73,17 @@ class NeedleSettings(ComparisonSettings):
         at_least=0,
         at_most=MOST_SIZE,
     )
+    kinds: tuple[str, ...] = option(
+        ("single",),
+        help="kinds of questions, RULER's, a row each, comma-separated",
+        choices=KINDS,
+    )
     num_needles: int = option(
         1,
-        help="codes of a stream, near its beginning; small models confuse several",
+        help="codes (of other kinds: passages) of a stream, near its beginning; small models "
+        "confuse several",
         at_least=1,
-        at_most=len(NAMES),
+        at_most=len(NAMES) // max(KINDS.values()),
     )
     gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
     num_streams: int = option(
@@ -80,15 +99,16 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
     """Let every method read the same streams, and count the codes that it finds.
 
     Returns:
-        A document with a row for each method, its sizes and `distance` (cache sizes): `accuracy`
-        with the ends of its 95 % interval (accuracy_low, accuracy_high), num_questions, num_tokens
-        (mean length of the stream before the question), distance_tokens and seconds. A method that
-        does not evict has no row for a distance whose questions exceed its context length.
+        A document with a row for each method, its sizes, `kind` (unless all are `single`) and
+        `distance` (cache sizes): `accuracy` with the ends of its 95 % interval (accuracy_low,
+        accuracy_high), num_questions, num_tokens (mean length of the stream before the question),
+        distance_tokens and seconds. A method that does not evict has no row for a distance whose
+        questions exceed its context length.
 
     Raises:
-        UserError: a corpus that is too short.
+        UserError: a corpus that is too short, a tokenizer that cannot write words.
     """
-    from kvalign.eval.evaluations.needle.haystack import haystacks, writes_code
+    from kvalign.eval.evaluations.needle.haystack import asker, haystacks
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one
     from kvalign.eval.protocol.questions import rows_of
 
@@ -96,23 +116,32 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     progress.phase(f"reading {settings.corpus}")
-    streams = haystacks(settings, loaded)
+    by_kind = haystacks(settings, loaded)
     distances, rows = set(settings.distances), []
-    num_all = settings.num_streams * settings.num_needles * len(distances)
+    num_all = len(by_kind) * settings.num_streams * settings.num_needles * len(distances)
     for method, bar in one_by_one(methods, num_all, "questions"):
         size = method.sizes.cache_size
-        stops = [stream.stops(distances, size) for stream in streams]
-        for row in rows_of(method, stops, writes_code, "distance", bar):
-            rows.append(row | {"distance_tokens": row["distance"] * size})
+        for kind, streams in by_kind.items():
+            of_kind = {} if {*by_kind} == {"single"} else {"kind": kind}
+            stops = [stream.stops(distances, size) for stream in streams]
+            for row in rows_of(method, stops, asker(kind, loaded), "distance", bar):
+                rows.append(row | of_kind | {"distance_tokens": row["distance"] * size})
     return document("eval needle", settings, rows, started=started, plot=EVALUATION.plot)
 
 
 COLUMNS = {
+    "kind": Column(
+        "kind", None, weight=7, about="of question, RULER's", is_optional=True, is_key=True
+    ),
     "distance": Column(
         "distance", weight=6, about="from the code to its question, in cache sizes", is_key=True
     ),
     "accuracy": share_column(
-        "accuracy", "codes found", "codes that greedy decoding writes with all their digits", 5
+        "accuracy",
+        "found",
+        "codes that greedy decoding writes with all digits; of other kinds, expected answers that "
+        "48 tokens of it contain",
+        5,
     ),
     "distance_tokens": Column("tokens back", about="from the code to its question"),
 }
@@ -125,14 +154,16 @@ class NeedleEvaluation(Evaluation):
     about = (
         "Codes of five digits are hidden in a text, and each is asked for some distance later, "
         "on a copy of the stream. An answer is right if greedy decoding writes all digits. "
-        "None is right by chance."
+        "None is right by chance. Other kinds of questions are RULER's: the figure is the share of "
+        "the expected answers that 48 tokens of greedy decoding contain."
     )
     in_summary = ("accuracy",)
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
+    row_options = (("kind", Literal[tuple(KINDS)]),)
 
     def figure(self, document: Document) -> Drawing | None:
-        """Heat map for each cache size: methods, distances, and the share of found codes."""
+        """Heat map for each cache size and kind: methods, distances, and the share found."""
         from kvalign.eval.drawing.strips import draw_shares
         from kvalign.eval.protocol.tables import grouped, label_of
 
@@ -141,7 +172,8 @@ class NeedleEvaluation(Evaluation):
         if len(distances) == 1:
             return None
         panels = {}
-        for size, group in grouped(rows, "cache_size").items():
+        groups = grouped(rows, lambda row: (row["cache_size"], row.get("kind")))
+        for (size, kind), group in groups.items():
             shares = {
                 label: [
                     next((row["accuracy"] for row in of_label if row["distance"] == d), None)
@@ -149,9 +181,11 @@ class NeedleEvaluation(Evaluation):
                 ]
                 for label, of_label in grouped(group, label_of).items()
             }
-            panels[f"{title}, C = {size}"] = shares, [f"{d} C" for d in distances]
-        figure = draw_shares(panels, x="from the code to its question; codes found in %")
-        return figure, f"Codes found, %: {title}", farthest(rows, "distance", "Codes found {} C on")
+            name = f"{title}, C = {size}" + (f", {kind}" if kind else "")
+            panels[name] = shares, [f"{d} C" for d in distances]
+        what = "Answers found" if rows[0].get("kind") else "Codes found"
+        figure = draw_shares(panels, x=f"from what is hidden to its question; {what.lower()} in %")
+        return figure, f"{what}, %: {title}", farthest(rows, "distance", f"{what} {{}} C on")
 
 
 EVALUATION = NeedleEvaluation()
