@@ -1,0 +1,231 @@
+"""What a memory takes back: single entries, as ours does, or blocks of neighbours, as InfLLM and
+Quest choose them; beside random eviction and no memory. All see equally many entries.
+
+    python tests/scripts/memory_choices.py --corpus text:test.txt --parts text
+
+Blocks replace what `Memory.find` finds, of the same stored entries: keys without a position, each
+KV head for itself, by its query as if the block lay right before the window. Equally many entries
+come back, in blocks of `--block-sizes`, and have the same places. A block of one is an entry by its
+score alone: ours, but age costs nothing, and repeated text may come back several times.
+
+- `blocks-representatives` (InfLLM, arXiv 2402.04617): each block has a quarter of its entries, at
+  least one, to represent it: those with the highest mean score by the queries that came while they
+  were in the window. A block's worth is the sum of their scores. InfLLM lets all heads of a layer
+  choose together; here each KV head does.
+- `blocks-bounds` (Quest, arXiv 2406.10774): a block's worth is the highest score that a key within
+  the box around its keys could have.
+- `random`: no memory, any entry of the window may be evicted, sinks are kept (arXiv 2609.03430
+  keeps the prompt).
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign import load_model, make_method
+from kvalign.app.cli.arguments import parse
+from kvalign.data_gen.corpora import first_ids
+from kvalign.eval.evaluations.needle import needle
+from kvalign.eval.evaluations.recall import FAR, recall
+from kvalign.eval.evaluations.told import told
+from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.statistics import interval
+from kvalign.foundation.settings import Settings, option
+from kvalign.memory.memories import Memories
+from kvalign.memory.memory import Memory
+from kvalign.memory.recall import Matches, QueryBatch
+from kvalign.memory.search import at, products
+from kvalign.streaming.scoring import score
+
+PARTS = ("text", "facts", "needles", "told")
+CHOICES = ("none", "random", "blocks-representatives", "blocks-bounds", "entries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoicesSettings(Settings):
+    """Compare ways to choose what a memory takes back.
+
+    Example:
+        python tests/scripts/memory_choices.py --corpus text:test.txt --num-streams 2
+    """
+
+    parts: tuple[str, ...] = option(PARTS, help="what is measured", choices=PARTS)
+    choices: tuple[str, ...] = option(CHOICES, help="who chooses", choices=CHOICES)
+    block_sizes: tuple[int, ...] = option((4,), help="entries of a block, a row each", at_least=1)
+    model: str = option("smollm2-135m-instruct", help="model of text, needles and told")
+    corpus: str = option(help="text that is scored, and in which needles are hidden")
+    cache_size: int = option(256, help="entries of that model's cache", at_least=32)
+    distances: tuple[int, ...] = option((4, 16), help="of needles, and talk, in cache sizes")
+    num_labels: int = option(2000, help="labels of the text", at_least=1)
+    num_streams: int = option(10, help="streams of needles", at_least=1)
+    num_conversations: int = option(2, help="conversations, of eight facts each", at_least=1)
+    facts_cache_size: int = option(64, help="entries of the cache for facts", at_least=32)
+    farthest: int = option(16, help="facts up to so many cache sizes back", at_least=2)
+    num_questions: int = option(250, help="questions about facts, each distance", at_least=1)
+    memory: int = option(100_000, help="evicted tokens that are kept", at_least=1000)
+
+
+class Blocks:
+    """Choice of the best blocks, as `Memory.find` chooses entries.
+
+    Attributes:
+        queries: mean queries of a KV head [H, S, D], by slot, of each layer.
+    """
+
+    def __init__(self, choice: str, size: int):
+        self.worth = self.by_bounds if choice == "blocks-bounds" else self.by_representatives
+        self.size = size
+        self.queries: dict[int, Tensor] = {}
+
+    def find(self, memory: Memory, queries: Tensor, batch: QueryBatch) -> Matches:
+        """What `Memory.find` returns, of the same arguments, for one row."""
+        evicted, near = batch.evicted_slots(memory.num_slots), memory.sizes.num_in_sight
+        size, num_blocks = self.size, memory.sizes.num_recalled // self.size
+        assert len(queries) == 1 and memory.num_used < memory.most and size < near
+        keys = memory.entries.keys
+        blocks = keys.unflatten(2, (-1, size))  # [1, H, N, size, D]
+        self.keep(memory, queries, batch)
+        # A block whose newest entries are still in the window gives back the others.
+        oldest = evicted.ages(torch.arange(0, memory.num_slots, size))
+        worth = self.worth(memory, queries, blocks)
+        worth = worth.masked_fill((oldest <= near) | (oldest > evicted.oldest), -torch.inf)
+        best = worth.topk(num_blocks, sorted=False).indices  # [1, H, T, num_blocks]
+        slots = (best[..., None] * size + torch.arange(size)).flatten(-2)
+        ages = evicted.ages(slots)
+        visible = (ages > near) & (ages <= evicted.oldest)
+        order = ages.masked_fill(~visible, sys.maxsize).argsort(descending=True)
+        slots, ages, visible = (x.gather(-1, order) for x in (slots, ages, visible))
+        return Matches(memory.entries.map(partial(at, slots=slots)), ages, visible)
+
+    def keep(self, memory: Memory, queries: Tensor, batch: QueryBatch) -> None:
+        """Keep the queries of these tokens; those before the first eviction do not search."""
+        slots = batch.seen[0] - memory.sizes.num_sinks  # beyond those that are written as yet
+        kept = self.queries.get(memory.layer, queries.new_zeros(*queries[0, :, 0, :0].shape))
+        missing = max(memory.num_slots, int(slots.max()) + 1) - kept.shape[1]
+        self.queries[memory.layer] = kept = pad(kept, (0, 0, 0, max(0, missing)))
+        kept[:, slots] = queries[0].mean(1)
+
+    def by_representatives(self, memory: Memory, queries: Tensor, blocks: Tensor) -> Tensor:
+        """Worth of blocks for queries, [1, H, T, N]."""
+        size = self.size
+        sums = pad(self.queries[memory.layer].double().cumsum(1), (0, 0, 1, 0))
+        after = torch.arange(1, memory.num_slots + 1)  # the first query after each entry
+        last = (after + memory.sizes.num_in_sight - size).clamp_max(sums.shape[1] - 1)
+        while_seen = (sums[:, last] - sums[:, after]).float()
+        scores = (while_seen * blocks[0].flatten(1, 2)).sum(-1).unflatten(1, (-1, size))
+        best = scores.topk(max(1, size // 4)).indices  # [H, N, representatives]
+        chosen = blocks[0].gather(2, best[..., None].expand(*best.shape, blocks.shape[-1]))
+        return products(queries, chosen.sum(2)[None]).amax(2)
+
+    def by_bounds(self, memory: Memory, queries: Tensor, blocks: Tensor) -> Tensor:
+        """The same."""
+        low, high = blocks.amin(3), blocks.amax(3)
+        bounds = products(queries.clamp_min(0), high) + products(queries.clamp_max(0), low)
+        return bounds.amax(2)
+
+
+@contextmanager
+def chosen_by(blocks: Blocks | None) -> Iterator[None]:
+    """Memories find what the blocks' choice says, and know which layer's they are."""
+    find, of_layer = Memory.find, Memories._of_layer
+
+    def with_number(memories: Memories, layer) -> Memory:
+        memory = of_layer(memories, layer)
+        memory.layer = layer.layer_idx
+        return memory
+
+    if blocks is not None:
+        Memory.find = lambda *args: blocks.find(*args)
+        Memories._of_layer = with_number
+    try:
+        yield
+    finally:
+        Memory.find, Memories._of_layer = find, of_layer
+
+
+def run(settings: MemoryChoicesSettings) -> None:
+    """Print a line for each finding and one of JSON, the document."""
+    started, rows = time.perf_counter(), []
+    model, memory, size = load_model(settings.model), (settings.memory,), settings.cache_size
+    text = first_ids(settings.corpus, model.tokenizer, settings.num_labels + size + 1, "--corpus")
+    of_none = None  # losses of the text without a memory
+
+    def perplexity(policy=("oldest",), memory=(0,)) -> Iterator[Row]:
+        nonlocal of_none
+        sizes = dict(cache_size=size, num_sinks=4, policy=policy[0], memory=memory[0])
+        losses = score(make_method("streaming-llm", model.model, **sizes), torch.tensor([text]))
+        of_none = losses if of_none is None else of_none
+        low, high = interval(losses - of_none)
+        ratio, found = (losses - of_none).double().mean().exp(), losses.double().mean().exp()
+        row = {"at": "text", "perplexity": float(found), "num_labels": len(losses)}
+        yield row | {"value": float(ratio), "low": low, "high": high}
+
+    def shares(rows: list[Row], **names: str) -> Iterator[Row]:
+        """A row for each of the named measures; in a name {} stands for the distance."""
+        for row in rows:
+            for name, about in names.items():
+                of = {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+                distance = row.get("distance", row.get("talk"))
+                yield {"at": about.format(distance), "num_questions": row["num_questions"]} | of
+
+    common = dict(methods=("streaming-llm",), num_sinks=(4,), cache_sizes=(size,), loaded=model)
+
+    def needles(**how) -> Iterator[Row]:
+        of = dict(corpus=settings.corpus, distances=settings.distances)
+        found = needle(num_streams=settings.num_streams, **of, **common, **how)
+        yield from shares(found["rows"], accuracy="needles, {} C later")
+
+    def conversations(**how) -> Iterator[Row]:
+        of = dict(talk=settings.distances, num_conversations=settings.num_conversations)
+        yield from shares(told(**of, **common, **how)["rows"], accuracy="told, {} C of talk")
+
+    def facts(name: str, method: str, **how) -> Iterator[Row]:
+        sizes = dict(num_sinks=(0,), cache_sizes=(settings.facts_cache_size,), num_streams=8)
+        of = dict(farthest=settings.farthest, num_questions=settings.num_questions)
+        found = recall(model=name, methods=(method,), **sizes, **of, **how)
+        to = {part: f"to {n} C" for n, part in FAR.items() if n <= settings.farthest}
+        for row in shares(found["rows"], accuracy="within C", **to):
+            yield row | {"model": name}
+
+    both = ("recall-llama", "streaming-llm"), ("recall-gpt2", "kvalign")
+    measures: dict[str, list[Callable[..., Iterator[Row]]]] = {
+        "text": [perplexity],
+        "facts": [partial(facts, *which) for which in both],
+        "needles": [needles],
+        "told": [conversations],
+    }
+    for part in settings.parts:
+        for measure in measures[part]:
+            for choice in settings.choices:
+                kinds = settings.block_sizes if choice.startswith("blocks") else (None,)
+                how = {"memory": memory} if choice not in ("none", "random") else {}
+                how |= {"policy": ("random",)} if choice == "random" else {}
+                for length in kinds:
+                    start = time.perf_counter()
+                    with chosen_by(length and Blocks(choice, length)):
+                        found = [*measure(**how)]
+                    about = {"part": part, "choice": choice, "block_size": length}
+                    seconds = {"seconds": time.perf_counter() - start}
+                    for row in found:
+                        rows.append({"model": settings.model} | about | row | seconds)
+                        low, high = row["low"], row["high"] or math.inf
+                        words = f"{choice}{f' of {length}' * bool(length)}, {row['at']}"
+                        shown = f"{row['value']:.3f} ({low:.3f} to {high:.3f})"
+                        print(f"{rows[-1]['model']}: {words}: {shown}", flush=True)
+    print(json.dumps(document("script memory-choices", settings, rows, started=started)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        run(parse(MemoryChoicesSettings, sys.argv[1:], "python tests/scripts/memory_choices.py")[0])
