@@ -5,8 +5,7 @@ Quest choose them; beside random eviction and no memory. All see equally many en
 
 Blocks replace what `Memory.find` finds, of the same stored entries: keys without a position, each
 KV head for itself, by its query as if the block lay right before the window. Equally many entries
-come back, in blocks of `--block-sizes`, and have the same places. A block of one is an entry by its
-score alone: ours, but age costs nothing, and repeated text may come back several times.
+come back, in blocks of `--block-sizes`, and have the same places.
 
 - `blocks-representatives` (InfLLM, arXiv 2402.04617): each block has a quarter of its entries, at
   least one, to represent it: those with the highest mean score by the queries that came while they
@@ -14,6 +13,7 @@ score alone: ours, but age costs nothing, and repeated text may come back severa
   choose together; here each KV head does.
 - `blocks-bounds` (Quest, arXiv 2406.10774): a block's worth is the highest score that a key within
   the box around its keys could have.
+- `score-alone`: blocks of one. So it is ours, but age costs nothing, and repeated text comes back.
 - `random`: no memory, any entry of the window may be evicted, sinks are kept (arXiv 2609.03430
   keeps the prompt).
 """
@@ -48,7 +48,7 @@ from kvalign.memory.search import at, products
 from kvalign.streaming.scoring import score
 
 PARTS = ("text", "facts", "needles", "told")
-CHOICES = ("none", "random", "blocks-representatives", "blocks-bounds", "entries")
+CHOICES = ("none", "random", "blocks-representatives", "blocks-bounds", "score-alone", "entries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,14 @@ class Blocks:
     """Choice of the best blocks, as `Memory.find` chooses entries.
 
     Attributes:
-        queries: mean queries of a KV head [H, S, D], by slot, of each layer.
+        sums: of each layer, sums of the mean queries of a KV head before each slot's [H, S + 1, D].
     """
 
     def __init__(self, choice: str, size: int):
-        self.worth = self.by_bounds if choice == "blocks-bounds" else self.by_representatives
+        has_some = choice == "blocks-representatives"
+        self.worth = self.by_representatives if has_some else self.by_bounds
         self.size = size
-        self.queries: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
 
     def find(self, memory: Memory, queries: Tensor, batch: QueryBatch) -> Matches:
         """What `Memory.find` returns, of the same arguments, for one row."""
@@ -109,19 +110,19 @@ class Blocks:
 
     def keep(self, memory: Memory, queries: Tensor, batch: QueryBatch) -> None:
         """Keep the queries of these tokens; those before the first eviction do not search."""
-        slots = batch.seen[0] - memory.sizes.num_sinks  # beyond those that are written as yet
-        kept = self.queries.get(memory.layer, queries.new_zeros(*queries[0, :, 0, :0].shape))
-        missing = max(memory.num_slots, int(slots.max()) + 1) - kept.shape[1]
-        self.queries[memory.layer] = kept = pad(kept, (0, 0, 0, max(0, missing)))
-        kept[:, slots] = queries[0].mean(1)
+        first, num = int(batch.seen[0, 0]) - memory.sizes.num_sinks, queries.shape[3]
+        sums = self.sums.get(memory.layer, queries.new_zeros(*queries[0, :, 0, :0].shape))
+        missing = max(memory.num_slots, first + num) + 1 - sums.shape[1]
+        self.sums[memory.layer] = sums = pad(sums, (0, 0, 0, max(0, missing)))
+        new = queries[0].mean(1).cumsum(1)
+        sums[:, first + 1 : first + num + 1] = sums[:, first, None] + new
 
     def by_representatives(self, memory: Memory, queries: Tensor, blocks: Tensor) -> Tensor:
         """Worth of blocks for queries, [1, H, T, N]."""
-        size = self.size
-        sums = pad(self.queries[memory.layer].double().cumsum(1), (0, 0, 1, 0))
-        after = torch.arange(1, memory.num_slots + 1)  # the first query after each entry
-        last = (after + memory.sizes.num_in_sight - size).clamp_max(sums.shape[1] - 1)
-        while_seen = (sums[:, last] - sums[:, after]).float()
+        sums, size, num = self.sums[memory.layer], self.size, memory.num_slots
+        after = sums[:, 1 : num + 1]  # the first query after each entry
+        end = pad(sums[:, 1 + memory.sizes.num_in_sight - size :], (0, 0, 0, num))[:, :num]
+        while_seen = end - after
         scores = (while_seen * blocks[0].flatten(1, 2)).sum(-1).unflatten(1, (-1, size))
         best = scores.topk(max(1, size // 4)).indices  # [H, N, representatives]
         chosen = blocks[0].gather(2, best[..., None].expand(*best.shape, blocks.shape[-1]))
@@ -207,7 +208,8 @@ def run(settings: MemoryChoicesSettings) -> None:
     for part in settings.parts:
         for measure in measures[part]:
             for choice in settings.choices:
-                kinds = settings.block_sizes if choice.startswith("blocks") else (None,)
+                kinds = {"score-alone": (1,)}.get(choice, (None,))
+                kinds = settings.block_sizes if choice.startswith("blocks") else kinds
                 how = {"memory": memory} if choice not in ("none", "random") else {}
                 how |= {"policy": ("random",)} if choice == "random" else {}
                 for length in kinds:

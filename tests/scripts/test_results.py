@@ -153,6 +153,8 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         "memory-choices": "--parts text,facts --choices none,entries,blocks-representatives "
         "--block-sizes 2 --num-questions 2 --farthest 2 " + choices,
         "memory-choices-needles": "--parts needles --choices entries,blocks-bounds " + choices,
+        "memory-choices-told": "--parts told --choices blocks-bounds --num-conversations 1 "
+        + choices,
         "copying": "--num-passages 2 --passage-len 9",
         "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
         "--corpus text:words.txt --eval-corpus text:words.txt",
