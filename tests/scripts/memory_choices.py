@@ -22,10 +22,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -45,9 +47,11 @@ from kvalign.memory.memories import Memories
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import Matches, QueryBatch
 from kvalign.memory.search import at, products
+from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import score
 
 PARTS = ("text", "facts", "needles", "told")
+FACTS = {"recall-llama": "streaming-llm", "recall-gpt2": "kvalign"}
 CHOICES = ("none", "random", "blocks-representatives", "blocks-bounds", "score-alone", "entries")
 
 
@@ -138,92 +142,74 @@ class Blocks:
 @contextmanager
 def chosen_by(blocks: Blocks | None) -> Iterator[None]:
     """Memories find what the blocks' choice says, and know which layer's they are."""
-    find, of_layer = Memory.find, Memories._of_layer
+    of_layer = Memories._of_layer
 
     def with_number(memories: Memories, layer) -> Memory:
         memory = of_layer(memories, layer)
         memory.layer = layer.layer_idx
         return memory
 
-    if blocks is not None:
-        Memory.find = lambda *args: blocks.find(*args)
-        Memories._of_layer = with_number
-    try:
+    find = Memory.find if blocks is None else lambda *args: blocks.find(*args)
+    with patch.object(Memory, "find", find), patch.object(Memories, "_of_layer", with_number):
         yield
-    finally:
-        Memory.find, Memories._of_layer = find, of_layer
+
+
+def measured(settings: MemoryChoicesSettings, part: str, model: str | LoadedModel, how, first):
+    """The rows of a part, with the losses of the `first` choice for those of a text."""
+    size, each = settings.cache_size, {name: (value,) for name, value in how.items()}
+    common = dict(methods=("streaming-llm",), num_sinks=(4,), cache_sizes=(size,), **each)
+    if part == "text":
+        num = settings.num_labels + size + 1
+        ids = torch.tensor([first_ids(settings.corpus, model.tokenizer, num, "--num-labels")])
+        method = make_method("streaming-llm", model.model, cache_size=size, num_sinks=4, **how)
+        losses = score(method, ids)
+        first.append(losses)
+        ratio, (low, high) = (losses - first[0]).double().mean().exp(), interval(losses - first[0])
+        row = {"at": "text", "value": float(ratio), "low": low, "high": high}
+        row |= {"perplexity": float(losses.double().mean().exp()), "num_labels": len(losses)}
+        return [row]
+    if part == "needles":
+        of = dict(distances=settings.distances, num_streams=settings.num_streams)
+        found = needle(corpus=settings.corpus, loaded=model, **of, **common)["rows"]
+        return [share(row, "accuracy", f"needles, {row['distance']} C later") for row in found]
+    if part == "told":
+        of = dict(talk=settings.distances, num_conversations=settings.num_conversations)
+        found = told(loaded=model, **of, **common)["rows"]
+        return [share(row, "accuracy", f"told, {row['talk']} C of talk") for row in found]
+    of = dict(farthest=settings.farthest, num_questions=settings.num_questions, num_streams=8)
+    sizes = dict(num_sinks=(0,), cache_sizes=(settings.facts_cache_size,))
+    (row,) = recall(model=model, methods=(FACTS[model],), **sizes, **of, **each)["rows"]
+    to = {name: f"to {n} C" for n, name in FAR.items() if n <= settings.farthest}
+    return [share(row, name, at) for name, at in ({"accuracy": "within C"} | to).items()]
+
+
+def share(row: Row, name: str, at: str) -> Row:
+    ends = {"low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+    return {"at": at, "value": row[name], **ends, "num_questions": row["num_questions"]}
 
 
 def run(settings: MemoryChoicesSettings) -> None:
     """Print a line for each finding and one of JSON, the document."""
-    started, rows = time.perf_counter(), []
-    model, memory, size = load_model(settings.model), (settings.memory,), settings.cache_size
-    text = first_ids(settings.corpus, model.tokenizer, settings.num_labels + size + 1, "--corpus")
-    of_none = None  # losses of the text without a memory
-
-    def perplexity(policy=("oldest",), memory=(0,)) -> Iterator[Row]:
-        nonlocal of_none
-        sizes = dict(cache_size=size, num_sinks=4, policy=policy[0], memory=memory[0])
-        losses = score(make_method("streaming-llm", model.model, **sizes), torch.tensor([text]))
-        of_none = losses if of_none is None else of_none
-        low, high = interval(losses - of_none)
-        ratio, found = (losses - of_none).double().mean().exp(), losses.double().mean().exp()
-        row = {"at": "text", "perplexity": float(found), "num_labels": len(losses)}
-        yield row | {"value": float(ratio), "low": low, "high": high}
-
-    def shares(rows: list[Row], **names: str) -> Iterator[Row]:
-        """A row for each of the named measures; in a name {} stands for the distance."""
-        for row in rows:
-            for name, about in names.items():
-                of = {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
-                distance = row.get("distance", row.get("talk"))
-                yield {"at": about.format(distance), "num_questions": row["num_questions"]} | of
-
-    common = dict(methods=("streaming-llm",), num_sinks=(4,), cache_sizes=(size,), loaded=model)
-
-    def needles(**how) -> Iterator[Row]:
-        of = dict(corpus=settings.corpus, distances=settings.distances)
-        found = needle(num_streams=settings.num_streams, **of, **common, **how)
-        yield from shares(found["rows"], accuracy="needles, {} C later")
-
-    def conversations(**how) -> Iterator[Row]:
-        of = dict(talk=settings.distances, num_conversations=settings.num_conversations)
-        yield from shares(told(**of, **common, **how)["rows"], accuracy="told, {} C of talk")
-
-    def facts(name: str, method: str, **how) -> Iterator[Row]:
-        sizes = dict(num_sinks=(0,), cache_sizes=(settings.facts_cache_size,), num_streams=8)
-        of = dict(farthest=settings.farthest, num_questions=settings.num_questions)
-        found = recall(model=name, methods=(method,), **sizes, **of, **how)
-        to = {part: f"to {n} C" for n, part in FAR.items() if n <= settings.farthest}
-        for row in shares(found["rows"], accuracy="within C", **to):
-            yield row | {"model": name}
-
-    both = ("recall-llama", "streaming-llm"), ("recall-gpt2", "kvalign")
-    measures: dict[str, list[Callable[..., Iterator[Row]]]] = {
-        "text": [perplexity],
-        "facts": [partial(facts, *which) for which in both],
-        "needles": [needles],
-        "told": [conversations],
-    }
-    for part in settings.parts:
-        for measure in measures[part]:
-            for choice in settings.choices:
-                kinds = {"score-alone": (1,)}.get(choice, (None,))
-                kinds = settings.block_sizes if choice.startswith("blocks") else kinds
-                how = {"memory": memory} if choice not in ("none", "random") else {}
-                how |= {"policy": ("random",)} if choice == "random" else {}
-                for length in kinds:
-                    start = time.perf_counter()
-                    with chosen_by(length and Blocks(choice, length)):
-                        found = [*measure(**how)]
-                    about = {"part": part, "choice": choice, "block_size": length}
-                    seconds = {"seconds": time.perf_counter() - start}
-                    for row in found:
-                        rows.append({"model": settings.model} | about | row | seconds)
-                        low, high = row["low"], row["high"] or math.inf
-                        words = f"{choice}{f' of {length}' * bool(length)}, {row['at']}"
-                        shown = f"{row['value']:.3f} ({low:.3f} to {high:.3f})"
-                        print(f"{rows[-1]['model']}: {words}: {shown}", flush=True)
+    started, rows, first = time.perf_counter(), [], []
+    how = {"none": {}, "random": {"policy": "random"}}
+    sizes = {"score-alone": (1,)} | {c: settings.block_sizes for c in CHOICES if "blocks" in c}
+    asked = [(choice, size) for choice in settings.choices for size in sizes.get(choice, (None,))]
+    loaded = load_model(settings.model)
+    models = [(p, model) for p in settings.parts for model in (FACTS if p == "facts" else [loaded])]
+    for (part, model), (choice, size) in product(models, asked):
+        start, more = time.perf_counter(), how.get(choice, {"memory": settings.memory})
+        with chosen_by(size and Blocks(choice, size)):
+            found = measured(settings, part, model, more, first)
+        about = {"model": model if part == "facts" else settings.model, "part": part}
+        about |= {"choice": choice, "block_size": size, "seconds": time.perf_counter() - start}
+        for row in found:
+            rows.append(about | row)
+            ends = f"{row['low']:.3f} to {row['high'] or math.inf:.3f}"
+            of = f" of {size}" * bool(size)
+            print(
+                f"{about['model']}: {choice}{of}, {row['at']}: {row['value']:.3f} ({ends})",
+                flush=True,
+            )
     print(json.dumps(document("script memory-choices", settings, rows, started=started)))
 
 
