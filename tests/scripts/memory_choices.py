@@ -114,11 +114,12 @@ class Blocks:
 
     def keep(self, memory: Memory, queries: Tensor, batch: QueryBatch) -> None:
         """Keep the queries of these tokens; those before the first eviction do not search."""
-        first, num = int(batch.seen[0, 0]) - memory.sizes.num_sinks, queries.shape[3]
+        first = int(batch.seen[0, 0]) - memory.sizes.num_sinks
+        new = queries[0].mean(1)[:, max(0, -first) :].cumsum(1)  # [H, T, D], without those of sinks
+        first, num = max(0, first), new.shape[1]
         sums = self.sums.get(memory.layer, queries.new_zeros(*queries[0, :, 0, :0].shape))
         missing = max(memory.num_slots, first + num) + 1 - sums.shape[1]
         self.sums[memory.layer] = sums = pad(sums, (0, 0, 0, max(0, missing)))
-        new = queries[0].mean(1).cumsum(1)
         sums[:, first + 1 : first + num + 1] = sums[:, first, None] + new
 
     def by_representatives(self, memory: Memory, queries: Tensor, blocks: Tensor) -> Tensor:
