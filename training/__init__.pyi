@@ -5,4 +5,5 @@ from .kinds.table_network import train_table_network as train_table_network
 from .network_judge import judge_aligner as judge_aligner
 from .pretraining import pretrain as pretrain
 from .published import import_published as import_published
+from .recall_tuning import tune_memory as tune_memory
 from .sweep import tune_network as tune_network

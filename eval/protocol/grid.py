@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.label import note_of_use
+from kvalign.cache.sizes import OF_MEMORY
 from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
@@ -153,7 +154,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
             settings.cache_dtype, kinds, settings.policy, settings.num_recent or (None,)
         )
     ]
-    how = {"recall_places": settings.recall_places, "recall_layers": settings.recall_layers}
+    how = {name: getattr(settings, name) for name in OF_MEMORY[2:]}
     return [
         which | ({"memory": memory, "num_recalled": num_recalled, **how} if memory else {})
         for memory, num_recalled in product(settings.memory, settings.num_recalled or (None,))

@@ -126,8 +126,7 @@ class ComparisonSettings(ResultSettings, ModelSettings):
                 raise UserError(unknown("method", name, METHODS))
         if not any(self.memory) and {*OF_MEMORY[1:]} & {*self.changed()}:
             raise UserError(
-                "--num-recalled, --recall-places and --recall-layers need a memory: give --memory, "
-                "too"
+                f"{', '.join(map(flag, OF_MEMORY[1:]))} need a memory: give --memory, too"
             )
         for number in self.num_evicted or ():
             num_evicted_of(number, 2)

@@ -17,10 +17,10 @@ from kvalign.cache.window_layer import WindowLayer
 
 
 class CacheMemory(Part):
-    """Memory behind the windows of some layers of a cache, with the same rows.
+    """Memory behind the windows of a cache's layers, with the same rows.
 
     Attributes:
-        layers: numbers of the layers that have one.
+        layers: numbers of those that have one: all, but for streams of older versions.
         kept_sizes: the cache's sizes, if the memory's entries were its own.
         frame: the sizes by which positions run; None: the realigner's.
     """
@@ -59,6 +59,10 @@ class CacheMemory(Part):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Tensors of all layers, by name."""
+
+    @abstractmethod
+    def begin_restore(self, state: Collection[str]) -> None:
+        """A state with tensors of these names is about to be restored."""
 
     @abstractmethod
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:

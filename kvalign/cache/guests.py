@@ -11,6 +11,7 @@ GUESTS: Registry[Any] = Registry(
         "int8": "kvalign.cache.int8:Int8",
         "kernel": "kvalign.cache.by_kernel:reader_of",
         "memory": "kvalign.memory.memories:Memories",
+        "memory-plan": "kvalign.memory.plan:as_planned",
         "memory-sizes": "kvalign.memory.sizes:num_recalled_of",
         "states": "kvalign.cache.state_layer:with_states",
         "restored-states": "kvalign.cache.state_layer:restore_states",

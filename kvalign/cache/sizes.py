@@ -54,7 +54,8 @@ class CacheSizes:
         recall_places: positions of entries that are taken back: by `age` or by `rank`; None: by age
             on rotary positions, by rank on learned ones.
         recall_layers: layers that take entries back, counted from 0, such as `"7,15-29"`. The
-            others have no memory and keep their whole window. None: all.
+            others keep their whole window. `"0-14:-2,15-29"`: -2 is added to the scores of what the
+            first 15 take back, in nats. None, or `"all"`: all, as they are.
 
     Raises:
         UserError: sizes that are not whole numbers or do not fit together; an unknown policy.
@@ -126,10 +127,11 @@ class CacheSizes:
             )
 
     def _check_memory(self) -> None:
-        of_memory = (self.memory, self.num_recalled or None, self.recall_places, self.recall_layers)
-        asks = of_memory != (0, None, None, None)
+        asks = any(getattr(self, name) for name in OF_MEMORY)
         num_recalled = GUESTS["memory-sizes"](self) if asks else 0
         object.__setattr__(self, "num_recalled", num_recalled)
+        if self.recall_layers == "all":
+            object.__setattr__(self, "recall_layers", None)
 
     @property
     def num_in_sight(self) -> int:

@@ -82,9 +82,8 @@ class StreamingCache(FixedSizeCache):
         is_known = spec.model_type in FAMILIES
         self.goes_by_order = spec.family == "alibi" or sees_window or not is_known
         self.takes_marks = spec.model_type in REGISTERED
-        behind = dict.fromkeys(self.memory.layers if self.memory else (), self.memory)
-        of_all = self.sinks, self.sizes
-        return [WindowLayer(self, i, *of_all, behind.get(i)) for i in spec.attention]
+        of_all = self.sinks, self.sizes, self.memory
+        return [WindowLayer(self, i, *of_all) for i in spec.attention]
 
     def _hold(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         super()._hold(seen, num_gone)
@@ -260,6 +259,11 @@ class StreamingCache(FixedSizeCache):
     def state(self) -> dict[str, Tensor]:
         tensors = super().state()
         return tensors if self.memory is None else tensors | self.memory.state()
+
+    def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        if self.memory is not None:
+            self.memory.begin_restore(state)
+        super()._restore(state, model)
 
     def segment(self, num_tokens: int, device: torch.device, num_ahead: int = 0) -> Segment:
         """Positions of the next tokens of rows of equal length, for feeding them as a segment, of

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
+from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
@@ -182,7 +183,7 @@ def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tenso
     keys, values = (torch.cat(x, 2) for x in zip(sinks, (keys, values), strict=True))
     # 3. What attention gives.
     scores = query @ keys.mT
-    bias = recall.bias(step.matches)
+    bias = recall.bias(layer, step.matches)
     if bias is not None:
         scores[..., num_sinks : num_sinks + ages.shape[-1]] += bias.to(device)
     return scores.softmax(-1) @ values
@@ -240,7 +241,8 @@ def all_recalled(subject: Subject) -> Measured:
     most = cache.sizes.num_recalled
     assert most is not None
     few = replace(cache.sizes, memory=most)
-    none = replace(few, memory=0, num_recalled=None, recall_places=None, recall_layers=None)
+    nothing: dict[str, Any] = dict.fromkeys(OF_MEMORY) | {"memory": 0}
+    none = replace(few, **nothing)
     config, num_positions = subject.model.config, memories.recall.places.num_positions
     memory = Memories(spec, few, cache.realigner, config, num_positions)
     of_cache = cache.realigner, cache.bases, config

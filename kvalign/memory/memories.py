@@ -8,7 +8,7 @@ What is taken back replaces the window's oldest entries, in the order of time. S
 many entries as without a memory, and computes its token at the same position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self, final
@@ -33,7 +33,7 @@ from kvalign.foundation.memory import check_room
 from kvalign.memory.memory import TOGETHER, Memory
 from kvalign.memory.recall import Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.memory.sizes import layers_of
+from kvalign.memory.sizes import loudness_of
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
@@ -107,9 +107,9 @@ class Memories(CacheMemory):
         self.kept_sizes = replace(
             sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory
         )
-        self.layers = layers_of(sizes.recall_layers, spec.attention)
-        self._is_in_all = len(self.layers) == len(spec.attention)
-        self.recall = Recall(sizes, placer, places)
+        self._attention, self.layers = spec.attention, {*spec.attention}
+        loudness = loudness_of(sizes.recall_layers, spec.attention)
+        self.recall = Recall(sizes, placer, places, loudness)
         self.of: dict[int, Memory] = {}
         install(config)
 
@@ -129,8 +129,8 @@ class Memories(CacheMemory):
                         self._put_newest(layer, seen, num, at.to(layer.device))
         self.recall.begin(step, step.seen if first is None else first.seen)
         if batch := self.recall.of_step:
-            for memory in self.of.values():
-                memory.prepare(batch)
+            for layer_idx in self.recall.loudness.keys() & self.of.keys():
+                self.of[layer_idx].prepare(batch)
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -148,12 +148,16 @@ class Memories(CacheMemory):
         memory.write(seen, entries)
 
     def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
+        if layer.layer_idx not in self.layers:
+            return entries
         # 1. Tokens that come together are taken in at once, single ones some time later.
         memory = self._of_layer(layer)
         if not step.is_single:
             if step.segment is not None:
                 new = KV(step.segment.rotate(layer.layer_idx, new.keys), new.values)
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
+        if layer.layer_idx not in self.recall.loudness:
+            return entries
         # 2. The rest is for its queries to say, once anything is lost.
         if step.segment is not None:
             recall = partial(self._recall, layer.layer_idx)
@@ -168,8 +172,9 @@ class Memories(CacheMemory):
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
             form = layer.entries.form.without_position()
-            memory = Memory(layer.entries.like(), form, self.recall.places, self.grows)
-            self.of[layer.layer_idx] = memory
+            is_searched = layer.layer_idx in self.recall.loudness
+            of_memory = form, self.recall.places, is_searched, self.grows
+            self.of[layer.layer_idx] = Memory(layer.entries.like(), *of_memory)
         return self.of[layer.layer_idx]
 
     def _recall(self, layer: int, block: Block, query: Tensor) -> RecalledEntries:
@@ -199,7 +204,7 @@ class Memories(CacheMemory):
         matches = self.of[number].find(queries, batch)
         stored = self.recall.as_stored(number, realigner, step, batch, matches)
         slots = step.oldest(stored.keys.shape[2]).to(keys.device)
-        seen, bias = KV(keys, values), self._bias(batch, matches, keys, slots)
+        seen, bias = KV(keys, values), self._bias(number, batch, matches, keys, slots)
         if torch.is_grad_enabled():  # which keeps what attention sees
             seen = seen.map(torch.clone)
         own = seen.at(slots)
@@ -212,12 +217,12 @@ class Memories(CacheMemory):
         return out
 
     def _bias(
-        self, batch: QueryBatch, matches: Matches, keys: Tensor, slots: Tensor
+        self, layer: int, batch: QueryBatch, matches: Matches, keys: Tensor, slots: Tensor
     ) -> Tensor | None:
         """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
         None: nothing.
         """
-        of_matches = self.recall.bias(matches)
+        of_matches = self.recall.bias(layer, matches)
         if of_matches is None:
             return None
         of_matches = of_matches[:, :, 0]
@@ -236,6 +241,7 @@ class Memories(CacheMemory):
     def reset(self) -> None:
         self.recall.end()
         self.of.clear()
+        self.layers = {*self._attention}
 
     def select(self, rows: Tensor) -> None:
         for memory in self.of.values():
@@ -260,7 +266,12 @@ class Memories(CacheMemory):
             digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used]
         return tensors | {"digests": digests}
 
+    def begin_restore(self, state: Collection[str]) -> None:
+        self.layers = {i for i in self._attention if f"{i}.memory.0" in state}
+
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
+        if layer.layer_idx not in self.layers:
+            return
         memory = self._of_layer(layer)
         entries = read_kv(read, "memory", memory.num_used_after(seen), head_dim, memory.form, "cpu")
         memory.base = read("base", (1, head_dim), torch.float32, "cpu").clone()
@@ -268,10 +279,10 @@ class Memories(CacheMemory):
         memory.seen = seen
 
     def check_editable(self) -> None:
-        if not self._is_in_all:
+        if len(self.layers) < len(self._attention):
             raise UserError(
-                "a stream whose memory is in some layers only cannot be edited: the others could "
-                "not fill their windows"
+                "this stream was saved when a memory of some layers stored nothing of the others: "
+                "it cannot be edited, since the others could not fill their windows"
             )
 
     def take_parts(

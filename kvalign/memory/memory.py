@@ -52,6 +52,7 @@ class Memory:
         like: entries of the shape [B, H, ?, D].
         form: of the stored entries.
         places: of what is taken back.
+        is_searched: whether queries look for its entries; else they wait for edits.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
 
@@ -64,7 +65,14 @@ class Memory:
         digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
-    def __init__(self, like: KV, form: Form, places: RecallPlaces, grows: bool = True):
+    def __init__(
+        self,
+        like: KV,
+        form: Form,
+        places: RecallPlaces,
+        is_searched: bool = True,
+        grows: bool = True,
+    ):
         self.form, self.places, self.grows = form, places, grows
         self.sizes, self.alike = places.sizes, places.alike
         # A segment is written before its first query looks for what its last tokens overwrite.
@@ -77,7 +85,7 @@ class Memory:
         with no_autograd_modes():
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         has_kernel = like.keys.shape[3] in kernel.DIMS and kernel.is_here()
-        self.sketch = Sketch(self.base) if has_kernel else None
+        self.sketch = Sketch(self.base) if is_searched and has_kernel else None
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""

@@ -4,6 +4,7 @@ A query is rotated as if the entries it looks for lay right before its window. T
 found replace the oldest entries of the window.
 """
 
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -146,13 +147,22 @@ class Recall:
     Args:
         placer: realigner that places entries by their original positions.
         places: places of the entries that are taken back.
+        loudness: by number of the layer, what is added to the scores of what is taken back, in
+            nats. Layers without a number take nothing back; they store entries, too, so that an
+            edit can fill their windows.
 
     Attributes:
         of_step: the queries of a pass of one token a row; None where no window has lost anything.
     """
 
-    def __init__(self, sizes: CacheSizes, placer: Realigner, places: RecallPlaces):
-        self.sizes, self.placer, self.places = sizes, placer, places
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        placer: Realigner,
+        places: RecallPlaces,
+        loudness: Mapping[int, float],
+    ):
+        self.sizes, self.placer, self.places, self.loudness = sizes, placer, places, loudness
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
@@ -229,7 +239,7 @@ class Recall:
             beyond = self.places.beyond(matches.ages).long().expand_as(matches.ages)
         queries = queries.transpose(2, 3)  # [B, H, T, G, D]
         if self._has_kernel(queries):
-            bias = self.places.age_bias(matches.ages)
+            bias = self._added(layer, matches.ages)
             angles = None if beyond is None else self._angles_up_to(int(beyond.max()))
             output, log_sum = kernel.attend_found(
                 queries, keys, values, matches.visible, bias, beyond, angles
@@ -237,7 +247,7 @@ class Recall:
         else:
             if rotation is not None and beyond is not None:
                 keys = rotation.shift(keys, beyond)
-            scores, bias = queries @ keys.mT, self.bias(matches)
+            scores, bias = queries @ keys.mT, self.bias(layer, matches)
             scores = scores if bias is None else scores + bias[:, :, :, None]
             log_sum = scores.logsumexp(-1)
             output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
@@ -262,16 +272,23 @@ class Recall:
             self._angles = torch.stack([angles.cos, angles.sin])
         return self._angles
 
-    def bias(self, matches: Matches) -> Tensor | None:
+    def bias(self, layer: int, matches: Matches) -> Tensor | None:
         """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is
         not visible; None: nothing.
         """
-        age_bias = self.places.age_bias(matches.ages)
-        if age_bias is None:
+        added = self._added(layer, matches.ages)
+        if added is None:
             if not torch.compiler.is_compiling() and matches.visible.all():
                 return None
-            age_bias = torch.zeros_like(matches.ages, dtype=torch.float32)
-        return age_bias.masked_fill(~matches.visible, -torch.inf)
+            added = torch.zeros_like(matches.ages, dtype=torch.float32)
+        return added.masked_fill(~matches.visible, -torch.inf)
+
+    def _added(self, layer: int, ages: Tensor) -> Tensor | None:
+        """Same for entries that are all visible."""
+        bias, loudness = self.places.age_bias(ages), self.loudness[layer]
+        if bias is None and loudness:
+            bias = torch.zeros_like(ages, dtype=torch.float32)
+        return None if bias is None else bias + loudness
 
     def as_stored(
         self, layer: int, realigner: Realigner, step: Step, batch: QueryBatch, matches: Matches

@@ -1,15 +1,15 @@
-"""Sizes of a memory: how many entries it gives back, and in which layers, as `--recall-layers`
-names them.
-"""
+"""Sizes of a memory: how many entries it gives back, in which layers, and how loud."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import get_args
 
-from kvalign.cache.sizes import CacheSizes, RecallBy
+from kvalign.cache.sizes import OF_MEMORY, CacheSizes, RecallBy
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
 
-NAME = "recall_layers"
+NAME, ALL = "recall_layers", "all"
+MOST_LOUDNESS = 10.0
 MOST_RECALLED = 32
 """Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
 
@@ -23,9 +23,8 @@ def num_recalled_of(sizes: CacheSizes) -> int:
     if sizes.recall_places not in (None, *get_args(RecallBy)):
         raise UserError(f"recall_places must be age or rank, got {sizes.recall_places!r:.80}")
     if not sizes.memory:
-        if sizes.num_recalled or sizes.recall_places or sizes.recall_layers:
-            names = "num_recalled, recall_places and recall_layers"
-            raise UserError(f"{names} need a memory: give memory, too")
+        if any(getattr(sizes, name) for name in OF_MEMORY):
+            raise UserError(f"{', '.join(OF_MEMORY[1:])} need a memory: give memory, too")
         return 0
     if not sizes.is_oldest or sizes.num_evicted != 1:
         raise UserError(
@@ -37,8 +36,8 @@ def num_recalled_of(sizes: CacheSizes) -> int:
             "memory needs a window of at least 2 entries: give cache_size above "
             f"{sizes.num_sinks + 1} with num_sinks {sizes.num_sinks}, got {sizes.cache_size}"
         )
-    if sizes.recall_layers is not None:
-        numbers_in(sizes.recall_layers)
+    if sizes.recall_layers not in (None, ALL):
+        by_layer(sizes.recall_layers)
     most, num_recalled = sizes.window_size - 1, sizes.num_recalled
     if num_recalled is None:
         num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks)
@@ -61,28 +60,48 @@ def usual_recalled(cache_size: int, num_sinks: int) -> int:
     return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
-def layers_of(text: str | None, attention: Sequence[int]) -> set[int]:
-    """Return which of the layers that have attention are asked for; None: all. UserError if one has
-    none.
+def usual_places(family: str) -> RecallBy:
+    """Return where entries lie that are taken back, if nothing was measured: by age where positions
+    are free, by rank where later ones cost something.
     """
-    layers = {*attention} if text is None else numbers_in(text)
-    if others := layers - {*attention}:
+    return "rank" if family == "learned" else "age"
+
+
+def loudness_of(text: str | None, attention: Sequence[int]) -> dict[int, float]:
+    """Return how loud entries are that are taken back, by layer, of the layers that are asked for;
+    None: all that have attention, as they are. UserError if one has none.
+    """
+    loudness = dict.fromkeys(attention, 0.0) if text is None else by_layer(text)
+    if others := loudness.keys() - {*attention}:
         raise UserError(
             f"{NAME} must be among the {len(attention)} layers that have attention, up to "
             f"{attention[-1]}: {min(others)} has none"
         )
-    return layers
+    return loudness
 
 
-def numbers_in(text: str) -> set[int]:
-    """Return the numbers of `"7,15-29"`: 7 and those from 15 to 29; UserError for anything else."""
-    numbers: set[int] = set()
+def by_layer(text: str) -> dict[int, float]:
+    """Return the layers of `"7,15-29:-2"`, 7 and those from 15 to 29, with 0 and -2; UserError for
+    anything else.
+    """
+    found: dict[int, float] = {}
     for part in typed(NAME, text, str).split(","):
-        first, _, last = (x.strip() for x in part.partition("-"))
+        layers, _, loudness = part.partition(":")
+        first, _, last = (x.strip() for x in layers.partition("-"))
         ends = (first, last or first)
         if not all(x.isascii() and x.isdigit() and len(x) < 6 for x in ends):
             raise UserError(f"{NAME} must be numbers and ranges as 7,15-29, got {text!r:.80}")
         if int(ends[0]) > int(ends[1]):
             raise UserError(f"{NAME} must have ranges that go up, as 15-29, got {text!r:.80}")
-        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
-    return numbers
+        found |= dict.fromkeys(range(int(ends[0]), int(ends[1]) + 1), _number(loudness, text))
+    return found
+
+
+def _number(loudness: str, text: str) -> float:
+    if not loudness:
+        return 0.0
+    with suppress(ValueError):
+        if abs(number := float(loudness)) <= MOST_LOUDNESS:
+            return number
+    most = f"{MOST_LOUDNESS:g}"
+    raise UserError(f"{NAME} must have a number from -{most} to {most} after :, got {text!r:.80}")

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from kvalign.cache.guests import GUESTS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed
@@ -34,7 +35,8 @@ class MethodConfig(TypedDict, total=False):
         cache_dtype: for methods with a cache: `"int8"` stores entries in 8 bits; None: in the
             model's dtype.
         memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
-            `kvalign`: see `CacheSizes`; None: evicted entries are forgotten.
+            `kvalign`: see `CacheSizes`. memory=None: evicted entries are forgotten. The last two
+            by default as the model's plan says (`kvalign tune-memory`).
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the one that
             `kvalign.methods.choice.choose` finds.
     """
@@ -128,11 +130,14 @@ def make_method(
         log.info("cache_size %s: %s", cache_size, why_size)
     if loaded:
         sizes = cls.sizes_for(cache_size, aligner=loaded, **sizes_asked)
-        method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
+        options = {"aligner": loaded}
     else:
         if aligner is not None:
             log.warning("%s uses no aligner: the given one has no effect", name)
-        method = cls(model, cls.sizes_for(cache_size, **sizes_asked))
+        sizes, options = cls.sizes_for(cache_size, **sizes_asked), {}
+    if sizes.memory:
+        sizes = GUESTS["memory-plan"](inner, loaded, sizes, sizes_asked, warn)
+    method = cls(model, sizes, **options)
     method.why_size, method.warns = why_size, warn
     if warn:
         warn_if_stale(method)

@@ -8,7 +8,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
+from kvalign.memory.sizes import ALL, usual_places
 from kvalign.methods.base import Method
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
@@ -89,6 +91,16 @@ class SavedStream(BaseModel):
     answers: list[tuple[Count, Count]] = []
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
+
+    def sizes(self, family: str) -> dict[str, Any]:
+        """Return its sizes, as arguments of `make_method`: as when it was saved, whatever has been
+        measured since on this model, of this family of positions.
+        """
+        sizes = {field.name: getattr(self, field.name) for field in fields(CacheSizes)}
+        if self.memory:
+            sizes["recall_places"] = self.recall_places or usual_places(family)
+            sizes["recall_layers"] = self.recall_layers or ALL
+        return sizes
 
 
 @dataclass(frozen=True)

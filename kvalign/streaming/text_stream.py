@@ -27,6 +27,7 @@ from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.methods.registry import AUTO, METHODS
+from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.wrapped import unwrapped
@@ -463,8 +464,9 @@ def load_stream(
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))
-        names = set(_SIZES) - set(METHODS.find(saved.method).ignored_settings())
-        sizes = {name: getattr(saved, name) for name in names}
+        ignored = METHODS.find(saved.method).ignored_settings()
+        family = spec_of(unwrapped(model).config).family
+        sizes = {x: size for x, size in saved.sizes(family).items() if x not in ignored}
         if aligner is None and saved.aligner is not None:
             aligner = _aligner_of(saved, unwrapped(model))
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)

@@ -52,9 +52,10 @@ class PlainMemory:
         rotary = getattr(model.base_model, "rotary_emb", None)
         self.inv_freq = None if rotary is None else rotary.inv_freq.to(self.dtype)
         self.by_age = (sizes.recall_places or ("rank" if rotary is None else "age")) == "age"
-        self.layers = range(config.num_hidden_layers)
-        if sizes.recall_layers is not None:  # single ones: "0,2"
-            self.layers = [*map(int, sizes.recall_layers.split(","))]
+        self.layers = dict.fromkeys(range(config.num_hidden_layers), 0.0)
+        if sizes.recall_layers is not None:  # single ones: "0:-1.5,2"
+            parts = (x.partition(":") for x in sizes.recall_layers.split(","))
+            self.layers = {int(layer): float(loudness or 0) for layer, _, loudness in parts}
         self.num_positions = config.max_position_embeddings
         self.in_sight = sizes.cache_size - sizes.num_sinks - sizes.num_recalled
         self.near = self.in_sight + 1  # from right before the window to the token
@@ -192,6 +193,7 @@ class PlainMemory:
             )
         )
         scores = query.to(self.dtype) @ keys.T
+        scores[:, len(sinks) : len(sinks) + len(taken)] += self.layers.get(layer, 0.0)
         if not self.by_age:  # for want of a place that says how old they are
             for i, j in enumerate(taken, start=len(sinks)):
                 share = self.sizes.cache_size / (now - j)

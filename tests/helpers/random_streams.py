@@ -90,7 +90,7 @@ class RandomStream:
             asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
             asked["num_recalled"] = rng.randint(1, max(1, size - num_sinks - 1))
             asked["recall_places"] = pick((None, "age", "rank"))
-            asked["recall_layers"] = pick((None, None, "0,2"))
+            asked["recall_layers"] = pick((None, None, "0,2", "0:-1.5,2:0.5"))
             if self.kind not in REGISTERED:
                 return None
             may_be_anchored = FAMILIES[self.kind] == "learned" and asked["recall_places"] is None
@@ -171,8 +171,6 @@ class RandomStream:
     @property
     def _may_be_edited(self) -> bool:
         is_slice = self.loop is PlainStream and self.plan.is_slice
-        if self.method.sizes.recall_layers is not None:
-            return False
         is_placed = self.loop is PlainMemory or (is_slice and self.plan.aligner != "network")
         return is_placed and self.is_even and len(set(self.method.cache.num_gone)) == 1
 

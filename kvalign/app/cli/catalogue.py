@@ -40,6 +40,7 @@ GROUPS = {
     },
     "now and then": {
         "gen-data": "record KV caches before and after eviction",
+        "tune-memory": "measure how the memory of a model best gives back entries",
         "tune": "sweep the networks' sizes and learning rate with Ray Tune",
         "judge": "judge networks by streams, and save a copy with those that help",
         "import-published": "make an aligner from the networks that the paper's authors publish",

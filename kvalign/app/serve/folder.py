@@ -5,7 +5,7 @@
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvalign.app.serve.sessions import Session, Store, damaged
 from kvalign.app.sessions.conversation import SYSTEM
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.streaming import stream_file
@@ -148,10 +149,10 @@ class InFolder(Store):
         except UserError as error:
             raise DamagedError(str(error)) from None
         method = self.method_for(saved.num_sinks)
-        own = {"method": method.name, **asdict(method.sizes)}
         other = "name another --sessions, or use the former settings"
         if (
-            any(getattr(saved, name) != value for name, value in own.items())
+            saved.method != method.name
+            or CacheSizes(**saved.sizes(method.spec.family)) != method.sizes
             or saved.aligner != self.digests.aligner
         ):
             raise UserError(f"{path} is a session of another method or size: {other}")

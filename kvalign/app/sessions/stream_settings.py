@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
-NO_FLAGS = ("recall_places", "recall_layers")  # settings of Python and of evaluations
+# Settings of Python and of evaluations: elsewhere the model's plan says them.
+NO_FLAGS = ("recall_places", "recall_layers")
 SIZES = tuple(x for x in ("num_evicted", "realign_every", *OF_POLICY) if x not in NO_FLAGS)
 
 

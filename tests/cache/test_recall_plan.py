@@ -1,0 +1,102 @@
+"""What a memory gives back is as it was measured: the nearest plan counts, what is asked for comes
+before it, and a saved stream keeps its own.
+"""
+
+import json
+import logging
+from dataclasses import asdict
+
+import pytest
+from helpers.methods import anchored, tables
+from helpers.tiny_models import tiny_model
+
+import kvalign
+from kvalign import checkpoints
+from kvalign.cache.sizes import OF_MEMORY
+from kvalign.foundation.errors import UserError
+from kvalign.memory.plan import FILE, PLANS, RecallPlan, in_cache
+from kvalign.methods import make_method
+from kvalign.methods.choice import warn_once
+from kvalign.models.fetched import MOVED_BY
+from kvalign.models.identity import embedding_fingerprint
+from kvalign.models.loading import load_model
+from kvalign.streaming import stream_file
+
+SIZES = dict(cache_size=32, num_sinks=2, memory=60)
+
+
+@pytest.fixture
+def learned(tmp_path, monkeypatch):
+    """A model of learned positions with a name, and no plan anywhere."""
+    monkeypatch.setenv(MOVED_BY, str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "FOLDER", tmp_path / "shipped")
+    model = tiny_model("gpt2")
+    model.config._name_or_path = "models/my-gpt2"
+    warn_once.cache_clear()
+    return model
+
+
+def write(model, path, places="age", **fields):
+    fields |= dict(recall_places=places, embedding_fingerprint=embedding_fingerprint(model))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(RecallPlan(base_model="my-gpt2", **fields).model_dump_json())
+
+
+def as_before(one):
+    """What a file has said of these sizes."""
+    return asdict(one) | dict.fromkeys({*OF_MEMORY[2:]} & asdict(one).keys())
+
+
+def recall_of(model, aligner, **asked):
+    sizes = make_method("kvalign", model, aligner=aligner, **SIZES | asked).sizes
+    return sizes.recall_places, sizes.recall_layers
+
+
+def test_the_nearest_plan_counts(learned, tmp_path, caplog):
+    aligner = tables(learned)
+    aligner.save_pretrained(tmp_path / "mine")
+    aligner.source = str(tmp_path / "mine")
+    assert recall_of(learned, aligner) == ("rank", None)
+    said = "was not measured on models/my-gpt2: all layers take entries back, by rank"
+    assert sum(said in line for line in caplog.messages) == 1
+    shipped, cache = (tmp_path / x / PLANS / "my-gpt2.json" for x in ("shipped", "cache"))
+    for loudness, path in enumerate((shipped, cache, tmp_path / "mine" / FILE), start=1):
+        write(learned, path, recall_layers=f"0:{loudness}")
+        assert recall_of(learned, aligner) == ("age", f"0:{loudness}")
+    asked = dict(recall_places="rank", recall_layers="all")
+    assert recall_of(learned, aligner, **asked) == ("rank", None)
+    assert recall_of(learned, anchored(learned))[0] == "rank"  # which it can place by
+
+
+def test_a_plan_of_another_model_does_not_count_and_a_damaged_one_is_named(learned):
+    write(tiny_model("gpt2", vocab_size=90), path := in_cache("my-gpt2"))
+    assert recall_of(learned, tables(learned))[0] == "rank"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"recall_places": "there"}))
+    with pytest.raises(UserError, match=r"my-gpt2\.json.*places"):
+        recall_of(learned, tables(learned))
+
+
+def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch, caplog):
+    """A file of before says nothing of it: by age, in all layers."""
+    monkeypatch.setenv(MOVED_BY, str(tmp_path / "cache"))
+    model = tiny_model("llama", head_dim=16, vocab_size=8192)
+    model.config._name_or_path = "my-llama"
+    tokenizer = load_model("llama-mini").tokenizer
+    how = dict(method="streaming-llm", max_new_tokens=4, seed=0, **SIZES)
+    for asked in ({}, dict(recall_places="rank", recall_layers="1:-1")):
+        path = tmp_path / f"{len(asked)}.safetensors"
+        stream = kvalign.stream(model, tokenizer, "The island " * 40, **how, **asked)
+        "".join(stream)
+        with monkeypatch.context() as patch:
+            if not asked:
+                patch.setattr(stream_file, "asdict", as_before)
+            stream.save(path)
+        write(model, in_cache("my-llama"), "rank", recall_layers="0:2")
+        with caplog.at_level(logging.WARNING):
+            again = kvalign.load_stream(path, model, tokenizer)
+        assert again.method.sizes == stream.method.sizes
+        in_cache("my-llama").unlink()
+        for one in (again, stream):
+            one.feed(" and then")
+            "".join(one)
+        assert again.ids == stream.ids

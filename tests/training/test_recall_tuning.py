@@ -1,0 +1,61 @@
+"""The plan that loses least on text with codes, or on facts, is found by later streams."""
+
+import json
+
+import pytest
+import torch
+
+from kvalign.foundation.errors import UserError
+from kvalign.memory.plan import find_plan, in_cache
+from kvalign.models.fetched import MOVED_BY
+from kvalign.models.loading import load_model
+from kvalign.training import recall_tuning, tune_memory
+
+TINY = dict(cache_sizes=(16,), num_tokens=1000, memory=500)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(MOVED_BY, str(tmp_path))
+
+
+def rigged(monkeypatch, best):
+    """Losses that are lowest for methods of these sizes."""
+
+    def weighted(methods, streams):
+        losses = 3 + torch.rand(400, generator=torch.Generator().manual_seed(0))
+        sizes = methods[16].sizes
+        hits = sum(getattr(sizes, name) == value for name, value in best.items())
+        return losses - 0.1 * hits * bool(sizes.memory)
+
+    monkeypatch.setattr(recall_tuning, "weighted", weighted)
+
+
+def test_the_best_plan_is_written_where_it_is_found(monkeypatch, loaded):
+    rigged(monkeypatch, best := {"recall_layers": "0,4-5:0.5"})
+    result = tune_memory(**TINY, layers=("0", "0,4-5:0.5"), loaded=loaded)
+    plan = json.loads(in_cache("gpt2-mini").read_text())
+    assert result["file"] == str(in_cache("gpt2-mini")) and result["plan"] == plan
+    assert find_plan(loaded.model, None).sizes == best | {"recall_places": "rank"}
+    ways = [(row["recall_places"], row["recall_layers"]) for row in result["rows"]]
+    assert ways[:4] == [(None, None), *(("rank", x) for x in ("all", "3-5", "0-2:-2,3-5"))]
+    assert ways[6:] == [("rank", "0"), ("rank", "0,4-5:0.5"), ("age", "all")]
+
+
+def test_without_a_difference_fewer_layers_serve(monkeypatch, loaded):
+    rigged(monkeypatch, {})
+    plan = tune_memory(**TINY, loaded=loaded)["plan"]
+    assert (plan["recall_places"], plan["recall_layers"]) == ("rank", "3-5")
+
+
+@pytest.mark.parametrize("model", ["gpt2-mini", "recall-llama"])
+def test_text_and_facts_are_streamed(model):
+    result = tune_memory(**TINY, num_questions=10, loaded=load_model(model))
+    none, usual, *others = result["rows"]
+    assert none["by_none"] == usual["by_usual"] == 1 and len(others) == 5
+    assert (usual["by_none"] < 0.9) == (model == "recall-llama")  # beyond C none knows a fact
+
+
+def test_a_method_without_a_memory_is_refused(loaded):
+    with pytest.raises(UserError, match="discard-half takes no memory"):
+        tune_memory(**TINY, method="discard-half", loaded=loaded)

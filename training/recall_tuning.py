@@ -1,0 +1,290 @@
+"""Tuning of a memory: its plan (`kvalign.memory.plan`), by what streams lose.
+
+    ... text ... The secret code of the red door is 48213 . ... text, 8 C ... The secret code of the
+    red door is 48213 .
+
+The stream is a text with codes in it; the digits that answer count together as `OF_CODES` of the
+text. A model that was trained on facts (`kvalign.data_gen.facts`) is asked for facts instead. The
+best way is kept that is better than the usual one by a 95 % interval of the paired difference; if
+there is none, the upper half of the layers, which is faster, if it is as good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.folders import DEFAULT_CORPUS
+from kvalign.foundation.settings import (
+    MEMORY,
+    OF_WEIGHTS,
+    WEIGHTS,
+    ModelSettings,
+    keywords_of,
+    option,
+)
+from kvalign.methods.registry import AUTO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalign.aligners import Aligner
+    from kvalign.memory.plan import RecallPlan
+    from kvalign.methods.base import Method
+    from kvalign.models.loading import LoadedModel
+
+OF_CODES = 0.1
+AS_GOOD = 1.003
+"""Upper end of the interval of a ratio to all layers, below which their upper half is as good."""
+SMALL, LARGE = 64, 256
+"""Caches that a model is measured with, if its context length is long enough for them."""
+AWAY, APART = 8, 150
+"""Codes: asked for so many C after they were told, and so many tokens from one to the next."""
+FARTHEST, NUM_STREAMS, SEED = 16, 4, 20
+"""Facts: how many C old, in so many streams, of a seed that no evaluation has by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneMemorySettings(ModelSettings):
+    """Measure which layers of a model should take entries back from a memory, how loud these should
+    be, and where they should lie. Later streams with a --memory do so.
+
+    The result goes into the folder of your aligner, else into your cache folder (KVALIGN_CACHE
+    moves it). For the shipped models and smollm2-135m-instruct it is there.
+
+    Example:
+        kvalign tune-memory --model llama-mini --corpus text:valid.txt
+    """
+
+    weights: str | None = option(None, help=OF_WEIGHTS, choices=WEIGHTS)
+    method: str = option(AUTO, help="a method that takes a memory; auto: the model's")
+    aligner: str | None = option(None, help="aligner of kvalign (default: the model's)")
+    corpus: str = option(DEFAULT_CORPUS[0], help="text that the model was not trained on")
+    num_tokens: int = option(4000, help="tokens of it that are streamed", at_least=300)
+    num_questions: int = option(
+        100, help="of a model that was trained on facts: questions of each age", at_least=10
+    )
+    cache_sizes: tuple[int, ...] | None = option(
+        None,
+        help="caches, comma-separated (default: an eighth and a half of the context length, at "
+        f"most {SMALL} and {LARGE})",
+        at_least=8,
+    )
+    memory: int = option(100_000, help=MEMORY, at_least=1)
+    layers: tuple[str, ...] | None = option(
+        None,
+        help="another way that is measured, as of --recall-layers; may be repeated",
+        repeats=True,
+    )
+    out: Path | None = option(None, help="file of the plan (default: see above)", writes="file")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What is streamed with a cache: ids [B, N], and how much each label counts, [labels] float32
+    (0: not at all).
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+
+@keywords_of(TuneMemorySettings)
+@progress.shown_as("tune-memory")
+def tune_memory(
+    settings: TuneMemorySettings, *, loaded: LoadedModel | None = None
+) -> dict[str, Any]:
+    """Measure the plan of a model and write it.
+
+    Returns:
+        `file`; `plan`, as it is written; `rows`: each way that was measured, with the ratio of its
+        perplexity to that without a memory and to that of the model's family by default, with 95 %
+        intervals.
+
+    Raises:
+        UserError: a method or model that takes no memory; a text that is too short.
+    """
+    from kvalign.aligners import Aligner
+    from kvalign.data_gen import facts
+    from kvalign.foundation.files import write_json
+    from kvalign.methods.choice import choose
+    from kvalign.methods.registry import METHODS
+    from kvalign.models.loading import load_model
+
+    if loaded is None:
+        where = settings.device, settings.dtype, settings.weights
+        loaded = load_model(settings.model, *where)
+    longest = loaded.spec.context_len
+    choice = choose(loaded.model, settings.method, aligner=settings.aligner)
+    kind, aligner = METHODS[choice.method], None
+    if "memory" in kind.ignored_settings():
+        raise UserError(
+            f"{choice.method} takes no memory, {choice.why or 'so there is nothing to measure'}: "
+            "name a --method or an --aligner"
+        )
+    if kind.takes_aligner and choice.aligner is not None:
+        one = choice.aligner
+        aligner = one if isinstance(one, Aligner) else Aligner.from_pretrained(one)
+        longest = aligner.config.chunk_len
+    sizes = settings.cache_sizes or usual_sizes(longest)
+    if facts.are_words_of(loaded.tokenizer):
+        streams = {size: fact_streams(size, settings.num_questions, loaded) for size in sizes}
+    else:
+        streams = {size: text_with_codes(size, settings, loaded) for size in sizes}
+    layers = settings.layers or ()
+    plan, rows = measured(choice.method, loaded, aligner, streams, settings.memory, layers)
+    command = settings.command_line("tune-memory", leave_out=("out",))
+    plan = plan.model_copy(update={"measured": {"command": command, "rows": rows}})
+    file = settings.out or default_file(loaded.spec.name, aligner)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, plan.model_dump(mode="json"))
+    return {"file": str(file), "plan": plan.model_dump(mode="json"), "rows": rows}
+
+
+def default_file(model: str, aligner: Aligner | None) -> Path:
+    """File in which the plan of a model with an aligner is kept."""
+    from kvalign.memory.plan import FILE, folder_of, in_cache
+
+    folder = None if aligner is None else folder_of(aligner)
+    if folder is None and not model:
+        raise UserError("a model without a name has no place for its plan: give --out")
+    return in_cache(model) if folder is None else folder / FILE
+
+
+def usual_sizes(longest: int | None) -> tuple[int, ...]:
+    """Return the caches that a model is measured with."""
+    longest = longest or 8 * LARGE
+    return tuple(sorted({min(SMALL, longest // 8), min(LARGE, longest // 2)}))
+
+
+def text_with_codes(size: int, settings: TuneMemorySettings, loaded: LoadedModel) -> Streams:
+    """One text for a cache of this size, with codes that are told and asked for."""
+    import torch
+
+    from kvalign.data_gen.corpora import first_ids
+    from kvalign.eval.evaluations.needle import NAMES
+    from kvalign.models.text_ids import ids_of
+
+    tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
+    text = iter(first_ids(settings.corpus, tokenizer, settings.num_tokens, "--num-tokens"))
+    told: list[tuple[list[int], list[int]]] = []  # questions and codes
+    stream: list[int] = []
+    is_answer: list[bool] = []
+    away = max(1, AWAY * size // APART)
+    while piece := [*islice(text, APART)]:
+        number = int(torch.randint(10_000, 100_000, (1,), generator=rng))
+        words = f"\n The secret code of the {NAMES[len(told) % len(NAMES)]} is", f" {number}"
+        question, code = (ids_of(x, tokenizer, prefix=False, goes_on=True) for x in words)
+        told.append((question, code))
+        stream += piece + question + code
+        for question, answer in told[-away - 1 : -away]:
+            stream += question + answer
+            is_answer += [False] * (len(stream) - len(is_answer) - len(answer))
+            is_answer += [True] * len(answer)
+    is_answer += [False] * (len(stream) - len(is_answer))
+    counted = torch.tensor(is_answer[size + 1 :])
+    if not counted.any():
+        raise UserError(f"the text is too short for {AWAY} times {size} tokens: raise --num-tokens")
+    of_code = OF_CODES * (~counted).sum() / counted.sum()
+    weights = torch.where(counted, of_code, 1.0)
+    return Streams(torch.tensor([stream], device=loaded.model.device), weights)
+
+
+def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
+    """Streams of facts, of which equally many answers count of each age."""
+    from kvalign.eval.evaluations.recall import RecallSettings
+    from kvalign.eval.evaluations.recall.scores import read_stream
+
+    how = dict[str, Any](num_questions=num_questions, farthest=FARTHEST, seed=SEED)
+    settings = RecallSettings(cache_sizes=(size,), num_streams=NUM_STREAMS, **how)
+    one = read_stream(size, settings, loaded.model.device)
+    return Streams(one.ids, (one.ages.flatten() > 0).float())
+
+
+def measured(
+    method: str,
+    loaded: LoadedModel,
+    aligner: Aligner | None,
+    streams: dict[int, Streams],
+    memory: int,
+    layers: tuple[str, ...],
+) -> tuple[RecallPlan, list[dict[str, Any]]]:
+    """Return the best plan, and what was measured of each."""
+    from kvalign.aligners import TableAligner
+    from kvalign.memory.plan import RecallPlan
+    from kvalign.memory.sizes import usual_places
+    from kvalign.methods import make_method
+    from kvalign.models.identity import embedding_fingerprint
+
+    spec = loaded.spec
+    usual = RecallPlan(
+        base_model=spec.name,
+        embedding_fingerprint=embedding_fingerprint(loaded.model),
+        recall_places=usual_places(spec.family),
+    )
+    half, last = spec.num_layers // 2, spec.num_layers - 1
+    upper = f"{half}-{last}"
+    by_ear = f"0-{half - 1}:-2,{upper}", f"0-{last}:-0.5", f"0-{last}:0.5"
+    ways = [usual.model_copy(update={"recall_layers": x}) for x in (upper, *by_ear, *layers)]
+    if spec.family != "learned" or isinstance(aligner, TableAligner):
+        other = "rank" if usual.recall_places == "age" else "age"
+        ways.append(usual.model_copy(update={"recall_places": other}))
+    progress.expect((2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens")
+
+    def losses(plan: RecallPlan | None) -> Tensor:
+        progress.phase("no memory" if plan is None else " ".join(map(str, plan.sizes.values())))
+        sizes = {} if plan is None else {"memory": memory, **plan.sizes}
+        how: dict[str, Any] = {"aligner": aligner, "warn": False, **sizes}
+        methods = {
+            size: make_method(method, loaded.model, cache_size=size, **how) for size in streams
+        }
+        return weighted(methods, streams)
+
+    none, of_usual = losses(None), losses(usual)
+    rows = [_row(None, none, none, of_usual), _row(usual, of_usual, none, of_usual)]
+    best, least = usual, 1.0
+    for way in ways:
+        rows.append(row := _row(way, losses(way), none, of_usual))
+        if _is_below(row, 1.0) and row["by_usual"] < least:
+            best, least = way, row["by_usual"]
+    if best is usual and _is_below(rows[2], AS_GOOD):
+        best = ways[0]
+    return best, rows
+
+
+def _is_below(row: dict[str, Any], most: float) -> bool:
+    """Return whether the interval of a way's ratio to the usual one is."""
+    high = row["by_usual_high"]
+    return high is not None and high < most
+
+
+def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> Tensor:
+    """Losses in nats of the labels that count, times their weights, of all cache sizes."""
+    import torch
+
+    from kvalign.streaming.health import check_losses
+    from kvalign.streaming.scoring import score
+
+    parts = []
+    for size, method in methods.items():
+        losses = score(method, streams[size].ids, lambda num: progress.advance(num)).cpu()
+        check_losses(losses, method)
+        weights = streams[size].weights
+        parts.append((losses * weights)[weights > 0])
+    return torch.cat(parts)
+
+
+def _row(plan: RecallPlan | None, losses: Tensor, none: Tensor, usual: Tensor) -> dict[str, Any]:
+    from kvalign.eval.protocol.statistics import interval
+
+    row: dict[str, Any] = {"recall_places": None, "recall_layers": None}
+    row |= plan.sizes if plan is not None else {}
+    for name, others in {"by_none": none, "by_usual": usual}.items():
+        apart = losses - others
+        low, high = interval(apart)
+        row |= {name: apart.double().mean().exp().item(), f"{name}_low": low, f"{name}_high": high}
+    return row
