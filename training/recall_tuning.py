@@ -85,8 +85,8 @@ class TuneMemorySettings(ModelSettings):
 
 @dataclass(frozen=True)
 class Streams:
-    """What is streamed with a cache: ids [B, N], and how much each label counts, [labels] float32
-    (0: not at all).
+    """Streams for a cache: ids [B, N], and how much each label counts, [labels] float32 (0: not at
+    all).
     """
 
     ids: Tensor

@@ -215,6 +215,7 @@ def sizes_of(method: Method) -> Row:
         "num_evicted": method.sizes.num_evicted,
         "realign_every": method.sizes.realign_every if aligner else None,
         **{x: getattr(method.sizes, x) if method.takes_policy else None for x in OF_POLICY},
+        **{x: getattr(method.sizes, x) for x in OF_MEMORY[2:] if method.sizes.memory},
     }
 
 

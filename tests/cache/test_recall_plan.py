@@ -14,10 +14,10 @@ import kvalign
 from kvalign import checkpoints
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
+from kvalign.memory import plan
 from kvalign.memory.plan import FILE, PLANS, RecallPlan, in_cache
 from kvalign.methods import make_method
 from kvalign.methods.choice import warn_once
-from kvalign.models.fetched import MOVED_BY
 from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
@@ -28,7 +28,7 @@ SIZES = dict(cache_size=32, num_sinks=2, memory=60)
 @pytest.fixture
 def learned(tmp_path, monkeypatch):
     """A model of learned positions with a name, and no plan anywhere."""
-    monkeypatch.setenv(MOVED_BY, str(tmp_path / "cache"))
+    monkeypatch.setattr(plan, "cache_dir", lambda: tmp_path / "cache")  # that of kernels stays
     monkeypatch.setattr(checkpoints, "FOLDER", tmp_path / "shipped")
     model = tiny_model("gpt2")
     model.config._name_or_path = "models/my-gpt2"
@@ -78,14 +78,14 @@ def test_a_plan_of_another_model_does_not_count_and_a_damaged_one_is_named(learn
 
 def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch, caplog):
     """A file of before says nothing of it: by age, in all layers."""
-    monkeypatch.setenv(MOVED_BY, str(tmp_path / "cache"))
+    monkeypatch.setattr(plan, "cache_dir", lambda: tmp_path / "cache")  # that of kernels stays
     model = tiny_model("llama", head_dim=16, vocab_size=8192)
     model.config._name_or_path = "my-llama"
     tokenizer = load_model("llama-mini").tokenizer
     how = dict(method="streaming-llm", max_new_tokens=4, seed=0, **SIZES)
     for asked in ({}, dict(recall_places="rank", recall_layers="1:-1")):
         path = tmp_path / f"{len(asked)}.safetensors"
-        stream = kvalign.stream(model, tokenizer, "The island " * 40, **how, **asked)
+        stream = kvalign.stream(model, tokenizer, "The island " * 14, **how, **asked)
         "".join(stream)
         with monkeypatch.context() as patch:
             if not asked:

@@ -143,11 +143,18 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         return printed.getvalue().splitlines()[-1]
 
     monkeypatch.setattr(results, "_run_script", run_script)
+    choices = "--model llama-mini --corpus text:words.txt --cache-size 32 --facts-cache-size 32 "
+    choices += "--distances 1,2 --num-labels 9 --num-streams 1"
     small = {
         "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
         "long-prompts": "--num-tokens 600 --cache-size 32",
         "memory-prompts": "--methods kvalign --memory 0,200 --num-tokens 600 --cache-size 32",
         "last-positions": "--corpus text:words.txt --cache-sizes 40 --num-tokens 200",
+        "memory-choices": "--parts text,facts --choices none,entries,blocks-representatives "
+        "--block-sizes 2 --num-questions 2 --farthest 2 " + choices,
+        "memory-choices-needles": "--parts needles --choices entries,blocks-bounds " + choices,
+        "memory-choices-told": "--parts told --choices blocks-bounds --num-conversations 1 "
+        + choices,
         "copying": "--num-passages 2 --passage-len 9",
         "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
         "--corpus text:words.txt --eval-corpus text:words.txt",

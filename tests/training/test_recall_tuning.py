@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from kvalign.foundation.errors import UserError
+from kvalign.memory import plan
 from kvalign.memory.plan import find_plan, in_cache
-from kvalign.models.fetched import MOVED_BY
 from kvalign.models.loading import load_model
 from kvalign.training import recall_tuning, tune_memory
 
-TINY = dict(cache_sizes=(16,), num_tokens=1000, memory=500)
+TINY = dict(cache_sizes=(16,), num_tokens=450, memory=500)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(MOVED_BY, str(tmp_path))
+    monkeypatch.setattr(plan, "cache_dir", lambda: tmp_path)
 
 
 def rigged(monkeypatch, best):
@@ -34,8 +34,8 @@ def rigged(monkeypatch, best):
 def test_the_best_plan_is_written_where_it_is_found(monkeypatch, loaded):
     rigged(monkeypatch, best := {"recall_layers": "0,4-5:0.5"})
     result = tune_memory(**TINY, layers=("0", "0,4-5:0.5"), loaded=loaded)
-    plan = json.loads(in_cache("gpt2-mini").read_text())
-    assert result["file"] == str(in_cache("gpt2-mini")) and result["plan"] == plan
+    written = json.loads(in_cache("gpt2-mini").read_text())
+    assert result["file"] == str(in_cache("gpt2-mini")) and result["plan"] == written
     assert find_plan(loaded.model, None).sizes == best | {"recall_places": "rank"}
     ways = [(row["recall_places"], row["recall_layers"]) for row in result["rows"]]
     assert ways[:4] == [(None, None), *(("rank", x) for x in ("all", "3-5", "0-2:-2,3-5"))]
@@ -44,8 +44,8 @@ def test_the_best_plan_is_written_where_it_is_found(monkeypatch, loaded):
 
 def test_without_a_difference_fewer_layers_serve(monkeypatch, loaded):
     rigged(monkeypatch, {})
-    plan = tune_memory(**TINY, loaded=loaded)["plan"]
-    assert (plan["recall_places"], plan["recall_layers"]) == ("rank", "3-5")
+    written = tune_memory(**TINY, loaded=loaded)["plan"]
+    assert (written["recall_places"], written["recall_layers"]) == ("rank", "3-5")
 
 
 @pytest.mark.parametrize("model", ["gpt2-mini", "recall-llama"])
