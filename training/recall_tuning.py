@@ -5,8 +5,9 @@
 
 The stream is a text with codes in it; the digits that answer count together as `OF_CODES` of the
 text. A model that was trained on facts (`kvalign.data_gen.facts`) is asked for facts instead. The
-best way is kept that is better than the usual one by a 95 % interval of the paired difference; if
-there is none, the upper half of the layers, which is faster, if it is as good.
+best way is kept that is better than the usual one by a 95 % interval of the paired difference, with
+caches of each size; if there is none, the upper half of the layers, which is faster, if it is as
+good.
 """
 
 from __future__ import annotations
@@ -172,25 +173,23 @@ def text_with_codes(size: int, settings: TuneMemorySettings, loaded: LoadedModel
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
     text = iter(first_ids(settings.corpus, tokenizer, settings.num_tokens, "--num-tokens"))
     told: list[tuple[list[int], list[int]]] = []  # questions and codes
-    stream: list[int] = []
-    is_answer: list[bool] = []
+    parts: list[tuple[list[int], bool | None]] = []  # whether they answer; None: they do not count
     away = max(1, AWAY * size // APART)
     while piece := [*islice(text, APART)]:
         number = int(torch.randint(10_000, 100_000, (1,), generator=rng))
         words = f"\n The secret code of the {NAMES[len(told) % len(NAMES)]} is", f" {number}"
         question, code = (ids_of(x, tokenizer, prefix=False, goes_on=True) for x in words)
         told.append((question, code))
-        stream += piece + question + code
-        for question, answer in told[-away - 1 : -away]:
-            stream += question + answer
-            is_answer += [False] * (len(stream) - len(is_answer) - len(answer))
-            is_answer += [True] * len(answer)
-    is_answer += [False] * (len(stream) - len(is_answer))
-    counted = torch.tensor(is_answer[size + 1 :])
-    if not counted.any():
+        parts += [(piece, False), (question + code, None)]
+        for question, code in told[-away - 1 : -away]:
+            parts += [(question, None), (code, True)]
+    stream = [token for ids, _ in parts for token in ids]
+    kinds = [kind for ids, kind in parts for _ in ids][size + 1 :]
+    num_text, num_code = kinds.count(False), kinds.count(True)
+    if not num_text or not num_code:
         raise UserError(f"the text is too short for {AWAY} times {size} tokens: raise --num-tokens")
-    of_code = OF_CODES * (~counted).sum() / counted.sum()
-    weights = torch.where(counted, of_code, 1.0)
+    weight = {None: 0.0, False: 1.0, True: OF_CODES * num_text / num_code}
+    weights = torch.tensor([weight[kind] for kind in kinds])
     return Streams(torch.tensor([stream], device=loaded.model.device), weights)
 
 
@@ -235,7 +234,7 @@ def measured(
         ways.append(usual.model_copy(update={"recall_places": other}))
     progress.expect((2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens")
 
-    def losses(plan: RecallPlan | None) -> Tensor:
+    def losses(plan: RecallPlan | None) -> list[Tensor]:
         progress.phase("no memory" if plan is None else " ".join(map(str, plan.sizes.values())))
         sizes = {} if plan is None else {"memory": memory, **plan.sizes}
         how: dict[str, Any] = {"aligner": aligner, "warn": False, **sizes}
@@ -256,16 +255,8 @@ def measured(
     return best, rows
 
 
-def _is_below(row: dict[str, Any], most: float) -> bool:
-    """Return whether the interval of a way's ratio to the usual one is."""
-    high = row["by_usual_high"]
-    return high is not None and high < most
-
-
-def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> Tensor:
-    """Losses in nats of the labels that count, times their weights, of all cache sizes."""
-    import torch
-
+def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> list[Tensor]:
+    """Losses in nats of the labels that count, times their weights, for each cache size."""
     from kvalign.streaming.health import check_losses
     from kvalign.streaming.scoring import score
 
@@ -275,16 +266,32 @@ def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> Tensor:
         check_losses(losses, method)
         weights = streams[size].weights
         parts.append((losses * weights)[weights > 0])
-    return torch.cat(parts)
+    return parts
 
 
-def _row(plan: RecallPlan | None, losses: Tensor, none: Tensor, usual: Tensor) -> dict[str, Any]:
+def _is_below(row: dict[str, Any], most: float) -> bool:
+    """Return whether the interval of a way's ratio to the usual one is, and no size's ratio is
+    above it.
+    """
+    high = row["by_usual_high"]
+    return high is not None and high < most and max(row["by_size"]) <= most
+
+
+def _row(
+    plan: RecallPlan | None, losses: list[Tensor], none: list[Tensor], usual: list[Tensor]
+) -> dict[str, Any]:
+    import torch
+
     from kvalign.eval.protocol.statistics import interval
 
     row: dict[str, Any] = {"recall_places": None, "recall_layers": None}
     row |= plan.sizes if plan is not None else {}
     for name, others in {"by_none": none, "by_usual": usual}.items():
-        apart = losses - others
-        low, high = interval(apart)
-        row |= {name: apart.double().mean().exp().item(), f"{name}_low": low, f"{name}_high": high}
-    return row
+        parts = [one - other for one, other in zip(losses, others, strict=True)]
+        low, high = interval(apart := torch.cat(parts))
+        row |= {name: _ratio(apart), f"{name}_low": low, f"{name}_high": high}
+    return row | {"by_size": [_ratio(part) for part in parts]}
+
+
+def _ratio(apart: Tensor) -> float:
+    return apart.double().mean().exp().item()

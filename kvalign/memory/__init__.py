@@ -3,6 +3,7 @@
 
 - `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
 - `memory`: where a layer's entries are stored and found; `search` and `sketch` make that fast.
-- `sizes`: how many entries a step takes back, and in which layers.
+- `sizes`: how many entries a step takes back, and in which layers; `plan`: as it was measured on a
+  model.
 - `recall`, `recall_places`: which are taken back, and the positions that they get.
 """
