@@ -11,13 +11,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.streaming.pieces import encode
 
 
-def test_zero_tables_are_streaming_llm(model, ids):
-    stale = step(make("streaming-llm", model), ids[:, :90], CACHE_SIZE + 1)
-    zero = make("kvalign", model, aligner=tables(model), num_sinks=4)
-    moved = step(zero, ids[:, :90], CACHE_SIZE + 1)
-    assert torch.allclose(stale, moved, atol=1e-4)
-
-
 def test_a_table_says_how_many_sinks_and_takes_any(models):
     table = tables(models["gpt2"], num_sinks=4)
     for asked, kept in ((None, 4), (2, 2), (0, 0)):

@@ -2,18 +2,12 @@
 
 import pytest
 
-import kvalign
 from kvalign.app.sessions.chat_commands import obey
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import begins_of
 from kvalign.foundation.errors import UserError
 
 TURNS = ("the king", "a ship of the navy", "what is it ?")
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return kvalign.load_model("gpt2-mini")
 
 
 def held(loaded, turns=TURNS, **flags):

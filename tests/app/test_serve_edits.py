@@ -6,7 +6,6 @@ import pytest
 from helpers import edited_talks
 from helpers.served import serving
 
-import kvalign
 from kvalign.app.serve.edits import edits_between
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
@@ -14,11 +13,6 @@ from kvalign.foundation.errors import UserError
 
 ASKED = dict(model="gpt2-mini", max_tokens=6, temperature=0)
 TALK = [*edited_talks.TALK, "Who was the captain ?"]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return kvalign.load_model("gpt2-mini")
 
 
 def said(client, messages):

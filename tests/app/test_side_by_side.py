@@ -67,7 +67,6 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
     assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
 
 
-@pytest.mark.slow
 def test_read_again_as_recompute_reads(gpt2, run):
     """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""
     ids = run[0][0].ids

@@ -12,7 +12,6 @@ from helpers.other_weights import change, copy_of
 from helpers.results_example import documents
 
 from kvalign.app.cli.main import main
-from kvalign.app.suites import cells as suite_cells
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.eval.report.results_folder import read
@@ -219,10 +218,10 @@ def test_variables_name_what_is_here(away, tmp_path):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
-    cells = suite_cells.parse_suite(suite_cells.read_suite(name), name)
+    cells = parse_suite(read_suite(name), name)
     assert len(cells) >= (2 if name in ("quick", "recall") else 6)
     assert all(cell.command.startswith("kvalign ") for cell in cells)
-    paper = parse_suite_text(suite_cells.read_suite(name), name).paper
+    paper = parse_suite_text(read_suite(name), name).paper
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
     assert bool(paper.tables) == name.startswith("paper")

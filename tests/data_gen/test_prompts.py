@@ -2,9 +2,8 @@
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from helpers.hub_data import write_data_set
 
 from kvalign.data_gen.prompts import MT_BENCH, conversations
 from kvalign.foundation.errors import UserError
@@ -55,15 +54,9 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-def _copy_of_mt_bench(folder, rows):
-    path = folder / MT_BENCH / "data" / "train-00000-of-00001.parquet"
-    path.parent.mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-
 def test_mt_bench_is_read_from_a_copy(offline, tmp_path, monkeypatch):
     rows = [{"prompt": ["One", "Two"], "category": "math"}, {"prompt": ["Three"], "category": ""}]
-    _copy_of_mt_bench(tmp_path, rows)
+    write_data_set(tmp_path / MT_BENCH, "default", {"train": rows})
     monkeypatch.chdir(tmp_path)
     assert conversations("mt-bench") == [["One", "Two"], ["Three"]]
 

@@ -66,13 +66,6 @@ def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
         assert alike is is_same
 
 
-def test_sliding_attention_inside_a_layer_still_goes_by_slot(ids):
-    model = tiny_model("mistral", sliding_window=8, num_hidden_layers=1)
-    first, sizes = CACHE_SIZE + 1, dict(num_sinks=4, num_evicted=1)
-    streamed = step(make("streaming-llm", model, **sizes), ids, first)
-    assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
-
-
 @pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(("gpt2", "llama", "bloom"), [1, 3]))
 def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, ids):
     model, ids, sizes = models[kind], ids[:, :100], dict(num_evicted=num_evicted)

@@ -53,9 +53,6 @@ TEMPLATES = {
     "long": "{{ 'ab' * 600000 }}",
 }
 
-
-END_AT_THE_CLOCK = ("squares",)  # 3 s; "a constant of years" too
-
 TEMPLATES_THAT_SERVE = [
     "{% generation %}{{ messages[0].content }}{% endgeneration %}",
     "{% for m in messages %}{{ m.content }}{% continue %}{% endfor %}",
@@ -75,13 +72,7 @@ def not_tried(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(x, id=name, marks=pytest.mark.slow if name in END_AT_THE_CLOCK else ())
-        for name, x in TEMPLATES.items()
-    ],
-)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_templates(template, tokenizer, capfd):
     tokenizer.chat_template = template
     refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")

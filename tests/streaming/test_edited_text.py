@@ -11,11 +11,6 @@ from kvalign.foundation.errors import UserError
 PROMPT = "The river was named after the king . He was born in the north of the country ."
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return kvalign.load_model("gpt2-mini")
-
-
 def begin(loaded, prompt=PROMPT, **options):
     options = dict(cache_size=48, max_new_tokens=6, temperature=0) | options
     return kvalign.stream(loaded.model, loaded.tokenizer, prompt, **options)

@@ -186,17 +186,7 @@ def test_a_processor_that_calls_the_model_is_refused(models):
 
 
 def test_a_direct_call_ends(models):
-    """With the keywords of `generate`, and by its own default if they say nothing."""
+    """By the default of `generate`, if its keywords say nothing."""
     model = models["gpt2"]
-    found = kvalign.stream_generate(
-        model, input_ids=PROMPT, cache_size=16, max_new_tokens=90, do_sample=False
-    )
-    through = model.generate(
-        PROMPT, custom_generate=kvalign.stream_generate, cache_size=16, max_new_tokens=90
-    )
-    assert found.shape == (1, 98) and torch.equal(found, through)
     with pytest.warns(UserWarning, match="default `max_length`"):
         assert kvalign.stream_generate(model, PROMPT, cache_size=16).shape == (1, 28)
-    config = GenerationConfig(max_new_tokens=30)
-    again = kvalign.stream_generate(model, PROMPT, generation_config=config, cache_size=16)
-    assert torch.equal(again, found[:, :38])

@@ -101,7 +101,7 @@ def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
     weights = Aligner.from_pretrained(tmp_path / "alone").key.state_dict()
     assert not train_network(**small, target="key", out=out)["key"]["used"]
     assert not Aligner.from_pretrained(out).key.fc3.weight.any()
-    assert train_network(**small, target="value", out=out)["value"]["used"]
+    assert train_network(**small, target="value", out=out, key_hidden1=99)["value"]["used"]
     both = Aligner.from_pretrained(out)
     assert tried == [("key",), ("key", "value")] and both.label == "network-rollout"
     assert all(torch.equal(both.key.state_dict()[name], x) for name, x in weights.items())

@@ -122,17 +122,6 @@ def test_interrupted_and_resumed_ends_in_the_same_weights(
             assert found[kv][name] == expected[kv][name]
 
 
-def test_value_after_key_keeps_key(make_settings):
-    train_network(make_settings(target="key", max_steps=3))
-    key = weights(Aligner.from_pretrained(make_settings().out).key)
-    train_network(make_settings(target="value", max_steps=3, key_hidden1=99))
-    aligner = Aligner.from_pretrained(make_settings().out)
-    assert_equal(weights(aligner.key), key)
-    assert aligner.config.sizes["key_hidden1"] == 8
-    assert aligner.config.training.keys() == {"key", "value"}
-    assert aligner.value.fc3.weight.abs().sum() > 0
-
-
 def test_finished_is_not_overwritten_unless_asked(make_settings, monkeypatch):
     results = train_network(make_settings(max_steps=3))
     before = weights(Aligner.from_pretrained(make_settings().out))
