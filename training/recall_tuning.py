@@ -58,7 +58,7 @@ class TuneMemorySettings(ModelSettings):
     moves it). For the shipped models and smollm2-135m-instruct it is there.
 
     Example:
-        kvalign tune-memory --model llama-mini --corpus text:valid.txt
+        kvalign tune-memory --model llama-mini --cache-sizes 32 --num-tokens 1000
     """
 
     weights: str | None = option(None, help=OF_WEIGHTS, choices=WEIGHTS)
