@@ -66,7 +66,6 @@ PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
 NOT_RUN = {
     r"make results PART=\S+": "sets up an environment; tests/scripts/test_results.py",
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
-    r"kvalign tune-memory --model MODEL .+": "takes long; tests/training/test_recall_tuning.py",
     r"python tests/scripts/step_parts.py .+": "compiles, with a model of the index",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }
