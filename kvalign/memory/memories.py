@@ -267,7 +267,8 @@ class Memories(CacheMemory):
         return tensors | {"digests": digests}
 
     def begin_restore(self, state: Collection[str]) -> None:
-        self.layers = {i for i in self._attention if f"{i}.memory.0" in state}
+        stored = {i for i in self._attention if f"{i}.memory.0" in state}
+        self.layers = stored | self.recall.loudness.keys()
 
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
         if layer.layer_idx not in self.layers:

@@ -1,8 +1,8 @@
 """Plan of a memory: which layers take entries back, how loud these are, and where they lie, as it
 was measured on a model (`kvalign tune-memory`).
 
-Models differ: SmolLM2-135M finds more if its upper half alone takes back and hears it louder;
-llama-mini's text gets worse the louder it is (eval/results/memory.md). A plan is looked for in
+Models differ: recall-llama finds more facts if entries lie by rank, and the texts of others are
+better by age on the same positions (eval/results/memory.md). A plan is looked for in
 
 1. the folder of the aligner that is used,
 2. the user's cache folder, by the model's name,

@@ -21,6 +21,7 @@ EDITABLE = {
     "memory in one layer": ("streaming-llm", "llama", dict(memory=40, recall_layers="0")),
 }
 """Names for `made`, kinds of models, sizes."""
+GONE = ("1.memory.0", "1.memory.1", "1.base")
 
 
 def edited(name, models, **changes):
@@ -63,6 +64,18 @@ def test_a_cut_at_the_end_is_never_to_have_read_it(name, models, ids):
         assert same(one.state(), other.state())
     apart = one.feed(ids[:, 30:31]) - other.feed(ids[:, 30:31])
     assert apart.abs().max() < 1e-5
+
+
+def test_layers_that_took_nothing_back_stored_nothing_before(models, ids):
+    """Their streams go on, and are not edited."""
+    one = edited("memory in one layer", models)
+    one.feed(ids[:, :50])
+    other = one.new()
+    other.restore({x: y for x, y in one.state().items() if x not in GONE})
+    assert torch.equal(one.feed(ids[:, 50:51]), other.feed(ids[:, 50:51]))
+    with pytest.raises(UserError, match="stored nothing of the others"):
+        other.edit(45, 47)
+    one.edit(45, 47)
 
 
 def test_what_had_been_evicted_is_counted(models, ids):
