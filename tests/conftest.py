@@ -12,6 +12,7 @@ from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 from kvalign.methods import choice
+from kvalign.memory import plan
 from kvalign.models.fetched import MOVED_BY
 from kvalign.models.loading import load_model
 from kvalign.steppers import step_file
@@ -28,6 +29,15 @@ def no_step_of_the_user():
     found = step_file.is_empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_file, "is_empty", lambda: MOVED_BY not in os.environ or found())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_plan_of_the_user(tmp_path_factory):
+    """A plan that was measured by the user changes no test, and tests write none there."""
+    folder = tmp_path_factory.mktemp("plans")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "cache_dir", lambda: folder)
         yield
 
 
