@@ -1,6 +1,7 @@
 """Fixtures that all tests share; the models are read-only."""
 
 import gc
+import itertools
 import os
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from helpers.smaller import UNDRAWN
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
-from kvalign.methods import choice
 from kvalign.memory import plan
+from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
 from kvalign.models.loading import load_model
 from kvalign.steppers import step_file
@@ -20,6 +21,7 @@ from kvalign.steppers import step_file
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `--device auto` is the CPU; `make test-gpu` is for a GPU
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
 os.environ.update(RAY_worker_niceness="0")  # at Ray's own 15 they starve beside the other tests
+numbers = itertools.count()
 gc.set_threshold(10_000)  # collecting tests makes objects that stay
 
 
@@ -32,13 +34,11 @@ def no_step_of_the_user():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_plan_of_the_user(tmp_path_factory):
-    """A plan that was measured by the user changes no test, and tests write none there."""
-    folder = tmp_path_factory.mktemp("plans")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "cache_dir", lambda: folder)
-        yield
+@pytest.fixture(autouse=True)
+def no_plan_of_the_user(tmp_path_factory, monkeypatch):
+    """A plan that was measured by the user, or by another test, changes no test."""
+    folder = tmp_path_factory.getbasetemp() / f"plans-{next(numbers)}"
+    monkeypatch.setattr(plan, "cache_dir", lambda: folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
