@@ -12,6 +12,7 @@ good.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -112,6 +113,7 @@ def tune_memory(
     from kvalign.aligners import Aligner
     from kvalign.data_gen import facts
     from kvalign.foundation.files import write_json
+    from kvalign.memory.sizes import loudness_of
     from kvalign.methods.choice import choose
     from kvalign.methods.registry import METHODS
     from kvalign.models.loading import load_model
@@ -137,6 +139,8 @@ def tune_memory(
     else:
         streams = {size: text_with_codes(size, settings, loaded) for size in sizes}
     layers = settings.layers or ()
+    for one in layers:
+        loudness_of(one, loaded.spec.attention)
     plan, rows = measured(choice.method, loaded, aligner, streams, settings.memory, layers)
     command = settings.command_line("tune-memory", leave_out=("out",))
     plan = plan.model_copy(update={"measured": {"command": command, "rows": rows}})
@@ -225,9 +229,9 @@ def measured(
         embedding_fingerprint=embedding_fingerprint(loaded.model),
         recall_places=usual_places(spec.family),
     )
-    half, last = spec.num_layers // 2, spec.num_layers - 1
-    upper = f"{half}-{last}"
-    by_ear = f"0-{half - 1}:-2,{upper}", f"0-{last}:-0.5", f"0-{last}:0.5"
+    of_all, half = spec.attention, len(spec.attention) // 2
+    upper, quieter = named(of_all[half:]), named(of_all[:half], ":-2")
+    by_ear = f"{quieter},{upper}", named(of_all, ":-0.5"), named(of_all, ":0.5")
     ways = [usual.model_copy(update={"recall_layers": x}) for x in (upper, *by_ear, *layers)]
     if spec.family != "learned" or isinstance(aligner, TableAligner):
         other = "rank" if usual.recall_places == "age" else "age"
@@ -243,7 +247,7 @@ def measured(
         }
         return weighted(methods, streams)
 
-    none, of_usual = losses(None), losses(usual)
+    of_usual, none = losses(usual), losses(None)  # what takes no memory is refused first
     rows = [_row(None, none, none, of_usual), _row(usual, of_usual, none, of_usual)]
     best, least = usual, 1.0
     for way in ways:
@@ -253,6 +257,13 @@ def measured(
     if best is usual and _is_below(rows[2], AS_GOOD):
         best = ways[0]
     return best, rows
+
+
+def named(layers: Sequence[int], loudness: str = "") -> str:
+    """Name layers as `recall_layers` does, all as loud."""
+    is_range = layers[-1] - layers[0] == len(layers) - 1
+    names = [f"{layers[0]}-{layers[-1]}"] if is_range else [*map(str, layers)]
+    return ",".join(f"{name}{loudness}" for name in names)
 
 
 def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> list[Tensor]:

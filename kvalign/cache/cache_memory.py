@@ -20,12 +20,10 @@ class CacheMemory(Part):
     """Memory behind the windows of a cache's layers, with the same rows.
 
     Attributes:
-        layers: numbers of those that have one: all, but for streams of older versions.
         kept_sizes: the cache's sizes, if the memory's entries were its own.
         frame: the sizes by which positions run; None: the realigner's.
     """
 
-    layers: Collection[int]
     kept_sizes: CacheSizes
     frame: CacheSizes | None
 

@@ -53,9 +53,8 @@ class CacheSizes:
             of C, at most 32.
         recall_places: positions of entries that are taken back: by `age` or by `rank`; None: by age
             on rotary positions, by rank on learned ones.
-        recall_layers: layers that take entries back, counted from 0, such as `"7,15-29"`. The
-            others keep their whole window. `"0-14:-2,15-29"`: -2 is added to the scores of what the
-            first 15 take back, in nats. None, or `"all"`: all, as they are.
+        recall_layers: layers that take entries back, counted from 0; the others keep their whole
+            window. `"0-14:-2,20"`: -2 nats are added to the scores in the first 15. None: all.
 
     Raises:
         UserError: sizes that are not whole numbers or do not fit together; an unknown policy.

@@ -312,11 +312,8 @@ NUM_RECENT = (
 )
 MEMORY = "evicted tokens to store; each step takes back the entries that match its query"
 NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
-RECALL_LAYERS = (
-    "layers that take entries back: all, or as 7,15-29; 0-14:-2 adds -2 to the scores of what they "
-    "take back (default: as the model's plan says, see kvalign tune-memory)"
-)
-RECALL_PLACES = "positions of the entries taken back (default: as the model's plan says)"
+RECALL_LAYERS = "layers that take entries back: all, or as 7,15-29:-2 (default: the model's plan)"
+RECALL_PLACES = "positions of the entries taken back (default: the model's plan)"
 CACHE_DTYPE = "type of stored entries: the model's, or int8, a quarter of the bytes of float32"
 POSITIONS = (
     "compact: an entry has the position of its place; keep: entries keep their original "

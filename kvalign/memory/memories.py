@@ -107,7 +107,7 @@ class Memories(CacheMemory):
         self.kept_sizes = replace(
             sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory
         )
-        self._attention, self.layers = spec.attention, {*spec.attention}
+        self._attention, self._storing = spec.attention, {*spec.attention}
         loudness = loudness_of(sizes.recall_layers, spec.attention)
         self.recall = Recall(sizes, placer, places, loudness)
         self.of: dict[int, Memory] = {}
@@ -148,7 +148,7 @@ class Memories(CacheMemory):
         memory.write(seen, entries)
 
     def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
-        if layer.layer_idx not in self.layers:
+        if layer.layer_idx not in self._storing:
             return entries
         # 1. Tokens that come together are taken in at once, single ones some time later.
         memory = self._of_layer(layer)
@@ -241,7 +241,7 @@ class Memories(CacheMemory):
     def reset(self) -> None:
         self.recall.end()
         self.of.clear()
-        self.layers = {*self._attention}
+        self._storing = {*self._attention}
 
     def select(self, rows: Tensor) -> None:
         for memory in self.of.values():
@@ -268,10 +268,10 @@ class Memories(CacheMemory):
 
     def begin_restore(self, state: Collection[str]) -> None:
         stored = {i for i in self._attention if f"{i}.memory.0" in state}
-        self.layers = stored | self.recall.loudness.keys()
+        self._storing = stored | self.recall.loudness.keys()
 
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
-        if layer.layer_idx not in self.layers:
+        if layer.layer_idx not in self._storing:
             return
         memory = self._of_layer(layer)
         entries = read_kv(read, "memory", memory.num_used_after(seen), head_dim, memory.form, "cpu")
@@ -280,7 +280,7 @@ class Memories(CacheMemory):
         memory.seen = seen
 
     def check_editable(self) -> None:
-        if len(self.layers) < len(self._attention):
+        if len(self._storing) < len(self._attention):
             raise UserError(
                 "this stream was saved when a memory of some layers stored nothing of the others: "
                 "it cannot be edited, since the others could not fill their windows"

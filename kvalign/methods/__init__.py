@@ -35,8 +35,7 @@ class MethodConfig(TypedDict, total=False):
         cache_dtype: for methods with a cache: `"int8"` stores entries in 8 bits; None: in the
             model's dtype.
         memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
-            `kvalign`: see `CacheSizes`. memory=None: evicted entries are forgotten. The last two
-            by default as the model's plan says (`kvalign tune-memory`).
+            `kvalign`: see `CacheSizes`; None: no memory, the last two as the model's plan says.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the one that
             `kvalign.methods.choice.choose` finds.
     """
@@ -128,13 +127,10 @@ def make_method(
             cache_dtype=sizes_asked.get("cache_dtype"),
         )
         log.info("cache_size %s: %s", cache_size, why_size)
-    if loaded:
-        sizes = cls.sizes_for(cache_size, aligner=loaded, **sizes_asked)
-        options = {"aligner": loaded}
-    else:
-        if aligner is not None:
-            log.warning("%s uses no aligner: the given one has no effect", name)
-        sizes, options = cls.sizes_for(cache_size, **sizes_asked), {}
+    if aligner is not None and not loaded:
+        log.warning("%s uses no aligner: the given one has no effect", name)
+    options: dict[str, Any] = {"aligner": loaded} if loaded else {}
+    sizes = cls.sizes_for(cache_size, **options, **sizes_asked)
     if sizes.memory:
         sizes = GUESTS["memory-plan"](inner, loaded, sizes, sizes_asked, warn)
     method = cls(model, sizes, **options)
