@@ -140,6 +140,13 @@ def test_whole_periods_are_timed(run_tiny, clock):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
+def test_a_step_with_a_memory_is_compared_with_one_without(run):
+    flags = "--model llama-mini --methods streaming-llm --cache-sizes 32 --memory 0,200"
+    *_, none, some = run(*flags.split())["rows"]
+    assert none["memory_ratio"] == 1 and some["recall_places"] == "age"
+    assert some["memory_ratio"] == some["mean_ms"] / none["mean_ms"]
+
+
 def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
     """Each trial: the prompt up to the first token, then so many more while the cache fills up."""
     monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
 from kvalign.eval.evaluations.latency.limit import bandwidth, read_bytes
@@ -153,8 +153,8 @@ def _of_memories(
     plain: dict[tuple[Any, ...], float] = {}
     rows = []
     for one, mean in zip(timed, means, strict=True):
-        same = _sizes_of(one) | {"memory": None, "num_recalled": None}
-        rows.append({"memory_ratio": mean / plain.setdefault(tuple(same.values()), mean)})
+        same = tuple(x for name, x in _sizes_of(one).items() if name not in OF_MEMORY)
+        rows.append({"memory_ratio": mean / plain.setdefault(same, mean)})
         if not settings.generate:
             rows[-1] |= _stored(one, batch_size)
     return rows
