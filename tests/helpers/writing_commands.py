@@ -218,6 +218,14 @@ COMMANDS = (
         share=0.3,
     ),
     Command(
+        "tune-memory",
+        "tune-memory --model llama-mini --cache-sizes 32 --num-tokens 400 --out out/plan.json",
+        ("plan.json",),
+        _bytes,
+        rewritten=("plan.json",),
+        share=0.3,
+    ),
+    Command(
         "pretrain",
         "pretrain --out out --num-tokens 20000 --context-len 64 --num-layers 1 --hidden-size 64 "
         "--vocab-size 300 --save-minutes 0.02 --num-threads 1",
