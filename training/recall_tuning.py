@@ -112,6 +112,7 @@ def tune_memory(
     """
     from kvalign.aligners import Aligner
     from kvalign.data_gen import facts
+    from kvalign.data_gen.corpora import first_ids
     from kvalign.foundation.files import write_json
     from kvalign.memory.sizes import loudness_of
     from kvalign.methods.choice import choose
@@ -134,20 +135,36 @@ def tune_memory(
         aligner = one if isinstance(one, Aligner) else Aligner.from_pretrained(one)
         longest = aligner.config.chunk_len
     sizes = settings.cache_sizes or usual_sizes(longest)
-    if facts.are_words_of(loaded.tokenizer):
-        streams = {size: fact_streams(size, settings.num_questions, loaded) for size in sizes}
-    else:
-        streams = {size: text_with_codes(size, settings, loaded) for size in sizes}
-    layers = settings.layers or ()
-    for one in layers:
+    text: Sequence[int] = ()
+    if not facts.are_words_of(loaded.tokenizer):
+        text = first_ids(settings.corpus, loaded.tokenizer, settings.num_tokens, "--num-tokens")
+    for one in settings.layers or ():
         loudness_of(one, loaded.spec.attention)
-    plan, rows = measured(choice.method, loaded, aligner, streams, settings.memory, layers)
-    command = settings.command_line("tune-memory", leave_out=("out",))
-    plan = plan.model_copy(update={"measured": {"command": command, "rows": rows}})
+    streams = streams_of(text, sizes, loaded, settings.num_questions)
+    of_method = choice.method, loaded, aligner, streams, settings.memory, settings.layers or ()
+    plan = measured(*of_method, settings.command_line("tune-memory", leave_out=("out",)))
     file = settings.out or default_file(loaded.spec.name, aligner)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, plan.model_dump(mode="json"))
-    return {"file": str(file), "plan": plan.model_dump(mode="json"), "rows": rows}
+    write_json(file, written := plan.model_dump(mode="json"))
+    return {"file": str(file), "plan": written, "rows": written["measured"]["rows"]}
+
+
+def plan_of_training(
+    aligner: Aligner, loaded: LoadedModel, text: Sequence[int], command: str
+) -> RecallPlan | None:
+    """Return the plan of an aligner that was just trained, measured on held-out text; None where
+    nothing can be measured, with a line that says why.
+    """
+    of_command, sizes = TuneMemorySettings(), usual_sizes(aligner.config.chunk_len)
+    try:
+        text = text[: 2 * AWAY * sizes[-1]]
+        streams = streams_of(text, sizes, loaded, of_command.num_questions)
+        plan = measured("kvalign", loaded, aligner, streams, of_command.memory, (), command)
+    except UserError as error:
+        progress.say(f"what a memory gives back was not measured: {error}")
+        return None
+    progress.say(f"a memory gives back to layers {plan.recall_layers}, by {plan.recall_places}")
+    return plan
 
 
 def default_file(model: str, aligner: Aligner | None) -> Path:
@@ -166,16 +183,26 @@ def usual_sizes(longest: int | None) -> tuple[int, ...]:
     return tuple(sorted({min(SMALL, longest // 8), min(LARGE, longest // 2)}))
 
 
-def text_with_codes(size: int, settings: TuneMemorySettings, loaded: LoadedModel) -> Streams:
+def streams_of(
+    text: Sequence[int], sizes: Sequence[int], loaded: LoadedModel, num_questions: int
+) -> dict[int, Streams]:
+    """Return streams for caches of these sizes: of facts if the model was trained on them."""
+    from kvalign.data_gen import facts
+
+    if facts.are_words_of(loaded.tokenizer):
+        return {size: fact_streams(size, num_questions, loaded) for size in sizes}
+    return {size: text_with_codes(size, text, loaded) for size in sizes}
+
+
+def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Streams:
     """One text for a cache of this size, with codes that are told and asked for."""
     import torch
 
-    from kvalign.data_gen.corpora import first_ids
     from kvalign.eval.evaluations.needle import NAMES
     from kvalign.models.text_ids import ids_of
 
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
-    text = iter(first_ids(settings.corpus, tokenizer, settings.num_tokens, "--num-tokens"))
+    text = iter(ids)
     told: list[tuple[list[int], list[int]]] = []  # questions and codes
     parts: list[tuple[list[int], bool | None]] = []  # whether they answer; None: they do not count
     away = max(1, AWAY * size // APART)
@@ -215,8 +242,9 @@ def measured(
     streams: dict[int, Streams],
     memory: int,
     layers: tuple[str, ...],
-) -> tuple[RecallPlan, list[dict[str, Any]]]:
-    """Return the best plan, and what was measured of each."""
+    command: str,
+) -> RecallPlan:
+    """Return the best plan, with what the command measured of each."""
     from kvalign.aligners import TableAligner
     from kvalign.memory.plan import RecallPlan
     from kvalign.memory.sizes import usual_places
@@ -236,7 +264,9 @@ def measured(
     if spec.family != "learned" or isinstance(aligner, TableAligner):
         other = "rank" if usual.recall_places == "age" else "age"
         ways.append(usual.model_copy(update={"recall_places": other}))
-    progress.expect((2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens")
+    progress.expect(
+        (2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens computed"
+    )
 
     def losses(plan: RecallPlan | None) -> list[Tensor]:
         progress.phase("no memory" if plan is None else " ".join(map(str, plan.sizes.values())))
@@ -256,7 +286,7 @@ def measured(
             best, least = way, row["by_usual"]
     if best is usual and _is_below(rows[2], AS_GOOD):
         best = ways[0]
-    return best, rows
+    return best.model_copy(update={"measured": {"command": command, "rows": rows}})
 
 
 def named(layers: Sequence[int], loudness: str = "") -> str:

@@ -32,6 +32,7 @@ from kvalign.training.aligner_folder import (
     save,
 )
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
+from kvalign.training.recall_tuning import plan_of_training
 from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text, read
 
@@ -141,12 +142,15 @@ def train_on_text(
         judged = judge(aligner, weights, model, text, settings.kvs)
         kvs, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
+    aligner.config = config = config.model_copy(update={"num_sinks": num_sinks})
+    plan = None
+    if settings.judge and kvs:
+        plan = plan_of_training(aligner, loaded, text.val[0].tolist(), record["command"])
     progress.phase("saving")
     record["seconds"] = round(time.perf_counter() - start, 1)
     results = {kv: {**errors[kv], **record, "used": kv in kvs} for kv in settings.kvs}
-    changes = {"num_sinks": num_sinks, "training": results}
-    aligner.config = config.model_copy(update=changes)
-    save(aligner.cpu(), out)
+    aligner.config = config.model_copy(update={"training": results})
+    save(aligner.cpu(), out, plan)
     return results
 
 

@@ -17,6 +17,7 @@ from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode
+from kvalign.memory.plan import find_plan
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
@@ -110,12 +111,15 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective
 SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
-def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts):
+def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loaded):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", "table", *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
     assert "max_steps has no effect with --objective mse" in caplog.text
-    printed = json.loads(capfd.readouterr().out)
+    said = capfd.readouterr()
+    printed, plan = json.loads(said.out), find_plan(loaded.model, Aligner.from_pretrained(out))
+    assert f"gives back to layers {plan.recall_layers}, by {plan.recall_places}\n" in said.err
+    assert plan.measured["command"].startswith("kvalign train --aligner-kind table ")
     aligner = Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner)
     assert printed == aligner.config.training
