@@ -42,7 +42,7 @@ def source(wheels, tmp_path, monkeypatch):
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "cache"))
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     # What is said is compared, however busy the machine is.
-    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
+    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", 1e6)
     monkeypatch.setitem(fetched.MODELS, NAME, source)
     return source
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capfd):
     words = "eval edit --model llama-mini --num-edits 1 --num-before 8 --num-after 4 --num-future 1"
     words += " --lengths 2 --exactly 0 --cache-sizes 20"
     said = "streams of recompute cannot be edited: it does not move entries"
-    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
+    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", 1e6)
     refused([*words.split(), "--methods", "recompute"], said, capfd)
     (tmp_path / "a.txt").write_text("The island was settled. " * 3)
     refused([*words.split(), "--num-edits", "40", "--corpus", "text:a.txt"], "--num-edits", capfd)
