@@ -1,23 +1,48 @@
-"""Messages of a conversation, and the tools that it may use, in the form of OpenAI's API."""
+"""Messages of a conversation, and the tools that it may use, in the forms of OpenAI's API: those of
+chats, and the items of responses.
+"""
 
 import json
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+)
 
-from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import Form
+from kvalign.app.serve.form import Form, unsupported
 
 MOST_TOOLS = 128
 _MOST_PARTS = 256  # of a message
 
 
 class TextPart(Form):
-    harmless: ClassVar = {"prompt_cache_breakpoint": "says where a cached prompt may end"}
-    refused: ClassVar = {"image_url": (), "input_audio": (), "file": (), "refusal": ()}
-    within = "messages"
-    type: Literal["text"]
+    harmless: ClassVar = ("prompt_cache_breakpoint", "annotations", "logprobs")
+    within = "content"
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+def _joined(content: Any, info: ValidationInfo) -> Any:
+    """The text of a message: its parts are joined by a line end, as vLLM, TensorRT-LLM and
+    llama.cpp join them.
+    """
+    if not isinstance(content, list):
+        return content
+    if len(content) > _MOST_PARTS:
+        raise ValueError(f"a message has at most {_MOST_PARTS} parts, got {len(content)}")
+    try:
+        parts = [TextPart.model_validate(part, context=info.context) for part in content]
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
+    return "\n".join(part.text for part in parts)
 
 
 def _an_object(arguments: str) -> str:
@@ -30,6 +55,7 @@ def _an_object(arguments: str) -> str:
     return json.dumps(value)
 
 
+Text = Annotated[str, BeforeValidator(_joined)]
 Arguments = Annotated[str, AfterValidator(_an_object)]
 
 
@@ -40,30 +66,23 @@ class CalledFunction(Form):
 
 
 class ToolCall(Form):
-    harmless: ClassVar = {"id": "its name", "index": "its place"}
+    harmless: ClassVar = ("id", "index")
     within = "messages"
     type: Literal["function"]
     function: CalledFunction
 
 
 class Message(Form):
-    """One message; `content` is its text."""
+    """One message; `content` is its text. Results of calls are read in the order of the calls."""
 
-    harmless: ClassVar = {
-        "annotations": "links in an answer, which clients send back with it",
-        "tool_call_id": "says which call it answers: results are read in the order of the calls",
-    }
-    refused: ClassVar = {"name": (), "refusal": ("",), "audio": (), "function_call": ()}
+    harmless: ClassVar = ("annotations", "tool_call_id")
     within = "messages"
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: Text
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
 
     @classmethod
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        """Return the role and the text: text parts are joined by a line end, as vLLM, TensorRT-LLM
-        and llama.cpp join them.
-        """
         if values.get("role") == "tool":  # as litellm and older clients say what was called
             values = {name: value for name, value in values.items() if name != "name"}
         fields = super().obeyed(values, ignored)
@@ -71,16 +90,6 @@ class Message(Form):
             fields["role"] = "system"
         if fields.get("tool_calls") and fields.get("content") is None:
             fields["content"] = ""
-        content = fields.get("content")
-        if isinstance(content, list):
-            if len(content) > _MOST_PARTS:
-                raise RequestError(
-                    f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
-                    param="messages",
-                )
-            fields["content"] = "\n".join(
-                TextPart.model_validate(part, context={"ignored": ignored}).text for part in content
-            )
         return fields
 
     @property
@@ -99,23 +108,103 @@ class Message(Form):
         return {**own, "tool_calls": calls} if calls else own
 
 
+class MessageItem(Form):
+    harmless: ClassVar = ("id", "status", "phase")
+    within = "input"
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+
+    @property
+    def message(self) -> Message:
+        return Message.model_validate({"role": self.role, "content": self.content})
+
+
+class CallItem(Form):
+    """Call of a function, in an answer that a client sends back."""
+
+    harmless: ClassVar = ("id", "status", "call_id")
+    within = "input"
+    type: Literal["function_call"]
+    name: str
+    arguments: Arguments
+
+    @property
+    def message(self) -> Message:
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        call = ToolCall(type="function", function=function)
+        return Message(role="assistant", content="", tool_calls=[call])
+
+
+class ResultItem(Form):
+    """Result of a call; results are read in the order of the calls."""
+
+    harmless: ClassVar = ("id", "status", "call_id", "name")
+    within = "input"
+    type: Literal["function_call_output"]
+    output: Text
+
+    @property
+    def message(self) -> Message:
+        return Message(role="tool", content=self.output)
+
+
+_ITEMS = ("message", "function_call", "function_call_output")
+
+
+def _kind_of(item: Any) -> str:
+    kind = item.get("type", _ITEMS[0]) if isinstance(item, dict) else _ITEMS[0]
+    if kind in _ITEMS:
+        return kind
+    raise unsupported(f"input: an item of the type {kind!r:.80}", "input")
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(_ITEMS[0])]
+    | Annotated[CallItem, Tag(_ITEMS[1])]
+    | Annotated[ResultItem, Tag(_ITEMS[2])],
+    Discriminator(_kind_of),
+]
+
+
+def messages_of(items: Iterable[MessageItem | CallItem | ResultItem]) -> list[Message]:
+    """The messages that items are. An answer comes in several of them, its text and its calls; it
+    is one message.
+    """
+    messages = list[Message]()
+    for role, run in groupby((item.message for item in items), key=lambda message: message.role):
+        several = list(run)
+        calls = [call for message in several for call in message.tool_calls or ()]
+        if role == "assistant" and calls:
+            content = "".join(message.content for message in several)
+            several = [Message(role=role, content=content, tool_calls=calls)]
+        messages += several
+    return messages
+
+
+class OfFunction(Form):
+    """A tool, or its name. In /v1/responses the function's fields stand beside the type."""
+
+    type: Literal["function"]
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        if "function" not in values:
+            function = {name: value for name, value in values.items() if name != "type"}
+            values = {"type": values.get("type"), "function": function}
+        return super().obeyed(values, ignored)
+
+
 class Function(Form):
-    harmless: ClassVar = {"strict": "says that the schema must be obeyed"}
-    refused: ClassVar = {
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-        "defer_loading": (False,),
-        "output_schema": (),
-    }
+    harmless: ClassVar = ("strict",)
     within = "tools"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Form):
+class Tool(OfFunction):
     within = "tools"
-    type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -131,28 +220,6 @@ class NamedFunction(Form):
     name: str
 
 
-class NamedTool(Form):
+class NamedTool(OfFunction):
     within = "tool_choice"
-    type: Literal["function"]
     function: NamedFunction
-
-
-class FlatTool(Tool):
-    """A tool in the form of /v1/responses, where a function's fields stand beside its type."""
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        return super().obeyed(_nested(values), ignored)
-
-
-class FlatNamedTool(NamedTool):
-    """The same of a tool that is named."""
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        return super().obeyed(_nested(values), ignored)
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    function = {name: value for name, value in values.items() if name != "type"}
-    return {"type": values.get("type"), "function": function}

@@ -13,9 +13,8 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
 from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import Form
-from kvalign.app.serve.items import Item, messages_of
-from kvalign.app.serve.messages import MOST_TOOLS, FlatNamedTool, FlatTool, Message
+from kvalign.app.serve.form import Form, unsupported
+from kvalign.app.serve.messages import MOST_TOOLS, Item, Message, NamedTool, Tool, messages_of
 from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
 from kvalign.app.serve.tools import Call, as_json
 from kvalign.app.serve.turn import TokenLogprob
@@ -28,35 +27,17 @@ _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
 
 class TextFormat(Form):
     within = "text"
-    refused: ClassVar = {"verbosity": ("medium",)}
     format: dict[str, Any] | None = None
 
 
 class ResponseRequest(Request):
     """A request to /v1/responses."""
 
-    harmless: ClassVar = {
-        **{name: why for name, why in Chat.harmless.items() if name not in ("metadata", "store")},
-        "max_tool_calls": "says how often built-in tools are called, and there are none",
-        "background_options": "says how a response in the background goes on",
-    }
-    refused: ClassVar = {
-        **Request.refused,
-        **{name: Chat.refused[name] for name in ("functions", "verbosity")},
-        "access_programs": (),
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "messages": (),
-        "moderation": (),
-        "prompt": (),
-        "reasoning": ({}, {"effort": "none"}),
-        "reasoning_effort": (),
-        "response_format": (),
-        "logprobs": (),
-        "truncation": ("auto",),
-    }
+    harmless: ClassVar[Collection[str]] = (
+        *Request.harmless,
+        "max_tool_calls",
+        "background_options",
+    )
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("items")],
@@ -70,8 +51,8 @@ class ResponseRequest(Request):
     include: list[str] | None = None  # what of it is not here is not in an answer either
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextFormat | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     _root: str = PrivateAttr(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
 
@@ -79,9 +60,7 @@ class ResponseRequest(Request):
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         for name in ("n", "session"):
             if values.get(name) not in (None, 1):
-                raise RequestError(
-                    f"{name} is not supported: leave it out", param=name, code="unsupported"
-                )
+                raise unsupported(name, name)
         return super().obeyed(values, ignored)
 
     @property

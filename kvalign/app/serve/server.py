@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect
 
 from kvalign.app.address import url_of
 from kvalign.app.serve.answers import Answers, Event
-from kvalign.app.serve.bodies import body_of
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.guard import Guard
 from kvalign.app.serve.replies import (
@@ -39,7 +38,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
 
 _READ = ["GET", "HEAD"]
-_VALUES_A_TOKEN = 4  # of a body, for each token that it may bring
 _CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
@@ -47,7 +45,6 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     """The application; its engine runs as long as it does."""
     service, name = Service(settings, loaded), loaded.spec.name
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
-    most_values = _VALUES_A_TOKEN * settings.max_prompt_tokens
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
@@ -76,12 +73,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         form: TextForm,
         begin: Callable[..., Answers],
     ) -> Response:
-        body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
+        body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
         headers = Headers.of(request.headers)
         events, loop = Events(), asyncio.get_running_loop()
-        fields = await loop.run_in_executor(
-            reader, parsed, kind, body, headers.session, most_values
-        )
+        fields = await loop.run_in_executor(reader, parsed, kind, body, headers.session)
         check_model(fields.model)
 
         def put(event: Event) -> None:
@@ -192,6 +187,33 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await run_in_threadpool(self.service.stop)
         await super().shutdown(sockets)
+
+
+async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
+    """The body of a request; RequestError if it is not JSON, too large or late."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(
+            f"the body must be application/json, its Content-Type is {kind!r:.80}", 415
+        )
+    too_large = RequestError(
+        f"the body must be at most {most_bytes} bytes", 413, code="body_too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > most_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {timeout:g} seconds", 408, code="timeout"
+        ) from None
+    return bytes(body)
 
 
 async def _answer_to(request: Request, error: Exception) -> Response:

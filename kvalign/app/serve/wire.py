@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
     Discriminator,
@@ -17,7 +17,6 @@ from pydantic import (
     model_validator,
 )
 
-from kvalign.app.serve.bodies import values_of
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.form import Form
 from kvalign.app.serve.messages import MOST_TOOLS, Message, NamedTool, Tool
@@ -41,7 +40,6 @@ MOST_MESSAGES = 4096
 
 
 class StreamOptions(Form):
-    refused: ClassVar = {"include_obfuscation": (False,)}
     within = "stream_options"
     include_usage: bool | None = None
 
@@ -49,9 +47,12 @@ class StreamOptions(Form):
 class Request(Form):
     """Fields that both kinds of requests have."""
 
-    harmless: ClassVar = {"user": "says who asks"}
+    # Who asks, what OpenAI stores, how dear and how fast it answers, and what it caches.
+    harmless: ClassVar[Collection[str]] = (
+        *("user", "safety_identifier", "metadata", "store", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    )
     _ignored: list[str] = PrivateAttr(default_factory=list)
-    refused: ClassVar = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -122,19 +123,9 @@ _NOT_OF_THE_ANSWER = {
 
 
 class JSONSchema(Form):
-    harmless: ClassVar = {
-        "name": "says what the schema is called",
-        "description": "says what the schema is for",
-        "strict": "says that the schema must be obeyed, which it always is",
-    }
+    harmless: ClassVar = ("name", "description", "strict")  # it is always obeyed
     within = "response_format"
-    of: dict[str, Any]
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        """Return the `schema`; pydantic has another use for its name."""
-        rest = {name: x for name, x in values.items() if name not in ("schema", "of")}
-        return {**super().obeyed(rest, ignored), "of": values.get("schema") or {}}
+    of: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Form):
@@ -153,40 +144,12 @@ class ResponseFormat(Form):
             return {"type": "object"}
         if self.json_schema is None:
             raise RequestError("response_format: json_schema is missing", param="response_format")
-        return self.json_schema.of
-
-
-# Fields of another address of the API.
-_OF_OTHERS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("prompt", "input", "instructions", "previous_response_id", "text"), ()),
-    **{"echo": (False,), "suffix": ("",), "best_of": (1,)},
-}
+        return self.json_schema.of or {}
 
 
 class Chat(Request):
     """A request to /v1/chat/completions."""
 
-    harmless = Request.harmless | {
-        "metadata": "labels for whoever looks at stored answers",
-        "store": "lets OpenAI store the answer",
-        "service_tier": "says how fast and how dear an answer is",
-        "safety_identifier": "says who asks",
-        "prompt_cache_key": "says which requests begin alike",
-        "prompt_cache_options": "says how long and how far a prompt is cached",
-        "prompt_cache_retention": "says how long a prompt is cached",
-    }
-    refused = Request.refused | {
-        **_OF_OTHERS,
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "verbosity": ("medium",),
-        "reasoning_effort": (),
-        "audio": (),
-        "moderation": (),
-        "prediction": (),
-        "web_search_options": (),
-    }
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
@@ -216,37 +179,26 @@ class Chat(Request):
         return None if form is None or form.type == "text" else form
 
     @model_validator(mode="after")
-    def _with_tools(self) -> "Chat":
+    def _fitting(self) -> "Chat":
+        def refuse(what: str, param: str, code: str | None = None) -> NoReturn:
+            raise RequestError(what, param=param, code=code)
+
         names, choice = [tool.function.name for tool in self.tools or ()], self.tool_choice
         if len({*names}) < len(names):
-            raise RequestError("tools has two of the same name", param="tools")
+            refuse("tools has two of the same name", "tools")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             what = f"tool_choice names {choice.function.name!r:.80}, which is not among tools"
-            raise RequestError(what, param="tool_choice")
+            refuse(what, "tool_choice")
         if choice == "required" and not names:
-            raise RequestError("tool_choice needs tools", param="tool_choice")
+            refuse("tool_choice needs tools", "tool_choice")
         if names and self.may_call and self.schema_of_answer is not None:
-            raise RequestError(
-                "response_format is not supported with tools: leave one of them out, or ask for "
-                "tool_choice: none",
-                param="response_format",
-                code="unsupported",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _with_logprobs(self) -> "Chat":
+            what = "response_format is not supported with tools: leave one of them out, or ask for "
+            refuse(f"{what}tool_choice: none", "response_format", "unsupported")
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "Chat":
+            refuse("top_logprobs needs logprobs: true", "top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise RequestError(
-                "max_tokens and max_completion_tokens differ: give one of them",
-                param="max_completion_tokens",
-            )
+            what = "max_tokens and max_completion_tokens differ: give one of them"
+            refuse(what, "max_completion_tokens")
         return self
 
     @property
@@ -291,24 +243,9 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
 
 
-_ONLY_CHAT = ({*Chat.model_fields, *Chat.refused} - {*Request.model_fields, *Request.refused}) - {
-    *("logprobs", "prompt")
-}
-
-
 class Completion(Request):
     """A request to /v1/completions."""
 
-    harmless = Chat.harmless
-    refused = Request.refused | {
-        **{name: Chat.refused.get(name, ()) for name in _ONLY_CHAT},
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "echo": (False,),
-        "suffix": ("",),
-        "best_of": (1,),
-    }
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt: Annotated[
         Annotated[str, Tag("text")]
@@ -352,22 +289,22 @@ class Headers:
         return cls(headers.get("x-session-id"), key, is_retry)
 
 
-def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -> M:
+def parsed(model: type[M], body: bytes, session: str | None) -> M:
     """A request from its body, and the session that a header names; RequestError, in one line, if
     it is invalid.
     """
-    values = values_of(body, most_values)
-    if isinstance(values, dict) and values.get("session") is None and session is not None:
-        values["session"] = session
     ignored: list[str] = []
     try:
+        values = json.loads(body.decode())
+        if isinstance(values, dict) and values.get("session") is None and session is not None:
+            values["session"] = session
         request = model.model_validate(values, context={"ignored": ignored})
-        request._ignored = ignored
-        return request
-    except RecursionError:
-        raise RequestError("the body is nested too deep") from None
     except ValidationError as error:
         raise fault_in(error) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    request._ignored = ignored
+    return request
 
 
 def fault_in(
