@@ -7,7 +7,7 @@ name and the number of tokens before the answer, so it needs no list, and is kno
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
@@ -33,11 +33,7 @@ class TextFormat(Form):
 class ResponseRequest(Request):
     """A request to /v1/responses."""
 
-    harmless: ClassVar[Collection[str]] = (
-        *Request.harmless,
-        "max_tool_calls",
-        "background_options",
-    )
+    harmless = (*Request.harmless, "max_tool_calls", "background_options")
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("items")],
