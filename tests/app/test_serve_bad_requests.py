@@ -189,7 +189,9 @@ def test_a_reader_that_does_not_read_is_left():
     answers, events, cancelled = Answers(1), Events(), []
     answers.on_cancel = lambda: cancelled.append(True)
     events.put_nowait(Piece(0, "text"))
-    stream = EventStream(TextForm("m"), answers, events, has_usage=False, timeout=0.05)
+    stream = EventStream(
+        TextForm("m", None, answers), answers, events, has_usage=False, timeout=0.05
+    )
 
     async def send(message):
         if b"text" in message.get("body", b""):

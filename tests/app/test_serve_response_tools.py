@@ -12,6 +12,7 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.form import REFUSED
 from kvalign.app.serve.messages import CallItem, Function, MessageItem, ResultItem, messages_of
+from kvalign.app.serve.replies import PartReader, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
 from kvalign.app.serve.tools import HERMES, Tools
 from kvalign.app.serve.wire import parsed
@@ -79,15 +80,15 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
 def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
     tools = Tools([WEATHER, TIME], (), HERMES)
-    answers, form = Answers(1, tools=tools), ResponseForm("m")
-    form.for_request(read(tools=FLAT), answers)
+    answers = Answers(1, tools=tools)
+    form = ResponseForm("m", read(tools=FLAT), answers)
     stream = ResponseStream(form, answers, None, has_usage=True, timeout=1)
+    end, reader = End(0, "stop", 1, 0), PartReader(answers)
     pieces = [Piece(0, text[i : i + num]) for i in range(0, len(text), num)]
-    end = End(0, "stop", 1, 0)
-    sent = stream._first() + "".join(map(stream._of_event, [*pieces, end])) + stream._last([end])
+    parts = [reader.read(event) for event in (*pieces, end)]
+    sent = stream._first() + "".join(map(stream._of_part, parts)) + stream._last([end])
     events = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: ")]
-    choice = {**form.of_text(text), "finish_reason": "stop", "logprobs": None}
-    return form.document("response", [choice])["output"], events
+    return form.whole([parts], usage_of(answers, [end]))["output"], events
 
 
 def plain(items):

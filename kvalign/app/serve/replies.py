@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,13 +17,56 @@ from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.tools import Call, CallReader, Tools, as_json
+from kvalign.app.serve.tools import as_json
 from kvalign.app.serve.turn import TokenLogprob
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _DISCONNECT = "gone"
 _LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of an answer as it is told: its content, the calls of tools that are complete now, and
+    with the last part its end.
+    """
+
+    index: int
+    content: str
+    calls: Sequence[dict[str, Any]]
+    first_call: int  # number of the first of these calls in the answer
+    tokens: Sequence[TokenLogprob] = ()
+    end: End | None = None
+
+    @property
+    def finish(self) -> str | None:
+        """Reason for the end; None where more comes."""
+        if self.end is None:
+            return None
+        is_call = self.end.finish == "stop" and self.first_call + len(self.calls) > 0
+        return "tool_calls" if is_call else self.end.finish
+
+
+class PartReader:
+    """Reader of the engine's events of a request: the parts that they tell."""
+
+    def __init__(self, answers: Answers):
+        tools = answers.tools
+        self._readers = [tools.reader() if tools else None for _ in range(answers.num)]
+        self._num_calls = [0] * answers.num
+
+    def read(self, event: Piece | End) -> Part:
+        index, tokens, end = event.index, tuple[TokenLogprob, ...](), None
+        reader, first = self._readers[index], self._num_calls[index]
+        if isinstance(event, Piece):
+            tokens = event.tokens
+            content, calls = reader.read(event.text) if reader else (event.text, [])
+        else:
+            end = event
+            content, calls = reader.rest() if reader else ("", [])
+        self._num_calls[index] += len(calls)
+        return Part(index, content, [*map(as_json, calls)], first, tokens, end)
 
 
 class TextForm:
@@ -32,28 +76,17 @@ class TextForm:
     opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
     of_end: ClassVar[dict[str, Any]] = {"text": ""}  # and in its last one
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, request: Any, answers: Answers):
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
         self.created = int(time.time())
 
-    def for_request(self, request: Any, answers: Answers) -> None:
-        """Take what the form says of a request whose answers begin."""
+    def of_text(self, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a choice's fields for a whole answer."""
+        return {"text": content}
 
-    def of_text(self, text: str) -> dict[str, Any]:
-        """Return a choice's fields for a whole text."""
-        return {"text": text}
-
-    def of_piece(self, index: int, text: str) -> dict[str, Any]:
-        """Return a choice's fields for a piece, in a chunk."""
-        return {"text": text}
-
-    def of_rest(self, index: int) -> dict[str, Any] | None:
-        """Return those of what was held back of a choice, as it ends; None for nothing."""
-        return None
-
-    def finish_of(self, index: int, finish: str) -> str:
-        """Return the reason for a choice's end, which has been said in pieces."""
-        return finish
+    def of_part(self, part: Part) -> dict[str, Any]:
+        """Return a choice's fields for a part, in a chunk."""
+        return {"text": part.content}
 
     def of_tokens(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Return the logprobs of tokens; None without one."""
@@ -67,6 +100,17 @@ class TextForm:
             "text_offset": [one.offset for one in tokens],
         }
 
+    def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The document of complete answers, each in its parts."""
+        choices = []
+        for index, parts in enumerate(answers):
+            text = self.of_text(
+                "".join(part.content for part in parts), [x for part in parts for x in part.calls]
+            )
+            logprobs = self.of_tokens([one for part in parts for one in part.tokens])
+            choices.append(choice_of(index, text, parts[-1].finish, logprobs))
+        return self.document(self.kind, choices, usage=usage)
+
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **usage}
@@ -79,51 +123,17 @@ class ChatForm(TextForm):
     opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
     of_end: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    _readers: Sequence[CallReader | None] = ()  # of choices in pieces
-    _tools: Tools | None = None
-
-    def for_request(self, request: Any, answers: Answers) -> None:
-        if (tools := answers.tools) and tools.form:
-            self._tools = tools
-            self._readers = [tools.reader() for _ in range(answers.num)]
-            self._num_calls = [0] * answers.num
-
-    def of_text(self, text: str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._tools is not None:
-            content, calls = self._tools.read(text)
-            if calls:
-                message |= {"content": content or None, "tool_calls": [*map(as_json, calls)]}
+    def of_text(self, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
         return {"message": message}
 
-    def read(self, index: int, text: str) -> tuple[str, Sequence[Call]]:
-        """Return the content of a piece, and the calls that it completes."""
-        reader = self._readers[index] if self._readers else None
-        return reader.read(text) if reader else (text, [])
-
-    def rest(self, index: int) -> tuple[str, Sequence[Call]]:
-        """Return what was held back of a choice, as it ends."""
-        reader = self._readers[index] if self._readers else None
-        return reader.rest() if reader else ("", [])
-
-    def of_piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._delta(index, *self.read(index, text))
-
-    def of_rest(self, index: int) -> dict[str, Any] | None:
-        content, calls = self.rest(index)
-        return self._delta(index, content, calls) if content or calls else None
-
-    def finish_of(self, index: int, finish: str) -> str:
-        has_calls = bool(self._readers) and self._num_calls[index] > 0
-        return "tool_calls" if has_calls and finish == "stop" else finish
-
-    def _delta(self, index: int, content: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """Return what a chunk adds to a message: content, and whole calls."""
-        delta: dict[str, Any] = {"content": content} if content else {}
-        if calls:
-            entries = enumerate(map(as_json, calls), self._num_calls[index])
-            self._num_calls[index] += len(calls)
-            delta["tool_calls"] = [{"index": number, **call} for number, call in entries]
+    def of_part(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": part.content} if part.content else {}
+        if part.calls:
+            calls = enumerate(part.calls, part.first_call)
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
         return {"delta": delta}
 
     def of_tokens(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -156,9 +166,8 @@ def choice_of(
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
-def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
+def usage_of(answers: Answers, ends: Sequence[End]) -> dict[str, Any]:
     """Token counts of a request; `cached_tokens` are those of its session."""
-    ends = list(ends)
     num_tokens = sum(end.num_tokens for end in ends)
     return {
         "prompt_tokens": answers.num_prompt,
@@ -189,9 +198,9 @@ def ignored_of(names: Iterable[str]) -> dict[str, str]:
     return {IGNORED: header} if header else {}
 
 
-async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
-    """Yield the engine's available events, until the answers end or an error ends them. A client
-    that disconnects, or a reader that stops, cancels them.
+async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list[Part]]:
+    """Yield the parts that are there, until the answers end or an error ends them. A client that
+    disconnects, or a reader that stops, cancels them.
     """
 
     async def watch() -> None:
@@ -200,6 +209,7 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
         events.put_nowait(_DISCONNECT)
 
     watching, num_left = asyncio.ensure_future(watch()), answers.num
+    reader = PartReader(answers)
     try:
         while num_left:
             batch: list[Event] = [await events.get()]
@@ -207,13 +217,13 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
                 batch.append(events.get_nowait())
             if _DISCONNECT in batch:
                 raise ClientDisconnect
-            pieces = [event for event in batch if not isinstance(event, RequestError)]
-            if pieces:
-                yield pieces
+            parts = [reader.read(event) for event in batch if not isinstance(event, RequestError)]
+            if parts:
+                yield parts
             for event in batch:
                 if isinstance(event, RequestError):
                     raise event
-            num_left -= sum(isinstance(event, End) for event in batch)
+            num_left -= sum(part.end is not None for part in parts)
     finally:
         watching.cancel()
         answers.cancel()
@@ -223,24 +233,12 @@ async def whole(
     form: TextForm, answers: Answers, events: Events, receive: Receive, headers: Mapping[str, str]
 ) -> Response:
     """The complete answer as one document, with these headers."""
-    texts, ends = [""] * answers.num, dict[int, End]()
-    tokens: list[list[TokenLogprob]] = [[] for _ in texts]
-    async for batch in events_of(answers, events, receive):
-        for event in batch:
-            if isinstance(event, Piece):
-                texts[event.index] += event.text
-                tokens[event.index] += event.tokens
-            else:
-                ends[event.index] = event
-    choices = []
-    for i, text in enumerate(texts):
-        content, finish = form.of_text(text), ends[i].finish
-        if finish == "stop" and "tool_calls" in content.get("message", ()):
-            finish = "tool_calls"
-        choices.append(choice_of(i, content, finish, form.of_tokens(tokens[i])))
-    usage = usage_of(answers, ends.values())
-    headers = {**headers, **warning_of(answers)}
-    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=headers)
+    parts: list[list[Part]] = [[] for _ in range(answers.num)]
+    async for batch in parts_of(answers, events, receive):
+        for part in batch:
+            parts[part.index].append(part)
+    usage = usage_of(answers, [part.end for one in parts for part in one if part.end])
+    return JSONResponse(form.whole(parts, usage), headers={**headers, **warning_of(answers)})
 
 
 class EventStream(Response):
@@ -276,9 +274,9 @@ class EventStream(Response):
             await put(self._first())
             ends = list[End]()
             try:
-                async for batch in events_of(self.answers, self.events, receive):
-                    ends += (x for x in batch if isinstance(x, End))
-                    await put("".join(map(self._of_event, batch)))
+                async for batch in parts_of(self.answers, self.events, receive):
+                    ends += (part.end for part in batch if part.end)
+                    await put("".join(map(self._of_part, batch)))
             except RequestError as error:
                 await put(self._of_error(error))
             else:
@@ -302,14 +300,12 @@ class EventStream(Response):
     def _of_error(self, error: RequestError) -> str:
         return _line(error.form())
 
-    def _of_event(self, event: Piece | End) -> str:
-        form, index = self.form, event.index
-        if isinstance(event, Piece):
-            logprobs = form.of_tokens(event.tokens)
-            return self._chunk(index, form.of_piece(index, event.text), logprobs=logprobs)
-        rest = form.of_rest(index)
-        last = self._chunk(index, rest) if rest else ""
-        return last + self._chunk(index, form.of_end, form.finish_of(index, event.finish))
+    def _of_part(self, part: Part) -> str:
+        chunk, form = "", self.form
+        if not part.end or part.content or part.calls:
+            logprobs = form.of_tokens(part.tokens)
+            chunk = self._chunk(part.index, form.of_part(part), logprobs=logprobs)
+        return chunk + (self._chunk(part.index, form.of_end, part.finish) if part.end else "")
 
     def _chunk(
         self,

@@ -11,13 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
-from kvalign.app.serve.answers import Answers, End, Piece
+from kvalign.app.serve.answers import Answers, End
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.form import Form, unsupported
 from kvalign.app.serve.messages import MOST_TOOLS, Item, Message, NamedTool, Tool, messages_of
-from kvalign.app.serve.replies import ChatForm, EventStream, usage_of
-from kvalign.app.serve.tools import Call, as_json
-from kvalign.app.serve.turn import TokenLogprob
+from kvalign.app.serve.replies import ChatForm, EventStream, Part, usage_of
 from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -123,10 +121,9 @@ class ResponseForm(ChatForm):
     """Answers of /v1/responses."""
 
     kind, opening = "response", {}
-    request: ResponseRequest
 
-    def for_request(self, request: Any, answers: Answers) -> None:
-        super().for_request(request, answers)
+    def __init__(self, model: str, request: ResponseRequest, answers: Answers):
+        super().__init__(model, request, answers)
         self.request, self.id = request, f"{request.name}{answers.num_prompt:08x}"
 
     def part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -143,18 +140,18 @@ class ResponseForm(ChatForm):
         head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
         return {**head, "call_id": call["id"], **call["function"]}
 
-    def status_of(self, finish: str) -> str:
+    def status_of(self, finish: str | None) -> str:
         return "incomplete" if finish == "length" else "completed"
 
-    def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
-        (choice,) = choices
-        message, status = choice["message"], self.status_of(choice["finish_reason"])
-        calls = [self.call(call) for call in message.get("tool_calls", ())]
-        output = calls
-        if message["content"] or not calls:
-            part = self.part(message["content"], choice["logprobs"])
-            output = [self.message(status, part), *calls]
-        return self.response(status, output, **usage)
+    def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
+        (parts,) = answers
+        text = "".join(part.content for part in parts)
+        calls = [self.call(call) for part in parts for call in part.calls]
+        status, output = self.status_of(parts[-1].finish), calls
+        if text or not calls:
+            logprobs = self.of_tokens([one for part in parts for one in part.tokens])
+            output = [self.message(status, self.part(text, logprobs)), *calls]
+        return self.response(status, output, usage)
 
     def response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
@@ -211,20 +208,28 @@ class ResponseStream(EventStream):
 
     form: ResponseForm
     last = ""  # these streams have no [DONE]
-    _number = 0
+    _number, _finish = 0, None
 
     def _first(self) -> str:
-        self._output, self._finish = list[dict[str, Any]](), ""
+        self._output = list[dict[str, Any]]()
         self._message: dict[str, Any] | None = None  # the item of text that comes
         begun = {"response": self.form.response("in_progress", [])}
         created = self._event("response.created", **begun)
         return created + self._event("response.in_progress", **begun)
 
-    def _of_event(self, event: Piece | End) -> str:
-        if isinstance(event, End):
-            self._finish = event.finish
-            return self._events(*self.form.rest(0))
-        return self._events(*self.form.read(0, event.text), event.tokens)
+    def _of_part(self, part: Part) -> str:
+        events, self._finish = "", part.finish
+        if part.content or part.tokens:
+            if self._message is None:
+                events += self._message_begins()
+            logprobs = (self.form.of_tokens(part.tokens) or {"content": []})["content"]
+            self._text += part.content
+            self._logprobs += logprobs
+            delta = {"delta": part.content, "logprobs": logprobs}
+            events += self._event("response.output_text.delta", **self._place, **delta)
+        for call in part.calls:
+            events += self._message_ends("completed") + self._call(self.form.call(call))
+        return events
 
     def _last(self, ends: list[End]) -> str:
         status = self.form.status_of(self._finish)
@@ -232,20 +237,6 @@ class ResponseStream(EventStream):
         last += self._message_ends(status)
         whole = self.form.response(status, self._output, usage_of(self.answers, ends))
         return last + self._event(f"response.{status}", response=whole)
-
-    def _events(self, text: str, calls: Sequence[Call], tokens: Sequence[TokenLogprob] = ()) -> str:
-        events = ""
-        if text or tokens:
-            if self._message is None:
-                events += self._message_begins()
-            logprobs = (self.form.of_tokens(tokens) or {"content": []})["content"]
-            self._text += text
-            self._logprobs += logprobs
-            delta = {"delta": text, "logprobs": logprobs}
-            events += self._event("response.output_text.delta", **self._place, **delta)
-        for call in calls:
-            events += self._message_ends("completed") + self._call(self.form.call(as_json(call)))
-        return events
 
     def _message_begins(self) -> str:
         self._text, self._logprobs = "", list[Any]()

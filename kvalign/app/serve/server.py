@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -70,7 +71,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def answer(
         request: Request,
         kind: type[Chat] | type[Completion] | type[ResponseRequest],
-        form: TextForm,
+        form_of: type[TextForm],
+        stream: type[EventStream],
         begin: Callable[..., Answers],
     ) -> Response:
         body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
@@ -85,25 +87,24 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
         answers = await run_in_threadpool(begin, fields, headers, put)
         ignored = ignored_of(fields.ignored)
-        form.for_request(fields, answers)
+        form = form_of(name, fields, answers)
         if not fields.stream:
             return await whole(form, answers, events, request.receive, ignored)
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-        timeout = settings.timeout
-        stream = ResponseStream if isinstance(form, ResponseForm) else EventStream
-        return stream(form, answers, events, has_usage=has_usage, timeout=timeout, headers=ignored)
+        how: dict[str, Any] = {"has_usage": has_usage, "timeout": settings.timeout}
+        return stream(form, answers, events, headers=ignored, **how)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat, ChatForm(name), service.chat)
+        return await answer(request, Chat, ChatForm, EventStream, service.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Completion, TextForm(name), service.completion)
+        return await answer(request, Completion, TextForm, EventStream, service.completion)
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        return await answer(request, ResponseRequest, ResponseForm(name), service.respond)
+        return await answer(request, ResponseRequest, ResponseForm, ResponseStream, service.respond)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:
