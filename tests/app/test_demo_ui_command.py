@@ -23,8 +23,8 @@ def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
         lambda *_: served.append(1) or socket.create_server(local),
     )
     monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_, **__: served.append(2))
-    monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
-    monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: served.append(3))
+    monkeypatch.setattr("kvalign.app.pages.page.application", lambda _: None)
+    monkeypatch.setattr("kvalign.app.pages.page.serve", lambda *_: served.append(3))
     assert main(["demo-ui", "--host", host]) == 2
     assert f"--host {host} lets other machines connect" in capsys.readouterr().err and not served
     assert main(["demo-ui", "--host", host, "--without-key"]) == 0
@@ -40,8 +40,8 @@ def test_models_and_streams_are_as_asked(monkeypatch):
         built.update(how, weights=weights_of(load(models[0]).model))
 
     monkeypatch.setattr("kvalign.app.pages.page.build", build)
-    monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
-    monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: None)
+    monkeypatch.setattr("kvalign.app.pages.page.application", lambda _: None)
+    monkeypatch.setattr("kvalign.app.pages.page.serve", lambda *_: None)
     flags = ["--model", "llama-mini", "--weights", "int8", "--cache-dtype", "int8"]
     flags += ["--memory", "500"]
     assert main(["demo-ui", "--port", "0", *flags]) == 0

@@ -10,8 +10,7 @@ from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
 from kvalign.aligners import Aligner
 from kvalign.app.cli import standard_input
 from kvalign.app.cli.main import main
-from kvalign.app.commands.generate import PROMPT
-from kvalign.app.sessions.marks import BEYOND, tokens_past
+from kvalign.app.commands.generate import BEYOND, PROMPT, tokens_past
 
 NETWORK = "kvalign-data/gpt2-mini/network"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"

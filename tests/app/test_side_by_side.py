@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kvalign
-from kvalign.app.pages.reread import Reread
-from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side
+from kvalign.app.pages.side_by_side import Refusal, Reread, View, begin, side_by_side
 from kvalign.eval.judging.words import load_words
 from kvalign.methods import make_method
 from kvalign.methods.registry import METHODS

@@ -1,6 +1,5 @@
 """What needs no torch, which takes seconds to import: names, settings, help, what TAB offers,
-lists, and the judgement of a text. Configs of what ships, and sources of methods and policies, tell
-all of it. One process of its own does one after the other.
+lists of what ships, and the judgement of a text. One process of its own does one after the other.
 """
 
 import subprocess
@@ -12,10 +11,9 @@ from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.data_gen import corpora
 from kvalign.methods.registry import METHODS
-from kvalign.policies import POLICIES
 
 HEAVY = ("torch", "transformers", "datasets", "pandas", "gradio")
-LISTS = ("models", "methods", "policies", "aligners", "corpora")
+LISTS = ("models", "aligners", "corpora")
 SETTINGS = f"""
 import sys
 
@@ -52,7 +50,7 @@ check()
 def test_settings_help_and_lists():
     done = subprocess.run([sys.executable, "-c", SETTINGS + DONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for names in (checkpoints.MODELS, METHODS, POLICIES, checkpoints.ALIGNERS, corpora.NAMES):
+    for names in (checkpoints.MODELS, METHODS, checkpoints.ALIGNERS, corpora.NAMES):
         assert all(name in done.stdout for name in names)
 
 

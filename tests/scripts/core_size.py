@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Any
 
 from kvalign.app.cli.arguments import parse
-from kvalign.app.commands.generate import GenerateSettings
-from kvalign.app.sessions.marks import marked
+from kvalign.app.commands.generate import GenerateSettings, marked
 from kvalign.app.sessions.stream_settings import pieces_of
 from kvalign.foundation.settings import DEFAULT_MODEL, Settings, option
 

@@ -158,34 +158,10 @@ def explain(error: Exception) -> tuple[int, str]:
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if package := _package_of(error):
-        return 2, (
-            f"{package} cannot be imported ({fault}): correct or unset the variable of the "
-            f"environment that it reads{_set_variables(error)}, or install it again"
-        )
     return 1, (
         f"an error in KV-Align ({fault}): please open an issue with the output of the same "
         "command with --debug"
     )
-
-
-def _package_of(error: Exception) -> str:
-    """Return the package that failed while it was imported: only the machine and its environment
-    can be the cause. "" for any other error, and for our own package.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    begin = max((i for i, name in enumerate(names) if name == "kvalign"), default=len(names))
-    below = zip(frames[begin + 1 :], names[begin + 1 :], strict=True)
-    modules = [name for frame, name in below if frame.f_code.co_name == "<module>"]
-    return modules[-1] if modules else ""
-
-
-def _set_variables(error: Exception) -> str:
-    """Return the set variables in the lines of code that failed, as " (NAMES)"; "" for none."""
-    lines = " ".join(line.line or "" for line in traceback.extract_tb(error.__traceback__))
-    names = [name for name in dict.fromkeys(re.findall(r"[A-Z_]{3,}", lines)) if name in os.environ]
-    return f" ({', '.join(names)})" if names else ""
 
 
 def _in_flags(message: str, flags: Collection[str]) -> str:

@@ -77,8 +77,7 @@ def run(settings: PageSettings, as_json: bool) -> None:
             webbrowser.open(url_of(settings.host, at))
         with loading(at, "text/html", source("loading.html")):
             os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-            from kvalign.app.pages.page import build
-            from kvalign.app.pages.serve import application, serve
+            from kvalign.app.pages.page import application, build, serve
             from kvalign.models import fetched
             from kvalign.models.loading import load_model
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
-from kvalign.app.sessions.marks import MOST, marked, tokens_past
 from kvalign.app.sessions.stream_settings import (
     MAX_NEW_TOKENS,
     StreamSettings,
@@ -24,8 +25,13 @@ from kvalign.foundation.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
+    from kvalign.streaming.text_stream import TextStream
 
 PROMPT = "The history of the island"
+MOST = 1024
+"""Longest context length that a stream without a length passes; longer ones take minutes."""
+BEYOND = 88
+"""Number of tokens that it writes past that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +157,33 @@ def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
     aligners = ["--aligner", ",".join(unique)] if unique else []
     model = of_model(settings.model)
     say_next("eval", "perplexity", *model, *aligners, "--reference", "recompute")
+
+
+def tokens_past(context_len: int | None, num_before: int) -> int | None:
+    """Return how many tokens lead past the context length; None if there is none, or it is long."""
+    if context_len is None or context_len > MOST:
+        return None
+    return max(context_len - num_before, 0) + BEYOND
+
+
+def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
+    """The pieces of a stream. A line on stderr marks the first piece after an eviction, and the
+    first past the context length.
+    """
+    context_len = stream.method.spec.context_len or math.inf
+    size = stream.method.sizes.cache_size
+    is_full = is_past = False
+    for number, piece in enumerate(pieces):
+        lines = []
+        if not is_full and (is_full := stream.num_evicted > 0):
+            lines.append(
+                f"the cache of {size} entries is full, from here on the oldest are evicted"
+            )
+        if not is_past and (is_past := stream.num_fed > context_len):
+            lines.append(
+                f"the context length of {context_len} tokens ends here, the stream continues"
+            )
+        start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""  # a line of its own
+        for line in lines if number else ():  # else the prompt passed it: `warn_if_too_long`
+            print(f"{start}[token {stream.num_fed}: {line}]", file=sys.stderr, flush=True)
+        yield piece

@@ -83,7 +83,7 @@ def methods() -> list[Row]:
     """The method `auto`, which is the default, and the registry of methods."""
     from kvalign.methods.registry import AUTO, AUTO_ABOUT, METHODS
 
-    rows = [{"name": name, "about": METHODS.about(name)} for name in METHODS]
+    rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
     return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
 
 
@@ -91,7 +91,7 @@ def policies() -> list[Row]:
     """The registry of policies."""
     from kvalign.policies import POLICIES
 
-    return [{"policy": name, "about": POLICIES.about(name)} for name in POLICIES]
+    return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
 
 
 def aligners(model: str | None = None) -> list[Row]:

@@ -1,10 +1,14 @@
 """Live page: a Gradio app whose streams and lane use the same settings."""
 
 import functools
+import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gradio as gr
+import uvicorn
+from fastapi import FastAPI
 
 from kvalign.aligners import Aligner
 from kvalign.app.pages import controls, lanes, render, source
@@ -29,6 +33,9 @@ SIZES = (
 )
 INPUTS = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
+# The report's greys, from paper to ink.
+_GREYS = "#f6f8fa #eaeef2 #d0d7de #c4ccd4 #9aa4af #6e7781 #57606a #30363d #161b22 #12171e #0d1117"
+_GREEN, _DEEP_GREEN = "#00684a", "#005239"
 IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
 
@@ -242,3 +249,43 @@ def _message(line: str) -> str:
 def _buttons(is_running: bool) -> list[dict]:
     """Start and Stop."""
     return [gr.update(interactive=not is_running), gr.update(interactive=is_running)]
+
+
+def application(page: gr.Blocks) -> FastAPI:
+    """The page as an ASGI application, at the root."""
+    return gr.mount_gradio_app(
+        FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+        page,
+        path="/",
+        ssr_mode=False,
+        footer_links=[],
+        theme=_theme(),
+        css=source("live.css"),
+    )
+
+
+def serve(app: FastAPI, at: socket.socket) -> None:
+    """Serve until Ctrl-C; pages that are open do not hold it up."""
+    try:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        server.force_exit = True
+        server.run([at])
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+
+
+def _theme() -> gr.themes.Default:
+    theme = gr.themes.Default(
+        neutral_hue=gr.themes.Color(*_GREYS.split(), name="report"),
+        font=["system-ui", "sans-serif"],
+        font_mono=["ui-monospace", "monospace"],
+    )
+    fill = "button_primary_background_fill"
+    return theme.set(
+        color_accent=_GREEN,
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_400",
+        block_label_text_color="*neutral_600",
+        **dict.fromkeys([fill, fill + "_dark"], _GREEN),
+        **dict.fromkeys([fill + "_hover", fill + "_hover_dark"], _DEEP_GREEN),
+    )

@@ -1,5 +1,5 @@
-"""Text in readable form: the marks of WikiText's tokenised form are undone, and headings shown as
-headings. This changes only the display; evaluations judge the original text.
+"""Text in readable form: the marks of WikiText's tokenised form are undone. This changes only the
+display; evaluations judge the original text.
 
     " = Title = \\n a two @-@ part <unk> , 1 @,@ 000"  ->  "Title\\n a two-part […], 1,000"
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvalign.eval.judging.chunks import Chunk
 
 UNKNOWN = "[…]"
 """Replacement for a corpus's `<unk>`."""
-_MARKS = re.compile(r" ?@(?P<joined>[-,.])@ ?|(?P<unknown><unk>)")
+_MARKS = re.compile(r" ?@([-,.])@ ?")
+_HEADING = re.compile(r"^ *(?:= ?){1,4}(?=[^=\s])|(?: ?=){1,4} *$", re.MULTILINE)
 # Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one,
 # around the end of a line.
 _SPACES = re.compile(
@@ -25,65 +24,28 @@ _SPACES = re.compile(
     r"| +(?=\n)|(?<=\n) +"
 )
 _IS_TOKENISED = re.compile(r"\w [,.](?=\s|$)")
-_HEADING = re.compile(
-    r"^(?P<opening> *(?:= ?){1,4})(?=[^=\s])[^=\n]*?(?P<closing>(?: ?=){1,4} *)$",
-    re.MULTILINE,
-)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Part of a text with one style."""
 
     text: str  # as a reader expects it
     kind: str  # `readable` or `unreadable`; `tail` after the last chunk; empty between chunks
-    is_heading: bool
 
 
 def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
-    """Parts of a text, cut at its chunks and headings; the last one is the rest."""
-    headings = [(match.start(), match.end()) for match in _HEADING.finditer(text)]
-    edits = _edits(text)
-    for first, end, kind in _kinds(len(text), chunks):
-        cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
-        for a, b in pairwise(cuts):
-            part = _edit(text, a, b, edits)
-            if part or kind == "tail":
-                yield Piece(part, kind, any(h[0] <= a < h[1] for h in headings))
-
-
-def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str]]:
-    end = 0
+    """Parts of a text, cut at its chunks; the last one is the rest."""
+    is_tokenised, end = _IS_TOKENISED.search(text) is not None, 0
     for chunk in chunks:
-        yield end, chunk.start, ""
-        yield chunk.start, chunk.end, "readable" if chunk.is_readable else "unreadable"
+        if between := readable(text[end : chunk.start], is_tokenised):
+            yield Piece(between, "")
+        kind = "readable" if chunk.is_readable else "unreadable"
+        yield Piece(readable(text[chunk.start : chunk.end], is_tokenised), kind)
         end = chunk.end
-    yield end, length, "tail"
+    yield Piece(readable(text[end:], is_tokenised), "tail")
 
 
-def _edits(text: str) -> list[tuple[int, int, str]]:
-    """Return replacements of text[start:end], in order, without overlap."""
-    edits = []
-    for match in _HEADING.finditer(text):
-        edits += [(*match.span(name), "") for name in ("opening", "closing")]
-    for match in _MARKS.finditer(text):
-        edits.append((*match.span(), match["joined"] or UNKNOWN))
-    if _IS_TOKENISED.search(text):
-        edits += [(*match.span(), "") for match in _SPACES.finditer(text)]
-    apart: list[tuple[int, int, str]] = []
-    for edit in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
-        if not apart or edit[0] >= apart[-1][1]:
-            apart.append(edit)
-    return apart
-
-
-def _edit(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
-    """Part text[start:end]; an edit across its end belongs to it as a whole."""
-    part = ""
-    for first, last, instead in edits:
-        if last <= start or first >= end:
-            continue
-        if first >= start:
-            part += text[start:first] + instead
-        start = last
-    return part + text[start:end]
+def readable(text: str, is_tokenised: bool) -> str:
+    """Part of a text without marks."""
+    text = _MARKS.sub(r"\1", text).replace("<unk>", UNKNOWN)
+    return _SPACES.sub("", _HEADING.sub("", text)) if is_tokenised else text
