@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvalign
 from kvalign.app.commands.generate import read_prompt
 from kvalign.app.serve.prompts import Prompts
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
@@ -80,7 +81,7 @@ class Doors:
 
     def request(self, text):
         method = make_method("streaming-llm", self.model, cache_size=8)
-        prompts = Prompts(self.tokenizer, method, True, False, 100, False)
+        prompts = Prompts(self.tokenizer, method, ServeSettings(max_prompt_tokens=100), True)
         return prompts.of(text).tolist()
 
 

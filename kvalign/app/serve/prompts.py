@@ -1,6 +1,6 @@
 """Prompts of requests: messages and texts as token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,52 +9,38 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.form import unsupported
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
-from kvalign.app.serve.wire import Headers
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.tools import Tools
+from kvalign.app.serve.wire import Chat, Headers, Request
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
 
-Template = Mapping[str, Any] | None  # chat_template_kwargs of a request
-Definitions = Sequence[Mapping[str, Any]] | None  # its tools
-
 
 @dataclass
 class Prompts:
-    """Token ids to feed for a request."""
+    """Token ids to feed for a request; `method` is as new sessions have it, but for their sinks."""
 
     tokenizer: PreTrainedTokenizerBase
-    method: Method  # as new sessions have it, but for their sinks
+    method: Method
+    settings: ServeSettings
     keeps_opening: bool  # whether a session's system prompt stays as sinks
-    keeps_turns: bool  # whether whole turns are evicted
-    most_tokens: int  # that one request may bring
-    special_tokens: bool  # whether those in messages steer the model
 
-    def new_session(
-        self,
-        session: Session,
-        messages: Sequence[Message],
-        template: Template = None,
-        tools: Definitions = None,
-        opening: str = "",
-    ) -> Session:
-        """A new session from messages, with as many sinks as its system prompt and the tools, whose
-        digest is `opening`, have tokens.
+    def new_session(self, session: Session, request: Chat, tools: Tools | None) -> Session:
+        """A new session from a request, with as many sinks as its system prompt and its tools have
+        tokens.
         """
-        sizes, system = self.method.sizes, None
-        if messages[0].role == "system":
-            system = messages[0].content
-        num_sinks = sizes.num_sinks
+        sizes, first = self.method.sizes, request.messages[0]
+        system, num_sinks = first.content if first.role == "system" else None, sizes.num_sinks
         if (system is not None or tools) and self.keeps_opening:
-            how: dict[str, Any] = {"special_tokens": self.special_tokens, "template": template}
-            num_sinks = opening_len(self.tokenizer, system, tools=tools, **how)
+            num_sinks = opening_len(self.tokenizer, system, **self._how(request, tools))
             if num_sinks >= sizes.cache_size:
-                what = (
-                    "the tools and the system message take" if tools else "the system message takes"
-                )
+                what = f"the {'tools and the ' * bool(tools)}system message"
                 raise RequestError(
-                    f"{what} {num_sinks} entries of a cache of "
+                    f"{what} take{'s' * (not tools)} {num_sinks} entries of a cache of "
                     f"{sizes.cache_size}: shorten it, or serve with a larger --cache-size",
                     param="messages",
                     code="system_too_long",
@@ -62,32 +48,34 @@ class Prompts:
         return replace(
             session,
             comparison=AS_READ,
-            messages_digest=opening,
-            tools=opening,
+            messages_digest=request.opening,
+            tools=request.opening,
             system=system,
             num_sinks=num_sinks,
         )
 
     def of_messages(
-        self,
-        session: Session,
-        messages: Sequence[Message],
-        template: Template = None,
-        tools: Definitions = None,
+        self, session: Session, messages: Sequence[Message], request: Chat, tools: Tools | None
     ) -> Tensor:
-        """The tokens [T] of messages that continue a session."""
-        for field, value in (("chat_template_kwargs", template), ("tools", tools)):
-            if value and self.keeps_turns:
-                raise RequestError(
-                    f"{field} is not supported with --evict turns: leave it out",
-                    param=field,
-                    code="unsupported",
-                )
-        as_dicts = [message.for_template() for message in messages]
-        how: dict[str, Any] = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
-        how |= {"template": template, "tools": tools}
-        system = None if session.is_new else session.system
-        return self.of(message_ids(self.tokenizer, as_dicts, system=system, **how))
+        """The tokens [T] of messages of a request that continue a session."""
+        for field in ("chat_template_kwargs", "tools"):
+            if getattr(request, field) and self.settings.evict == "turns":
+                raise unsupported(f"{field} with --evict turns", field)
+        ids = message_ids(
+            self.tokenizer,
+            [message.for_template() for message in messages],
+            goes_on=not session.is_new,
+            system=None if session.is_new else session.system,
+            **self._how(request, tools),
+        )
+        return self.of(ids)
+
+    def _how(self, request: Chat, tools: Tools | None) -> dict[str, Any]:
+        return {
+            "special_tokens": self.settings.special_tokens,
+            "template": request.chat_template_kwargs,
+            "tools": tools.definitions if tools else None,
+        }
 
     def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
         """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""
@@ -97,10 +85,10 @@ class Prompts:
             raise RequestError("the prompt is not Unicode text", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
-        if len(ids) > self.most_tokens:
+        if len(ids) > self.settings.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the most for a request are "
-                f"{self.most_tokens}: send it in parts",
+                f"{self.settings.max_prompt_tokens}: send it in parts",
                 param="prompt",
                 code="prompt_too_long",
             )
@@ -119,9 +107,10 @@ class Prompts:
         Returns:
             the session with its new turn; the tokens to encode again, if a turn was evicted.
         """
+        keeps_turns = self.settings.evict == "turns"
         turns = (*session.turns, len(before))
-        if session.is_new or not self.keeps_turns:
-            return replace(session, turns=turns if self.keeps_turns else ()), None
+        if session.is_new or not keeps_turns:
+            return replace(session, turns=turns if keeps_turns else ()), None
         text = torch.cat([before, new])
         num, rest = evict_turns(
             self.tokenizer,
@@ -130,7 +119,7 @@ class Prompts:
             session.system,
             size=self.method.sizes.cache_size,
             num_answer=num_answer,
-            special_tokens=self.special_tokens,
+            special_tokens=self.settings.special_tokens,
         )
         return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
@@ -138,30 +127,26 @@ class Prompts:
         """Tokens of the session's evicted turns."""
         if not session.turns or not session.turns[0]:
             return 0
-        how = {"special_tokens": self.special_tokens}
+        how = {"special_tokens": self.settings.special_tokens}
         first, begin = word_starts(self.tokenizer, (0, session.turns[0]), session.system, **how)
         return begin - first
 
 
-def new_messages(
-    session: Session, messages: Sequence[Message], tools: str = ""
-) -> Sequence[Message]:
-    """The messages that are new to a session; RequestError if the others, or the tools, differ from
-    its own.
-
-    Args:
-        tools: a digest of the tools.
+def new_messages(session: Session, request: Chat) -> Sequence[Message]:
+    """The messages of a request that are new to a session; RequestError if the others, or the
+    tools, differ from its own.
     """
+    messages = request.messages
     if session.is_new:
         return messages
-    if tools != session.tools:
+    if request.opening != session.tools:
         raise RequestError(
             "the tools of a session stay as they were in its first turn: send the same ones, or "
             "name another session",
             param="tools",
             code="session_mismatch",
         )
-    digests = digest(tools, messages, session.comparison)
+    digests = digest(request.opening, messages, session.comparison)
     if session.messages_digest in digests[:-1]:
         return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
@@ -178,13 +163,7 @@ def new_messages(
 
 
 def session_for(
-    session: Session,
-    messages: Sequence[Message],
-    fields: str,
-    headers: Headers,
-    *,
-    tools: str = "",
-    has_all: bool = True,
+    session: Session, messages: Sequence[Message], request: Request, headers: Headers
 ) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
@@ -195,20 +174,15 @@ def session_for(
     key, or one that the client calls a retry, asks for the same answer. A turn that comes alone
     with another key is a new turn.
 
-    Args:
-        fields: `fields` of the request.
-        tools: a digest of its tools.
-        has_all: a stored answer has all that the request asks for. Logprobs are not stored, so with
-            them the same turn is answered anew.
-
     Raises:
         RequestError: the same key with another request: 422, as IETF's draft of the
-            Idempotency-Key header has it.
+            Idempotency-Key header has it; logprobs of a stored answer, which are not stored.
     """
     if session.is_new:
         return session
-    turn, is_same = digest(tools, messages, session.comparison)[-1], session.fields in ("", fields)
-    is_same_request = is_same and turn == session.request
+    turn = digest(request.opening, messages, session.comparison)[-1]
+    is_same = session.fields in ("", request.fields)
+    is_same_request, has_all = is_same and turn == session.request, request.num_top is None
     if headers.key and headers.key == session.key:
         if not is_same_request:
             raise RequestError(
@@ -217,9 +191,16 @@ def session_for(
                 422,
                 code="idempotency_key_reused",
             )
-        return None
-    is_whole = any(message.role == "assistant" for message in messages)
-    is_other_turn = bool(headers.key and session.key and not is_whole)
-    if turn == session.turn_digest and not is_other_turn:
-        return None if is_same and has_all else session.reset()
-    return None if headers.is_retry and is_same_request and not is_other_turn else session
+        is_again = True
+    else:
+        is_whole = any(message.role == "assistant" for message in messages)
+        is_other_turn = bool(headers.key and session.key and not is_whole)
+        if turn == session.turn_digest and not is_other_turn:
+            return None if is_same and has_all else session.reset()
+        is_again = headers.is_retry and is_same_request and not is_other_turn
+    if is_again and not has_all:
+        raise RequestError(
+            "logprobs of an answer that was given before are not stored: leave them out",
+            param="logprobs",
+        )
+    return None if is_again else session

@@ -65,14 +65,8 @@ class Service:
         if settings.compile:
             self._take_stored_steps()
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
-        self.prompts = Prompts(
-            self.tokenizer,
-            self.method,
-            keeps_opening=num_sinks is None and "num_sinks" not in self.method.fixed,
-            keeps_turns=settings.evict == "turns",
-            most_tokens=settings.max_prompt_tokens,
-            special_tokens=settings.special_tokens,
-        )
+        keeps_opening = num_sinks is None and "num_sinks" not in self.method.fixed
+        self.prompts = Prompts(self.tokenizer, self.method, settings, keeps_opening)
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
         self.metrics = Metrics()
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
@@ -142,21 +136,19 @@ class Service:
         one that it continues. `begun`: a session whose conversation a new one goes on with.
         """
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
-        template, tools = request.chat_template_kwargs, Tools.of(request, self.tokenizer)
-        definitions, opening = tools.definitions if tools else None, request.opening
+        tools = Tools.of(request, self.tokenizer)
         if tools and tools.form and request.parallel_tool_calls is False:
             stops = (*(sampling.stop_strings or ()), *filter(None, [tools.form.end]))
             sampling = replace(sampling, stop_strings=stops)  # the first call ends the answer
         if request.num_choices > 1:
             _refuse(name)
-            new = prompts.new_session(Session(""), request.messages, template, definitions, opening)
-            ids = prompts.of_messages(new, request.messages, template, definitions)
+            new = prompts.new_session(Session(""), request, tools)
+            ids = prompts.of_messages(new, request.messages, request, tools)
             return self._submit([(new, ids)], sampling, request, put, tools=tools)
-        with self._session(name, request.messages, opening) as former:
+        with self._session(name, request.messages, request.opening) as former:
             session: Session | None = former
-            is_last = previous == len(former.ids) - former.num_new and not former.is_new
-            if not is_last:
-                session = self._session_for(former, request.messages, request, headers)
+            if former.is_new or previous != len(former.ids) - former.num_new:
+                session = session_for(former, request.messages, request, headers)
                 if session is not None and previous is not None:
                     raise RequestError(
                         "only the last response of a conversation can be continued, and only while "
@@ -165,20 +157,18 @@ class Service:
                         code="previous_response_not_found",
                     )
             if session is None:
-                answers = self._again(former, put)
-                answers.tools = tools
-                return answers
+                return self._again(former, put, tools)
             start = None
             if session.is_new and begun and (state := self._state(begun)) is not None:
                 session = replace(begun, id=session.id, state=None, checksum="", number=0)
                 start = state, Edits([], session.num_fed, session.num_fed)
-            messages = new_messages(session, request.messages, opening)
+            messages = new_messages(session, request)
             if session.is_new:
-                session = prompts.new_session(session, messages, template, definitions, opening)
+                session = prompts.new_session(session, request, tools)
             session = session.with_request(request.messages, request.fields, headers.key)
-            ids = prompts.of_messages(session, messages, template, definitions)
-            is_edited = self.settings.edit and session.is_new and name is None
-            start = self._edited(session, ids) if is_edited else start
+            ids = prompts.of_messages(session, messages, request, tools)
+            if self.settings.edit and session.is_new and name is None:
+                start = self._edited(session, ids)
             return self._submit([(session, ids)], sampling, request, put, messages, tools, start)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
@@ -194,7 +184,7 @@ class Service:
             return self._submit(pairs, sampling, request, put)
         messages = [Message(role="user", content=str(texts[0]))]
         with self._session(name) as former:
-            session = self._session_for(former, messages, request, headers)
+            session = session_for(former, messages, request, headers)
             if session is None:
                 return self._again(former, put)
             session = replace(session, num_sinks=num_sinks) if session.is_new else session
@@ -213,19 +203,6 @@ class Service:
         except BaseException:
             self.sessions.release(session)
             raise
-
-    def _session_for(
-        self, former: Session, messages: Sequence[Message], request: Request, headers: Headers
-    ) -> Session | None:
-        has_all, tools = request.num_top is None, request.opening
-        how: dict[str, Any] = {"tools": tools, "has_all": has_all}
-        session = session_for(former, messages, request.fields, headers, **how)
-        if session is None and not has_all:
-            raise RequestError(
-                "logprobs of an answer that was given before are not stored: leave them out",
-                param="logprobs",
-            )
-        return session
 
     def _edited(self, session: Session, ids: Tensor) -> tuple[State, Edits] | None:
         """The state of another conversation that a new one with these tokens is an edit of, and the
@@ -248,10 +225,10 @@ class Service:
         except RequestError:
             return None
 
-    def _again(self, session: Session, put: Put) -> Answers:
+    def _again(self, session: Session, put: Put, tools: Tools | None = None) -> Answers:
         """Last answer of a session again."""
         num_before = len(session.ids) - session.num_new
-        answers = Answers(1, num_cached=num_before)
+        answers = Answers(1, num_cached=num_before, tools=tools)
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
         answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
