@@ -11,7 +11,7 @@ from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 @dataclass(frozen=True, kw_only=True)
 class LanesSettings(Settings):
     """Write one self-contained page that shows, step by step, what a method does to the cache. Open
-    it in a browser, where you can choose other methods and sizes. With --memory it shows which
+    it in a browser, where you can choose other methods and examples. With --memory it shows which
     entries each step takes back.
 
     Example:
@@ -36,7 +36,7 @@ class LanesSettings(Settings):
     )
     memory: int = option(0, help=f"{MEMORY} (default: 0, none)", at_least=0)
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
-    controls: bool = option(True, help="let the reader choose the method and sizes")
+    controls: bool = option(True, help="let the reader choose other methods and examples")
     overwrite: bool = option(False, help="replace the file")
 
 

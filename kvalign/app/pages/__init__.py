@@ -31,4 +31,4 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.policies["json.dumps_kwargs"] = {}  # keys in their own order
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keys in their own order

@@ -7,10 +7,8 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from kvalign.aligners import Aligner
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.cache.sizes import Positions
-from kvalign.foundation.errors import UserError
 from kvalign.methods.choice import aligners_at_hand
 from kvalign.methods.registry import METHODS
 from kvalign.models.loading import LoadedModel
@@ -107,37 +105,9 @@ def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
     return list(dict.fromkeys([*filter(None, [own]), *aligners_at_hand(loaded.model)]))
 
 
-def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | None) -> int:
-    """The largest cache for which the model, and the aligner if one is used, has positions."""
+def most_entries(loaded: LoadedModel) -> int:
+    """The largest cache for which the model has positions."""
     ends = [MOST_ENTRIES]
     if loaded.spec.context_len is not None:
         ends.append(loaded.spec.context_len - 1)
-    if (config := _config(methods, aligner)) is not None:
-        ends.append(config.chunk_len - 1)
     return max(LEAST_ENTRIES, min(ends))
-
-
-def most_evicted(cache_size: int, methods: Sequence[str], aligner: str | None) -> int:
-    """The smallest window among the methods with a setting for the number evicted at once."""
-    config = _config(methods, aligner)
-    classes = [METHODS[name] for name in methods if "num_evicted" not in METHODS[name].fixed]
-    sinks = [
-        config.num_sinks if cls.takes_aligner and config else cls.default_num_sinks
-        for cls in classes
-    ]
-    return max(1, min(cache_size - max(sinks, default=0), MOST_EVICTED))
-
-
-def up_to(most: int, value: float) -> dict[str, Any]:
-    """New end of a slider, and its value if it exceeded that."""
-    return gr.update(maximum=most, value=most) if value > most else gr.update(maximum=most)
-
-
-def _config(methods: Sequence[str], aligner: str | None) -> Any:
-    """Config of the aligner, if a method uses it and it can be read."""
-    if not aligner or not any(METHODS[name].takes_aligner for name in methods):
-        return None
-    try:
-        return Aligner.from_pretrained(aligner).config
-    except UserError:  # said where the method would write
-        return None

@@ -1,18 +1,19 @@
 """Page of a cache at work: entries enter, become stale or are corrected, and are evicted. A lane
 shows places, and a strip below it the slots of the ring.
 
-It is one document that loads nothing and runs only its own script. The script repeats the
-arithmetic of `kvalign.cache.sizes.CacheSizes` and its slots, `kvalign.memory.recall` and
-`Reencoding.keep`. tests/app/test_lanes_in_browser.py compares the two.
+It is one document that loads nothing and runs only its own script, which draws the frames that
+`kvalign.app.pages.frames` has recorded.
 """
 
 import base64
 import hashlib
 import typing
+from typing import Any
 
 from markupsafe import Markup
 
 from kvalign.app.pages import render, source
+from kvalign.app.pages.frames import NUM_TOKENS, record
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
@@ -20,9 +21,21 @@ from kvalign.models.architectures import Family, ModelSpec
 
 MAX_CACHE_SIZE = 24
 FRAME_CACHE_SIZE = 8  # so few that a phone shows all of them, those that go and the new one
-SCRIPTS = ("frames.js", "words.js", "lanes.js")
+SCRIPTS = ("words.js", "lanes.js")
 FAMILIES = typing.get_args(Family)
 EVICTS = ("after", "before")
+_FIGURE = {"method": "streaming-llm", "cache_size": 7, "num_sinks": 3}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "StreamingLLM, figure 4": {**_FIGURE, "family": "rotary", "num_sinks": 4, "shown": 9},
+    "GPT-2, 3 sinks, 7 entries": _FIGURE,
+    "the same, evicting before a step": {**_FIGURE, "evicts": "before"},
+    "with a memory": {
+        "method": "streaming-llm",
+        "family": "rotary",
+        **{"cache_size": 8, "num_sinks": 2, "memory": 30, "num_recalled": 2, "shown": 45},
+    },
+}
+"""What a reader may choose beside the methods; `shown` is the token that it begins with."""
 
 
 def page(
@@ -39,32 +52,68 @@ def page(
     """Source of the page: a lane of slots, one for each entry that a step sees, and a method at
     work on it.
 
-    Sizes that the method sets itself come from it. `controls` offer other methods, sizes and
-    examples. Play, step and restart are always there. An eviction happens `after` a step, as in
-    KV-Align, where a step sees one entry more than the cache keeps; or `before` it, as in other
-    walk-throughs, where a step sees cache_size entries including the new token's.
+    Sizes that the method sets itself come from it. `controls` offer other methods of these sizes,
+    positions and examples. Play, step and restart are always there. An eviction happens `after` a
+    step, as in KV-Align, where a step sees one entry more than the cache keeps; or `before` it, as
+    in other walk-throughs, where a step sees cache_size entries including the new token's.
 
     With a `memory` of so many tokens each step takes back `num_recalled`. In a model the queries
     choose them; here they are drawn with a fixed seed.
     """
-    sizes = dict(
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        memory=memory,
-        num_recalled=num_recalled,
+    how: dict[str, Any] = {"cache_size": cache_size, "num_sinks": num_sinks, "family": family}
+    how |= {"num_evicted": num_evicted, "evicts": evicts}
+    shown = [_recording(method, memory=memory, num_recalled=num_recalled, **how)]
+    if controls:
+        for name in METHODS:
+            if name != method:
+                try:
+                    shown.append(_recording(name, **how))
+                except UserError:
+                    continue  # it does not take these sizes
+        for title, example in EXAMPLES.items():
+            shown.append({**_recording(**example), "title": title})
+    script = Markup("\n").join(map(source, SCRIPTS))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render(
+        "lanes.html",
+        style=source("lanes.css"),
+        script=script,
+        script_hash=f"sha256-{digest}",
+        examples=EXAMPLES,
+        data={
+            "recordings": shown,
+            "controls": controls,
+            "num_tokens": NUM_TOKENS,
+            "methods": {name: cls.about for name, cls in METHODS.items()},
+            "families": FAMILIES,
+        },
     )
+
+
+def _recording(
+    method: str,
+    cache_size: int,
+    num_sinks: int,
+    num_evicted: int = 1,
+    family: str = "learned",
+    evicts: str = "after",
+    memory: int = 0,
+    num_recalled: int | None = None,
+    shown: int | None = None,
+) -> dict[str, Any]:
+    """Frames of a method, and its settings; UserError for sizes that do not fit."""
     cls, of_token = METHODS.find(method), EVICTS.index(evicts)  # the new token's place is counted
     length = MAX_CACHE_SIZE + 1 - of_token
     spec = ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, length)
     try:
-        cls.sizes_for(
+        sizes = cls.sizes_for(
             cache_size - of_token,
             None if "num_sinks" in cls.fixed else num_sinks,
             None if "num_evicted" in cls.fixed else num_evicted,
             memory=memory,
             num_recalled=num_recalled,
-        ).check_fits(spec)
+        )
+        sizes.check_fits(spec)
     except UserError as error:
         counted = ", less the new token's place" if of_token else ""
         raise UserError(f"{error}{counted}") from None
@@ -74,22 +123,19 @@ def page(
             f"memory does not work with {method} on {family} positions: use kvalign, or window "
             "or streaming-llm on rotary positions"
         )
-    script = Markup("\n").join(map(source, SCRIPTS))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return render(
-        "lanes.html",
-        style=source("lanes.css"),
-        script=script,
-        script_hash=f"sha256-{digest}",
-        data={
-            "settings": {"method": method, "family": family, "evicts": evicts, **sizes},
-            "controls": controls,
-            "max_cache_size": MAX_CACHE_SIZE,
-            "methods": {name: cls.about for name, cls in METHODS.items()},
-            "families": FAMILIES,
-            "evicts": EVICTS,
-        },
-    )
+    return {
+        "method": method,
+        "family": family,
+        "evicts": evicts,
+        "cache_size": cache_size,
+        "num_kept": sizes.cache_size,
+        "num_sinks": sizes.num_sinks,
+        "num_evicted": sizes.num_evicted,
+        "memory": memory,
+        "num_recalled": sizes.num_recalled or 0 if memory else 0,
+        "shown": shown,
+        "frames": record(method, sizes),
+    }
 
 
 def frame(method: Method) -> str:
@@ -104,6 +150,7 @@ def frame(method: Method) -> str:
         cache_size,
         num_sinks,
         num_evicted,
+        controls=False,
         family=method.spec.family,
         memory=sizes.memory,
     )

@@ -119,20 +119,13 @@ def build(
         frames = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
         return next(frames, None) or _message(streams[0].line)
 
-    def ends(
-        methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
-    ) -> list[dict]:
-        """Return the ends of the sliders of the sizes."""
-        most = controls.most_entries(load(model), methods, aligner)
-        most_evicted = controls.most_evicted(min(cache_size, most), methods, aligner)
-        return [controls.up_to(most, cache_size), controls.up_to(most_evicted, num_evicted)]
-
-    def follow(model: str, methods: list[str]) -> list[dict]:
-        """Return the changes with another model: its aligners and its methods."""
-        names, remaining = offered(model), able(methods, model)
+    def follow(model: str, methods: list[str], cache_size: int) -> list[dict]:
+        """Return the changes with another model: its aligners, its methods, its largest cache."""
+        names, most = offered(model), controls.most_entries(load(model))
         return [
             gr.update(choices=names, value=names[0] if names else None),
-            gr.update(value=remaining) if remaining != methods else gr.skip(),
+            gr.update(value=able(methods, model)),
+            gr.update(maximum=most, value=min(cache_size, most)),
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
@@ -155,7 +148,7 @@ def build(
                     info="they take turns; tokens/s counts own steps only",
                     elem_id="methods",
                 )
-                most = controls.most_entries(first, first_methods, which_first)
+                most = controls.most_entries(first)
                 cache_size = controls.slider(
                     "cache_size",
                     controls.LEAST_ENTRIES,
@@ -167,7 +160,7 @@ def build(
                 num_evicted = controls.slider(
                     "num_evicted",
                     1,
-                    controls.most_evicted(min(64, most), first_methods, which_first),
+                    controls.MOST_EVICTED,
                     1,
                     info="entries; discard-half: half",
                     elem_id="num_evicted",
@@ -211,8 +204,7 @@ def build(
                     )
 
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
-        limiting = [methods, model, which, cache_size, num_evicted]
-        sizes = [has_memory, policy, positions, *limiting]
+        sizes = [has_memory, policy, positions, methods, model, which, cache_size, num_evicted]
         inputs, outputs = [prompt, *sizes, num_tokens, *drawing, seed], [stage, start, stop]
         # On a phone the texts are below the settings: a click shows them, the first run does not.
         runs = [
@@ -224,21 +216,9 @@ def build(
             one.failure(end, **ended)
         stop.click(end, cancels=runs, **ended)
         page.unload(forget)
-        model.change(follow, [model, methods], [which, methods], **quiet)
-        # The ends of the sliders first: what is beyond them is refused. What is typed is put into
-        # range when the box is left; the lane follows earlier.
-        in_range = source("in_range.js")
+        model.change(follow, [model, methods, cache_size], [which, methods, cache_size], **quiet)
         changes = [page.load, *(setting.change for setting in sizes)]
-        limited = gr.on(
-            changes,
-            ends,
-            limiting,
-            [cache_size, num_evicted],
-            js=in_range,
-            trigger_mode="always_last",
-            **quiet,
-        )
-        limited.then(lane, sizes, frame, js=in_range, trigger_mode="always_last", **quiet)
+        gr.on(changes, lane, sizes, frame, trigger_mode="always_last", **quiet)
     return page
 
 

@@ -30,18 +30,18 @@ class Piece(NamedTuple):
     """Part of a text with one style."""
 
     text: str  # as a reader expects it
-    kind: str  # `readable` or `unreadable`; `tail` after the last chunk; empty between chunks
+    kind: str  # `readable` or `unreadable`; `tail` after the last chunk
 
 
 def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
-    """Parts of a text, cut at its chunks; the last one is the rest."""
+    """Parts of a text, cut after its chunks; the last one is the rest."""
     is_tokenised, end = _IS_TOKENISED.search(text) is not None, 0
+    marks = [mark.span() for mark in _MARKS.finditer(text)]
     for chunk in chunks:
-        if between := readable(text[end : chunk.start], is_tokenised):
-            yield Piece(between, "")
+        stop = next((last for first, last in marks if first < chunk.end < last), chunk.end)
         kind = "readable" if chunk.is_readable else "unreadable"
-        yield Piece(readable(text[chunk.start : chunk.end], is_tokenised), kind)
-        end = chunk.end
+        yield Piece(readable(text[end:stop], is_tokenised), kind)
+        end = stop
     yield Piece(readable(text[end:], is_tokenised), "tail")
 
 

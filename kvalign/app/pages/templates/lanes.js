@@ -1,23 +1,13 @@
 // The lane: draws moments, animates what is between them, and listens to the controls.
 "use strict";
 
-const NUM_TOKENS = 100; // played before the demo ends
 const MOMENT_MS = 1500;
 const IN_RING = ["window", "streaming-llm", "kvalign"];
 const CELL_PX = { least: 36, most: 104, wordy: 82 };
-const PRESETS = {
-  "figure-4": [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 7, num_sinks: 4, num_evicted: 1, memory: 0 }, 9],
-  "gpt-2": [{ method: "streaming-llm", family: "learned", evicts: "after", cache_size: 7, num_sinks: 3, num_evicted: 1, memory: 0 }, null],
-  "gpt-2-before": [{ method: "streaming-llm", family: "learned", evicts: "before", cache_size: 7, num_sinks: 3, num_evicted: 1, memory: 0 }, null],
-  memory: [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 8, num_sinks: 2, num_evicted: 1, memory: 30, num_recalled: 2 }, 26],
-};
-
 const ARRIVALS = ["coming", "rising", "hidden"]; // how a cell looks before it is there
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const sizes = ["cache_size", "num_sinks", "num_evicted", "memory", "num_recalled"];
-let chosen = data.settings; // as the reader set them; `settings` fit together
 let settings, moments, at, timer = null;
 const cells = new Map(); // by place in the stream
 
@@ -26,6 +16,35 @@ function make(tag, className, text = "") {
   element.className = className;
   element.textContent = text;
   return element;
+}
+
+const stateOfMoved = (method, family) =>
+  method === "kvalign" ? "realigned" : { learned: "stale", rotary: "rotated", alibi: "by-slot" }[family];
+
+/* The moments of a recording, two for a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too.
+   An entry has the place of its token in the stream (`index`), the positions it was `born` at and has `now`, a `state`, and, taken back
+   from a memory, the tokens that it is `away`. Each moment has what a memory holds, or else the ring. */
+function momentsOf({ frames, method, family, memory }) {
+  const moved = stateOfMoved(method, family);
+  let numGone = 0;
+  const moments = frames.flatMap(({ seen, stored, encoded, held, lost = [], back = [] }, token) => {
+    const entries = (list) => list.map(([index, born, now, isAgain]) => ({
+      index, born, now, state: isAgain ? "reencoded" : born === now ? "in-place" : moved,
+      ...(back.includes(index) ? { away: token - index } : {}),
+    }));
+    const stay = new Set([...back, ...stored.map(([index]) => index)]);
+    const going = seen.map(([index]) => index).filter((index) => !stay.has(index));
+    const frame = { token, seen: entries(seen), going, stored: entries(stored), encoded, lost };
+    const slot = held?.indexOf(token);
+    const ring = held && { held, slot, over: frames[token - 1]?.held[slot] };
+    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, lost, ring };
+    if (!going.length) return [arrives];
+    numGone += going.length;
+    const after = [...lost, ...going].slice(-memory);
+    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone, lost: after, ring }];
+  });
+  if (frames.length < data.num_tokens) moments.push({ ...moments[moments.length - 1], kind: "stops" });
+  return moments;
 }
 
 // The first moment that has everything to see: something has moved, something has to go, a memory has something to choose from.
@@ -39,12 +58,11 @@ function tellingMoment() {
 
 const arrivalOf = (token) => moments.findIndex((moment) => moment.kind === "arrives" && moment.frame.token === token);
 
-// Take other settings; show the arrival of `token`, or else the telling moment.
-function choose(change, token = null) {
+// Take another recording; show the arrival of `token`, or else the telling moment.
+function choose(recording, token = null) {
   pause();
-  chosen = { ...chosen, ...change };
-  settings = fitted(chosen);
-  moments = momentsOf(settings, NUM_TOKENS);
+  settings = recording;
+  moments = momentsOf(settings);
   const arrival = arrivalOf(token);
   showSettings();
   for (const cell of cells.values()) cell.remove();
@@ -56,27 +74,10 @@ function showSettings() {
   const { method, family, evicts, cache_size, num_kept, num_sinks, num_evicted, memory, num_recalled } = settings;
   $("method").value = method;
   $("family").value = family;
-  $("evicts").value = evicts;
-  const least = cache_size - num_kept + 1;
-  const room = num_kept - num_sinks; // for the window
-  const limits = {
-    cache_size: [least, data.max_cache_size], num_sinks: [0, num_kept - 1], num_evicted: [1, memory ? 1 : room],
-    memory: [0, NUM_TOKENS], num_recalled: [1, Math.min(memory, room - 1)],
-  };
-  const lack = canRecall(method, family) ? (room < 2 ? "needs a window of 2" : "") :
-    IN_RING.includes(method) ? `not on ${family} positions` : `not for ${method}`;
-  const fixed = { ...FIXED[method], ...(memory ? { num_evicted: 1 } : { num_recalled: 1 }), ...(lack ? { memory: 0 } : {}) };
-  for (const name of sizes) {
-    const slider = $(name);
-    [slider.min, slider.max] = limits[name];
-    slider.value = settings[name];
-    slider.disabled = name in fixed;
-    slider.parentElement.querySelector("output").textContent = settings[name];
-  }
-  if (lack) $("memory").parentElement.querySelector("output").textContent = lack;
+  $("family").disabled = memory > 0; // with others it may not work
   const sinks = count(num_sinks, "sink");
-  $("about").textContent = `${method} ${data.methods[method]}.` + (data.controls ? "" :
-    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${memory ? `a memory of ${memory} tokens` : `${num_evicted} evicted at once`}.`) +
+  $("about").textContent = `${method} ${data.methods[method]}.` +
+    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${memory ? `a memory of ${memory} tokens` : `${num_evicted} evicted at once`}.` +
     (memory ? ` It has a memory: each token takes back ${count(num_recalled, "entry", "entries")}.` : "") + (evicts === "after" ? "" :
     ` It evicts before a step, which sees ${count(cache_size, "entry", "entries")}, the new token's with them. KV-Align evicts after a step, and does these steps` +
     ` with --cache-size ${num_kept}.`);
@@ -201,7 +202,8 @@ function showMemory(moment) {
 function showRing(moment) {
   $("lies").hidden = settings.memory || !IN_RING.includes(settings.method);
   if ($("lies").hidden) return;
-  const { held, slot, size } = moment.ring;
+  const { held, slot } = moment.ring;
+  const size = settings.num_kept + 1;
   const there = new Set(moment.entries.map((entry) => entry.index));
   const kindOf = (i) => {
     if (held[i] === undefined) return "free";
@@ -271,14 +273,17 @@ function step(by) {
 }
 
 function setUp() {
-  const evicts = data.evicts.map((name) => [`${name} a step`, name]);
-  for (const [id, names] of [["method", Object.keys(data.methods)], ["family", data.families], ["evicts", evicts]]) {
-    $(id).replaceChildren(...names.map((name) => new Option(...[name].flat())));
-    $(id).addEventListener("change", (event) => choose({ [id]: event.target.value }, moments[at].frame.token));
+  const methods = data.recordings.filter((one) => !one.title);
+  for (const [id, names] of [["method", methods.map((one) => one.method)], ["family", data.families]]) {
+    $(id).replaceChildren(...names.map((name) => new Option(name)));
   }
-  for (const name of sizes) $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));
-  for (const button of document.querySelectorAll("[data-preset]")) {
-    button.addEventListener("click", () => choose(...PRESETS[button.dataset.preset]));
+  const here = () => moments[at].frame.token;
+  const follow = () => choose({ ...methods.find((one) => one.method === $("method").value), family: $("family").value }, here());
+  $("method").addEventListener("change", follow);
+  $("family").addEventListener("change", () => choose({ ...settings, family: $("family").value }, here()));
+  for (const button of document.querySelectorAll("[data-example]")) {
+    const example = data.recordings.find((one) => one.title === button.dataset.example);
+    button.addEventListener("click", () => choose(example, example.shown));
   }
   for (const element of document.querySelectorAll("[data-control]")) element.hidden = !data.controls;
   $("restart").addEventListener("click", () => { pause(); show(0, false); });
@@ -304,7 +309,7 @@ function setUp() {
   });
   new ResizeObserver(() => { fit(); scroll(); }).observe($("scroll"));
   setSpeed();
-  choose({});
+  choose(data.recordings[0]);
 }
 
 setUp();
