@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 
-from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.settings import ServeSettings, lets_others_in
 from kvalign.foundation.errors import UserError
 
 HAS_JSON = False
@@ -21,7 +21,7 @@ def run(settings: ServeSettings, as_json: bool) -> None:
     key = os.environ.get("KVALIGN_API_KEY")
     if settings.api_key is None and key and not settings.without_key:
         settings = dataclasses.replace(settings, api_key=key)
-    if settings.lets_others_in and settings.api_key is None and not settings.without_key:
+    if lets_others_in(settings.host) and settings.api_key is None and not settings.without_key:
         raise UserError(
             f"--host {settings.host} lets other machines connect: give --api-key (or "
             "KVALIGN_API_KEY), or --without-key to ask for no key"

@@ -97,10 +97,6 @@ class ServeSettings(TalkSettings):
     )
 
     @property
-    def lets_others_in(self) -> bool:
-        return lets_others_in(self.host)
-
-    @property
     def num_streams(self) -> int:
         return self.max_streams
 
