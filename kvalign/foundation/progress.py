@@ -68,7 +68,7 @@ class Bar:
             self._thread.join()
 
     def line(self) -> str:
-        """What is done and what is left, in words."""
+        """Line about what is done and what is left."""
         now = time.monotonic()
         so_far = _clock(now - self._began)
         if not self.total:

@@ -96,7 +96,7 @@ class _Encoder:
 
 
 def _of_method(method: Method) -> list[Frame]:
-    """What a method runs its model on; what it stores is what the next token joins."""
+    """Frames of what a method runs its model on; it stores what the next token joins."""
     encoder: Any = _Encoder(method.model.config)
     method.model, frames = encoder, list[Frame]()
     for token in range(NUM_TOKENS + 1):
@@ -112,8 +112,8 @@ def _of_method(method: Method) -> list[Frame]:
 
 
 def _of_memory(sizes: CacheSizes, token: int) -> Frame:
-    """Which entries come back, chance says, and newer ones are likelier; a model's queries are not
-    here.
+    """Frame of a cache with a memory. Chance says which entries come back, and newer ones are
+    likelier: there is no model here whose queries choose them.
     """
     num_sinks, size, in_sight = sizes.num_sinks, sizes.cache_size, sizes.num_in_sight
     places = RecallPlaces(sizes, 10**9, by_age=True, is_free=True)
