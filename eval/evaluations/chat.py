@@ -8,14 +8,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing
-from kvalign.eval.protocol.tables import grouped, label_of
+from kvalign.eval.protocol.tables import grouped
 from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
 
 if TYPE_CHECKING:
@@ -88,13 +87,6 @@ class Chat(JudgedText):
         "words, not by whether it is right."
     )
     columns = MEAN_COLUMNS
-    row_fields = (("answer", int), ("text", str), ("num_readable", int), ("num_chunks", int))
-    document_fields = JUDGED_BY
-
-    def check(self, document: Document) -> None:
-        for rows in grouped(document["rows"], "cache_size").values():
-            if len({len(answers) for answers in grouped(rows, label_of).values()}) > 1:
-                raise UserError("rows.answer: each method needs the same answers")
 
     @property
     def summary_columns(self) -> dict[str, Column]:

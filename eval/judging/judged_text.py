@@ -77,7 +77,6 @@ MEASURES = {
 }
 MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True, weight=0), **MEASURES}
 COUNTS = ("num_readable", "num_chunks")
-JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
 
 
 class JudgedText(Evaluation):

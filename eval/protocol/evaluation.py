@@ -19,9 +19,6 @@ Document = dict[str, Any]
 Documents = Mapping[str, Document]
 """Documents of one evaluation by their names."""
 
-Fields = tuple[tuple[str, Any], ...]
-"""Names and types."""
-
 OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", "memory", "num_recalled")
 """Sizes of methods that take a policy."""
 
@@ -106,12 +103,9 @@ def share_column(
 
 
 def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Ends of the columns' intervals, if each row with the figure has them."""
-    return {
-        end: Column(f"{c.title}: {end}", c.digits, about=c.about, is_optional=c.is_optional)
-        for c in columns.values()
-        for end in c.ends or ()
-    }
+    """Columns of the ends of intervals."""
+    names = {end: column for column in columns.values() for end in column.ends or ()}
+    return {end: Column(f"{c.title}: {end}", c.digits, about=c.about) for end, c in names.items()}
 
 
 @dataclass(frozen=True)
@@ -209,13 +203,9 @@ class Evaluation:
         settings: the class of its settings.
         run: from settings to the document.
         columns: those of its tables, by their name in a row.
-        more_columns: further measures.
+        more_columns: further figures that a table of the paper may name.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
-        row_fields, document_fields: further fields of a row and of a document, with types.
-        row_options: optional fields of a row.
-        above_0: names of the figures that must be positive, as divisors or on a log axis.
-        settings_read: names of the settings that a document needs, besides `model`.
     """
 
     settings: ClassVar[type[ComparisonSettings]]
@@ -225,22 +215,10 @@ class Evaluation:
     heading: ClassVar[str]
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
-    row_fields: ClassVar[Fields] = ()
-    row_options: ClassVar[Fields] = ()
-    above_0: ClassVar[tuple[str, ...]] = ()
-    document_fields: ClassVar[Fields] = ()
-    settings_read: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def all_columns(self) -> Mapping[str, Column]:
-        return {**self.columns, **self.more_columns}
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:
         return {name: self.columns[name] for name in self.in_summary}
-
-    def check(self, document: Document) -> None:
-        """Raise UserError for faults of a document that the types of its fields do not show."""
 
     def select(self, documents: Documents) -> Documents:
         """Documents whose figures are in the summary."""

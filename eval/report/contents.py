@@ -104,7 +104,7 @@ def _beside(paper: PaperTable, results: Results) -> Table:
 def _column(paper: PaperTable, name: str) -> Column:
     """The column of a metric in the evaluation of that name, or in any if it has not been run."""
     for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
-        if column := evaluation.all_columns.get(paper.metric):
+        if column := {**evaluation.columns, **evaluation.more_columns}.get(paper.metric):
             return column
     raise UserError(
         f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "

@@ -9,7 +9,6 @@ After Xiao et al. 2024 (StreamingLLM, figure 2); see docs/evaluation.md.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from kvalign.eval.protocol.evaluation import (
     Drawing,
     Evaluation,
     Section,
-    ends_of,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
@@ -131,19 +129,6 @@ class Attention(Evaluation):
         "eviction."
     )
     columns = COLUMNS
-    more_columns = ends_of(COLUMNS)
-    row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
-    settings_read = ("corpus", "num_texts", "num_steps")
-
-    def check(self, document: Document) -> None:
-        phases = [row[when] for row in document["rows"] for when in ("before", "after")]
-        for part in ("by_entry", "by_head"):
-            maps = [phase.get(part, []) for phase in phases]
-            shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
-            if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
-                raise UserError(f"rows: {part} must be maps of the same shape before and after")
-            if not all(math.isfinite(x) for one in maps for shares in one for x in shares):
-                raise UserError(f"rows: {part} must hold finite numbers")
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:

@@ -15,11 +15,10 @@ was cut and for one behind the edit.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
@@ -28,7 +27,6 @@ from kvalign.eval.protocol.evaluation import (
     Drawing,
     Evaluation,
     Row,
-    ends_of,
     share_column,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
@@ -202,17 +200,6 @@ class EditEvaluation(Evaluation):
     )
     in_summary = ("ratio", "kept", "edit_ms")
     columns = COLUMNS
-    more_columns = ends_of(COLUMNS)
-    row_fields = (("kind", Literal["cut", "replace", "insert", "piece"]), ("way", str))
-    row_options = tuple((f"{x}{end}", float) for x in ("contested", "read", "told") for end in ENDS)
-
-    def check(self, document: Document) -> None:
-        y = _judged(document)
-        for row in document["rows"]:
-            if any(row.get(f"{y}{end}") is None for end in ENDS):
-                raise UserError(f"rows.{y}: each row needs it, or kept, and its interval")
-            if not re.fullmatch(WAYS, row["way"]):
-                raise UserError(f"rows.way: must be a way to go on, got {row['way']!r:.80}")
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means of edits after which nothing was encoded again."""

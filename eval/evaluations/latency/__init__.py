@@ -289,7 +289,6 @@ PEER_COLUMNS = {
     ),
 }
 COLUMNS |= PEER_COLUMNS
-MORE_COLUMNS = {"p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster")}
 BATCHES = (
     "Tokens per second of all streams together, from the mean time of a step. A line that "
     "rises with the bare step's reads the weights once for all its streams. A line that "
@@ -299,7 +298,6 @@ BATCHES = (
 
 class Latency(Evaluation):
     settings = LatencySettings
-    above_0 = ("batch_size", "mean_ms", "median_ms", "p99_ms", "ratio", "tokens_per_s")
     run = staticmethod(latency)
     heading = "Time per token"
     about = (
@@ -312,7 +310,6 @@ class Latency(Evaluation):
     )
     in_summary = ("mean_ms", "bare_mean_ratio", "ttft_ms", "peak_mb")
     columns = COLUMNS
-    more_columns = MORE_COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Rows of the methods with the first batch size."""

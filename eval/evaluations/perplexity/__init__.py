@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -159,14 +158,7 @@ COLUMNS = {
     ),
     "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}", is_optional=True, weight=3),
 }
-MORE_COLUMNS = {
-    "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
-    "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
-    "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
-    "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
-    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss per label"),
-    "seconds": Column("total s", 1, "lower", "time of the labels", is_optional=True),
-}
+SECONDS = Column("total s", 1, "lower", "time of the labels", is_optional=True)
 DRIFT = (
     "The same perplexity along the stream, in cache sizes since the cache filled. With a "
     "reference it is relative to the reference on the same labels, which removes the ups and "
@@ -195,7 +187,7 @@ TOTAL_TIME = (
     "is one cache size; lower left is better."
 )
 SHIFTED = "Points of several cache sizes do not compare: they have other labels."
-TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
+TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": SECONDS}
 
 
 class Perplexity(Evaluation):
@@ -210,41 +202,7 @@ class Perplexity(Evaluation):
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
-    more_columns = MORE_COLUMNS
-    row_fields = (("segments", list[dict[str, float]]),)
-    row_options = (
-        ("first_label", int),
-        *((name, list[dict[str, float | None]]) for name in SLICES),
-    )
-    above_0 = ("num_labels", "perplexity", "ratio", "seconds")
-    settings_read = ("corpus", "reference", "stepwise")
-
-    def check(self, document: Document) -> None:
-        judged, reference = _judged(document), document["settings"]["reference"]
-        of_ratio = {"ratio", "ratio_low", "ratio_high"}
-        of_row = {"high"} | (of_ratio if reference else set())
-        of_slice = {"from", "to", "num_labels", "perplexity", "low", "high", *of_row}
-        for row in document["rows"]:
-            has_ratio, slices = of_ratio & row.keys(), {x: row.get(x) or [] for x in SLICES}
-            _check_names("rows", [row], of_row | (of_ratio if has_ratio else set()))
-            _check_names("rows.segments", row["segments"] or [{}], {"end", judged})
-            for name, of_kind in slices.items():
-                _check_names(f"rows.{name}", of_kind, of_slice)
-            filled = [x for of_kind in slices.values() for x in of_kind if x[judged] is not None]
-            figures = [row["ratio"]] if has_ratio else []
-            figures += [one[name] for one in row["segments"] for name in ("end", judged)]
-            figures += [one[name] for one in filled for name in ("num_labels", judged)]
-            if not all(figure is not None and 1e-15 < figure < 1e15 for figure in figures):
-                raise UserError("rows: ratios, segments and slices need figures above 0")
-            for one, by in product((row, *filled), ("", "ratio_")):
-                ends = [one.get(f"{by}low"), one.get(f"{by}high")]
-                is_whole = all(end is not None and abs(end) < 1e15 for end in ends)
-                if not (is_whole or ends[1] is None):
-                    raise UserError("rows: an interval needs two finite ends, or none above")
-        for name in SLICES:
-            of_rows = [row[name] for row in document["rows"] if row.get(name)]
-            if len({tuple((x["from"], x["to"]) for x in of_row) for of_row in of_rows}) > 1:
-                raise UserError(f"rows.{name}: each row needs the same slices")
+    more_columns = TIMED_COLUMNS
 
     def select(self, documents: Documents) -> Documents:
         """Documents without those that only measure time, if another scored more of the text."""
@@ -316,11 +274,6 @@ class Perplexity(Evaluation):
         figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
         caption = f"Perplexity against total time: {title}; {_bars(document)}{_shifted(rows)}"
         return figure, caption, SHIFTED if _shifted(rows) else by_time(rows)
-
-
-def _check_names(where: str, rows: list[Row], needed: set[str]) -> None:
-    if any(needed - one.keys() for one in rows):
-        raise UserError(f"{where}: each needs {' and '.join(sorted(needed))}")
 
 
 def _bars(document: Document) -> str:

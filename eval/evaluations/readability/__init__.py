@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.rules import RULES, Rule
 from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
@@ -213,18 +213,6 @@ class Readability(JudgedText):
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
-    row_fields = (
-        ("prompt", int),
-        ("text", str),
-        ("chunks", list[CHUNK]),
-        *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
-    )
-    row_options = (("num_chunks", int), ("no_repeat_ngram_size", int), ("seed", int))
-    document_fields = (("prompts", list[str]), *JUDGED_BY)
-
-    def check(self, document: Document) -> None:
-        if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
-            raise UserError("rows.prompt: must be the index of one of `prompts`")
 
     def select(self, documents: Documents) -> Documents:
         """Documents of methods, without those of finished texts."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, ends_of, share_column
+from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -156,8 +156,6 @@ class Recall(Evaluation):
     )
     in_summary = ("accuracy", "oldest")
     columns = COLUMNS | FAR_COLUMNS
-    more_columns = ends_of(columns)
-    settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
         """Accuracy against distance, in a panel for each cache size."""

@@ -26,7 +26,6 @@ from kvalign.eval.protocol.evaluation import (
     Document,
     Drawing,
     Evaluation,
-    ends_of,
     share_column,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
@@ -126,7 +125,6 @@ class StreamEval(Evaluation):
     )
     in_summary = ("accuracy", "answer_nll_nats")
     columns = COLUMNS
-    more_columns = ends_of(columns)
 
     def figure(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing.plots import draw, panels_by
