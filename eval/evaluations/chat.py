@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.rules import RULES
-from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing
 from kvalign.eval.protocol.tables import grouped
@@ -91,7 +90,7 @@ class Chat(JudgedText):
     @property
     def summary_columns(self) -> dict[str, Column]:
         title, about = "readable in chat", "share of readable chunks of the answers"
-        column = replace(MEAN_COLUMNS["readable"], title=title, about=about, weight=3)
+        column = replace(MEAN_COLUMNS["readable"], title=title, about=about)
         return {"readable": column}
 
     def figure(self, document: Document) -> Drawing:
@@ -100,7 +99,7 @@ class Chat(JudgedText):
         title, groups = document["settings"]["model"], grouped(document["rows"], "cache_size")
         panels = {f"{title}, C = {size}": group for size, group in groups.items()}
         caption = f"Readable chunks of each answer, in %, in order: {title}"
-        return draw_answers(panels), caption, readable(self.rows(document), "chunks of all answers")
+        return draw_answers(panels), caption
 
 
 EVALUATION = Chat()

@@ -61,21 +61,18 @@ MEASURES = {
         "higher",
         "share of chunks, half of whose tokens are words; 95 %, with enough runs",
         ends=("readable_low", "readable_high"),
-        weight=4,
     ),
     "distinct_1": Column("distinct-1", 3, about="different words relative to all words"),
     "distinct_2": Column("distinct-2", 3, about="different pairs of words relative to all pairs"),
     "repetition": Column(
-        "repetition", 3, "lower", "share of 4-grams of words that occurred before", weight=3
+        "repetition", 3, "lower", "share of 4-grams of words that occurred before"
     ),
     "longest_run": Column(
         "longest run", 1, "lower", "longest run of tokens that repeats a short phrase"
     ),
-    "dense_perplexity": Column(
-        "dense perplexity", 1, about="under the model, nothing evicted", is_optional=True, weight=2
-    ),
+    "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
 }
-MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True, weight=0), **MEASURES}
+MEAN_COLUMNS = {"num_passages": Column("passages"), **MEASURES}
 COUNTS = ("num_readable", "num_chunks")
 
 

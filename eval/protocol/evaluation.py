@@ -56,23 +56,21 @@ class Column:
         digits: decimals of its figures; None: text.
         better: the better direction; "": it is a description.
         about: meaning of the figure.
-        is_optional: a row may lack it.
         ends: names of the ends of its interval in a row. They are shown beside it; the best one
             is marked if its interval overlaps no other.
         by_reference: it is relative to the reference, so the reference is never the best.
-        weight: if space is short, columns of less weight are left out first.
-        is_key: it distinguishes rows of one method, so it stays if its entries differ.
+        is_key: it distinguishes rows of one method; the summary has means over its values.
     """
 
     title: str
     digits: int | None = 0
     better: Literal["lower", "higher", ""] = ""
     about: str = ""
-    is_optional: bool = False
     ends: tuple[str, str] | None = None
     by_reference: bool = False
-    weight: int = 1
     is_key: bool = False
+    weight: int = 1  # not read any more, nor is the next
+    is_optional: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -90,16 +88,10 @@ class Column:
 
 
 def share_column(
-    name: str,
-    title: str,
-    about: str,
-    weight: int,
-    better: Literal["higher", ""] = "higher",
-    is_optional: bool = False,
+    name: str, title: str, about: str, weight: int = 1, better: Literal["higher", ""] = "higher"
 ) -> Column:
     """The column of a share as `kvalign.eval.protocol.verdicts.share_of` gives it."""
-    ends = f"{name}_low", f"{name}_high"
-    return Column(title, 3, better, f"{about}; 95 %, Wilson", is_optional, ends, weight=weight)
+    return Column(title, 3, better, f"{about}; 95 %, Wilson", (f"{name}_low", f"{name}_high"))
 
 
 def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
@@ -119,16 +111,16 @@ class Table:
 
 
 class Plot(NamedTuple):
-    """Figure with its file name without ending, its caption, and its conclusion in words."""
+    """Figure with its file name without ending, its caption, and what stands above it."""
 
     name: str
     figure: Figure
     caption: str
-    conclusion: str = ""
+    heading: str = ""
 
 
 Drawing = tuple["Figure", str] | tuple["Figure", str, str]
-"""Figure, caption and conclusion (possibly empty): the fields after a plot's name."""
+"""Figure, caption and possibly heading: the fields after a plot's name."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +247,7 @@ class Evaluation:
         return [table(title, rows, columns or self.columns, reference) for title, rows in pairs]
 
     def figure(self, document: Document) -> Drawing | None:
-        """Figure for the report, with its caption and conclusion, if there is one."""
+        """Figure for the report, with its caption, if there is one."""
         return None
 
     def plot(self, document: Document) -> Figure:

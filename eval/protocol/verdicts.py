@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from statistics import fmean, variance
 
 from kvalign.eval.protocol.evaluation import Row
@@ -11,8 +11,6 @@ MIN_LABELS = 200  # fewer have no interval
 MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
 GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
 FAR = 1.25  # a ratio above it is a failure, not a price
-DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
-DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
 WITHOUT_SINKS = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
 MEANING = (
@@ -22,14 +20,14 @@ MEANING = (
 )
 
 
-class Verdict(Enum):
-    """Verdict on a ratio to the reference and its 95 % interval."""
+class Verdict(StrEnum):
+    """Verdict on a ratio to the reference and its 95 % interval; the worst comes first."""
 
-    GOOD = "as good"  # the interval holds 1, narrowly, or lies below
-    OPEN = "not told apart"  # it holds 1 and reaches far above
+    FAILS = "fails"  # the interval lies above 1, and the ratio far above
     WORSE = "worse"  # it lies above 1
-    FAILS = "fails"  # and the ratio far above
-    UNKNOWN = "unknown"  # there is no interval
+    OPEN = "too few labels to tell"  # it holds 1 and reaches far above
+    UNKNOWN = "too few labels"  # there is no interval
+    GOOD = "as good"  # it holds 1, narrowly, or lies below
 
 
 def verdict(row: Row) -> Verdict:
@@ -62,16 +60,8 @@ def is_reference(row: Row, reference: str | None) -> bool:
     return row["method"] == reference and row.get("ratio") in (1.0, None)
 
 
-def drifts(row: Row) -> bool:
-    """Return whether errors accumulate: the ratio grows from quarter to quarter."""
-    is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
-    return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
-
-
-def share_interval(share: float, total: float) -> tuple[float, float] | None:
-    """95 % interval of a share of so many independent values (Wilson 1927); None without values."""
-    if not total:
-        return None
+def share_interval(share: float, total: float) -> tuple[float, float]:
+    """95 % interval of a share of so many independent values (Wilson 1927)."""
     z = 1.96
     middle = (share + z * z / (2 * total)) / (1 + z * z / total)
     root = math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
@@ -85,9 +75,8 @@ def share_of(name: str, right: Sequence[bool | float]) -> Row:
     all wrong with the same mean, so the interval then reaches rather too far.
     """
     share = sum(map(float, right)) / len(right)
-    interval = share_interval(share, len(right))
-    assert interval
-    return {name: share, f"{name}_low": interval[0], f"{name}_high": interval[1]}
+    low, high = share_interval(share, len(right))
+    return {name: share, f"{name}_low": low, f"{name}_high": high}
 
 
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -97,7 +86,7 @@ def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, float] | None:
     """95 % interval of the mean of shares of chunks, one for each run, of so many chunks in all;
-    None for fewer than `MIN_RUNS`.
+    None for fewer than `MIN_RUNS`, or without chunks.
 
     Chunks of one run are correlated. All together count as the number of independent chunks with
     the same scatter between runs (Korn & Graubard 1998): at least the runs, at most the chunks.
@@ -105,7 +94,7 @@ def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, floa
     (Parker et al. 2017, Data Presentation Standards for Proportions).
     """
     num = len(shares)
-    if num < MIN_RUNS:
+    if num < MIN_RUNS or not num_chunks:
         return None
     share, of_mean = fmean(shares), variance(shares) / num
     independent = share * (1 - share) / of_mean if of_mean else num_chunks

@@ -1,17 +1,17 @@
-"""First screen of a report: for a model at most three sentences, three pictures, and a table of
-verdicts with a row a method and a column a question.
+"""First screen of a report: for a model what was measured, three pictures, and a table of verdicts
+with a row a method and a column a question.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvalign.eval.drawing.plots import Series, draw, series
 from kvalign.eval.drawing.strips import draw_chunks
 from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
-from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.aligner_names import identity_of, renamed
-from kvalign.eval.protocol.conclusions import in_words, listed, spread
+from kvalign.eval.protocol.conclusions import listed, spread
 from kvalign.eval.protocol.evaluation import Column, Document, Plot, Row, Table
 from kvalign.eval.protocol.tables import METHOD, grouped, label_of
 from kvalign.eval.protocol.verdicts import (
@@ -20,16 +20,15 @@ from kvalign.eval.protocol.verdicts import (
     Verdict,
     comparable,
     is_reference,
+    readable_apart,
     verdict,
 )
 from kvalign.eval.report.results_folder import Results
 from kvalign.foundation.console import Entry
 
-READABLE = 0.95  # share of chunks from which words tell no methods apart
 MOST_STRIPS = 7
 SIZE = (4.6, 3.9)  # inches; three stand side by side
-ORDER = [Verdict.FAILS, Verdict.WORSE, Verdict.OPEN, Verdict.UNKNOWN, Verdict.GOOD]
-WORDS = {Verdict.OPEN: "too few labels to tell", Verdict.UNKNOWN: "too few labels"}
+BESIDE = "recompute"  # what is written is compared with what this writes
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class FirstScreen:
     """First part of a page on one model."""
 
     model: str
-    sentences: list[str]
+    about: str
     pictures: list[Plot]
     verdicts: Table | None
 
@@ -46,7 +45,7 @@ def first_screens(results: Results) -> list[FirstScreen]:
     """First screen of each measured model; texts without a model have none."""
     models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
     screens = [_Model(results, model).screen() for model in models if model]
-    return [one for one in screens if one.sentences or one.pictures]
+    return [one for one in screens if one.about or one.pictures or one.verdicts]
 
 
 class _Model:
@@ -60,30 +59,22 @@ class _Model:
         rows = renamed(row for document in documents for row in document["rows"])
         self.names = {identity_of(row): row["aligner"] for row in rows}
         self.reference, self.subject, self.scored = self._scored()
+        self.timed, self.written = self._of("latency"), self._of("readability")
+        self.busy = busy(self.timed["rows"]) if self.timed else ""
 
     def screen(self) -> FirstScreen:
-        timed, written = self._of("latency"), self._of("readability")
-        pictures = [self._ratios(), self._times(timed), self._strips(written)]
-        sentences = [self._quality(), self._cost(timed), self._writing()]
-        return FirstScreen(
-            self.model,
-            [one for one in sentences if one],
-            [one for one in pictures if one],
-            self._verdicts(timed),
-        )
+        pictures = [self._ratios(), self._times(), self._strips()]
+        about = " ".join(filter(None, (self._about(), self.busy)))
+        return FirstScreen(self.model, about, [x for x in pictures if x], self._verdicts())
 
     def _of(self, name: str) -> Document | None:
         selection = EVALUATIONS[name].select(self.results.of(name)).values()
         return next((one for one in selection if one["settings"]["model"] == self.model), None)
 
     def _named(self, rows: Iterable[Row]) -> list[Row]:
-        rows = [*rows]
-        names = (self.names.get(identity_of(row), row["aligner"]) for row in rows)
         prefix = f"kvalign-{self.model}-"  # of older documents
-        return [
-            row | {"aligner": name and name.removeprefix(prefix)}
-            for row, name in zip(rows, names, strict=True)
-        ]
+        names = ((row, self.names.get(identity_of(row), row["aligner"])) for row in rows)
+        return [row | {"aligner": name and name.removeprefix(prefix)} for row, name in names]
 
     def _summary(self, name: str) -> list[Row]:
         document = self._of(name)
@@ -103,54 +94,15 @@ class _Model:
         once = [group[0] for group in grouped(rows, identity_of).values()]
         return reference, title.removeprefix(f"{self.model}, "), self._named(once)
 
-    def _quality(self) -> str:
-        """Return the comparison of methods with the reference."""
-        rows, reference = self.scored, self.reference
-        if not rows:
+    def _about(self) -> str:
+        """Return on what the methods were scored, and relative to what."""
+        if not self.scored:
             return ""
-        where = f"On {self.subject} at C = {', '.join(map(str, _sizes(rows)))}"
-        if len(grouped(rows, in_words)) == 1:
-            figures = spread((row["perplexity"] for row in rows), 1)
-            return f"{where} {in_words(rows[0])} was measured alone: perplexity {figures}."
-        if not reference:
-            lowest = conclusions.lowest(rows)
-            more = f" Lowest: {lowest}." if lowest else ""
-            return f"{where} there is no reference, so no ratios: give --reference recompute.{more}"
-        fair = comparable(rows, reference)
-        if all(is_reference(row, reference) for row in fair):
-            return f"{where} no method has as many sinks as {reference}."
-        return f"{where}, {conclusions.compared(fair, reference)}."
-
-    def _cost(self, timed: Document | None) -> str:
-        """Return the time of a step of methods that do not fail; or that the machine was busy."""
-        if not timed:
-            return ""
-        if ratio := conclusions.busy(timed["rows"]):
-            return conclusions.BUSY.format(ratio)
-        return conclusions.cost(self._summary("latency"), self._fit(), self.reference)
-
-    def _fit(self) -> list[str]:
-        """Methods that fail at no cache size; those with other sinks are not judged."""
-        bad, fair = {Verdict.FAILS, Verdict.UNKNOWN}, comparable(self.scored, self.reference)
-        failing = {in_words(row) for row in fair if verdict(row) in bad}
-        rows = [row for row in fair if not is_reference(row, self.reference)]
-        return [label for label in grouped(rows, in_words) if label not in failing]
-
-    def _writing(self) -> str:
-        """Return how readable the passages are; where all are, perplexity and repetition tell."""
-        rows = self._summary("readability")
-        if not rows:
-            return ""
-        if min(row["readable"] for row in rows) >= READABLE:
-            ranked = sorted(rows, key=lambda row: row["repetition"])
-            ends = [f"{100 * row['repetition']:.0f} % ({in_words(row)})" for row in ranked]
-            span = " to ".join(dict.fromkeys([ends[0], ends[-1]]))
-            return (
-                f"All methods write readable words, so go by perplexity and repetition: {span} of "
-                "4-grams were there before."
-            )
-        sentence = conclusions.beside(rows) or conclusions.readable(rows)
-        return sentence[0].upper() + sentence[1:]
+        sizes = sorted({row["cache_size"] for row in self.scored})
+        where = f"{self.subject} at C = {', '.join(map(str, sizes))}"
+        if self.reference:
+            return f"{where}, relative to {self.reference}."
+        return f"{where}. Without a reference there are no ratios: give --reference recompute."
 
     def _ratios(self) -> Plot | None:
         """Perplexity by cache size, relative to the reference if there is one."""
@@ -165,73 +117,69 @@ class _Model:
             y += f" relative to {self.reference}"
         else:
             lines, y = series(rows, "cache_size", "perplexity"), "perplexity"
-        figure = draw(
-            {"": lines}, x="cache size", y=y, doubling_x=True, log_y=_is_wide(lines), size=SIZE
-        )
         title = y[0].upper() + y[1:]
-        return Plot("first-perplexity", figure, f"{title}, by cache size; lower is better", title)
+        caption = f"{title}, by cache size; lower is better"
+        return _by_size("first-perplexity", lines, y, caption, title)
 
-    def _times(self, timed: Document | None) -> Plot | None:
+    def _times(self) -> Plot | None:
         """Mean time of a step by cache size."""
-        if not timed:
+        if not self.timed:
             return None
-        first = timed["rows"][0]["batch_size"]
-        rows = self._named(row for row in timed["rows"] if row["batch_size"] == first)
+        first = self.timed["rows"][0]["batch_size"]
+        rows = self._named(row for row in self.timed["rows"] if row["batch_size"] == first)
         lines = series(rows, "cache_size", "mean_ms")
-        figure = draw(
-            {"": lines}, x="cache size", y="ms", doubling_x=True, log_y=_is_wide(lines), size=SIZE
-        )
-        caption, title = "Mean time of a step by cache size; lower is better", "Time of a step"
-        if conclusions.busy(timed["rows"]):
-            caption, title = f"{caption}. The machine was busy", f"{title} (busy machine)"
-        return Plot("first-time", figure, caption, title)
+        title = "Time of a step" + " (busy machine)" * bool(self.busy)
+        caption = f"Mean time of a step by cache size; lower is better. {self.busy}".rstrip(". ")
+        return _by_size("first-time", lines, "ms", caption, title)
 
-    def _strips(self, written: Document | None) -> Plot | None:
+    def _strips(self) -> Plot | None:
         """Chunks of one passage of each method, and of a human's text, in order."""
-        if not written:
+        if not self.written:
             return None
-        rows, first = written["rows"], written["rows"][0]
+        rows, first = self.written["rows"], self.written["rows"][0]
         same = ("cache_size", "prompt", "seed", "no_repeat_ngram_size")
         alike = [r for r in rows if all(r.get(x) == first.get(x) for x in same)]
         passages = self._named(alike)[:MOST_STRIPS]
         longest = max(len(row["chunks"]) for row in passages)
         if not longest:
             return None
-        human = human_row(written)
+        human = human_row(self.written)
         rows = [*passages, human] if human else passages
         cut = [row | {"chunks": row["chunks"][:longest]} for row in rows]
         figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)
         caption = f"Chunks of one passage each, C = {first['cache_size']}, in order"
         return Plot("first-readability", figure, caption, "Readability of what is written")
 
-    def _verdicts(self, timed: Document | None) -> Table | None:
+    def _verdicts(self) -> Table | None:
         """A row for each method with the sinks of the reference, a column for each question."""
         columns: list[tuple[Column, dict[str, str]]] = []
-        labels: dict[str, None] = {}
         fair = comparable(self.scored, self.reference) if self.scored else []
+        labels = [*grouped(fair, label_of)]
         if fair:
             name = f"as good as {self.reference}?" if self.reference else "perplexity"
-            groups = grouped(fair, label_of)
-            texts = {label: self._judged(rows) for label, rows in groups.items()}
-            columns.append((Column(name, None, about="ratio of the perplexities, all C"), texts))
-            labels |= dict.fromkeys(groups)
-        if timed and not conclusions.busy(timed["rows"]):
+            column = Column(name, None, about="ratio of the perplexities, all C")
+            columns.append((column, _by_label(fair, self._judged)))
+        if self.timed and not self.busy:
             rows = [r for r in self._summary("latency") if r.get("bare_mean_ratio")]
             about = "mean step relative to a bare step, which evicts nothing, all C"
             column = Column("time of a step", None, "lower", about)
             columns.append((column, _spans(rows, "bare_mean_ratio", 2)))
-        for name, key, title, scale, better in QUESTIONS:
-            rows = [row for row in self._summary(name) if row.get(key) is not None]
+        if rows := self._summary("readability"):
+            about = f"less, more: than {BESIDE}'s, by their 95 % intervals"
+            texts = _by_label(rows, lambda group: _readable(group, rows))
+            columns.append((Column("readable, %", None, "higher", about), texts))
+            texts = _spans(rows, "repetition", 0, 100)
+            columns.append((Column("repeats, %", None, "lower"), texts))
+        for name, (key, title) in SHARES.items():
+            rows = self._summary(name)
             # Where nothing is right with any method, an evaluation tells nothing.
-            if rows and (name == "readability" or any(row[key] for row in rows)):
-                texts = _spans(rows, key, 0 if scale == 100 else 2, scale)
-                columns.append((Column(title, None, better), texts))  # type: ignore[arg-type]
-        for _, texts in columns if not labels else []:
-            labels |= dict.fromkeys(texts)
+            if any(row[key] for row in rows):
+                columns.append((Column(title, None, "higher"), _spans(rows, key, 2)))
+        labels = labels or [*dict.fromkeys(label for _, texts in columns for label in texts)]
         if len(labels) < 2 or not columns:
             return None
         lines = [
-            [Entry(label), *(Entry(texts.get(label, "-")) for _, texts in columns)]
+            [Entry(label), *(Entry(texts.get(label, "")) for _, texts in columns)]
             for label in labels
         ]
         others = dict.fromkeys(label_of(r) for r in self.scored if label_of(r) not in labels)
@@ -246,36 +194,49 @@ class _Model:
         if is_reference(rows[0], self.reference):
             return "reference"
         ratios = spread((row["ratio"] for row in rows), 2)
-        worst = min(map(verdict, rows), key=ORDER.index)
+        worst = min(map(verdict, rows), key=[*Verdict].index)
         at = [row["cache_size"] for row in rows if verdict(row) is worst]
         where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
-        return f"{WORDS.get(worst, worst.value)}{where}: {ratios}"
+        return f"{worst}{where}: {ratios}"
 
 
-QUESTIONS = [
-    ("readability", "readable", "readable, %", 100, "higher"),
-    ("readability", "repetition", "repeats, %", 100, "lower"),
-    ("recall", "oldest", "recall, oldest quarter", 1, "higher"),
-    ("told", "accuracy", "told facts", 1, "higher"),
-    ("streameval", "accuracy", "StreamEval", 1, "higher"),
-]
+SHARES = {
+    "recall": ("oldest", "recall, oldest quarter"),
+    "told": ("accuracy", "told facts"),
+    "streameval": ("accuracy", "StreamEval"),
+}
 MEANS = (
     f"Only rows with equal sinks are compared, and {MIN_LABELS} labels or more. Figures are ratios "
     "or shares, from the smallest to the largest of all cache sizes."
 )
 
 
+def _by_label(rows: Iterable[Row], text: Callable[[list[Row]], str]) -> dict[str, str]:
+    return {label: text(group) for label, group in grouped(rows, label_of).items()}
+
+
 def _spans(rows: Iterable[Row], key: str, digits: int, scale: float = 1) -> dict[str, str]:
-    return {
-        label: spread((scale * row[key] for row in group), digits)
-        for label, group in grouped(rows, label_of).items()
-    }
+    return _by_label(rows, lambda group: spread((scale * row[key] for row in group), digits))
 
 
-def _sizes(rows: Iterable[Row]) -> list[int]:
-    return sorted({row["cache_size"] for row in rows})
+def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
+    """Readable chunks of a method in %, and whether they are less or more than `BESIDE`'s with as
+    many sinks.
+    """
+    fair = comparable(of_all, BESIDE)
+    bases = {row["cache_size"]: row for row in fair if row["method"] == BESIDE}
+    words = set()
+    for row in rows:
+        base = bases.get(row["cache_size"])
+        is_apart = base and row in fair and readable_apart(row, base)
+        word = "less: " if base and row["readable"] < base["readable"] else "more: "
+        words.add(word if is_apart else "")
+    text = spread((100 * row["readable"] for row in rows), 0)
+    return words.pop() + text if len(words) == 1 else text
 
 
-def _is_wide(lines: Sequence[Series]) -> bool:
+def _by_size(name: str, lines: Sequence[Series], y: str, caption: str, heading: str) -> Plot:
     values = [value for line in lines for value in line.y]
-    return max(values) > 2 * min(values)
+    is_wide = max(values) > 2 * min(values)
+    figure = draw({"": [*lines]}, x="cache size", y=y, doubling_x=True, log_y=is_wide, size=SIZE)
+    return Plot(name, figure, caption, heading)

@@ -13,13 +13,18 @@ from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
 from kvalign.eval.report.first_screen import FirstScreen, first_screens
 from kvalign.eval.report.results_folder import read
-from kvalign.foundation.console import ROW_WIDTH, Entry, Heading, console_for, print_table
+from kvalign.foundation.console import (
+    ROW_WIDTH,
+    Entry,
+    Heading,
+    console_for,
+    print_cards,
+    print_table,
+)
 from kvalign.foundation.escape import escape_controls
 
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
-LABEL = 30  # columns that are left to what a row is called, at least
 GAP = 3  # columns between two of a table
-LESS = 3  # weight that an interval has less than its figure
 
 
 def show(folder: Path, console: Console | None = None) -> None:
@@ -42,20 +47,24 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 
 def print_tables(tables: list[Table], console: Console | None = None) -> None:
-    """Print tables, without the columns that do not fit, and name these."""
+    """Print tables. Where the console is too narrow for one, it has no intervals; where this is not
+    enough, each row is a card.
+    """
     console = console or console_for(pipe_width=ROW_WIDTH)
     for table in tables:
-        part, omissions = fitted(table, console.width)
-        widths = _widths(part, console.width)
-        headings = [
-            Heading(column.title + ARROWS[column.better], column.is_number, width=width)
-            for column, width in zip(part.columns, widths, strict=True)
-        ]
-        print_table(headings, part.rows, title=part.title, console=console)
-        omission = (
-            f"left out at {console.width} columns: {'; '.join(omissions)}" if omissions else ""
-        )
-        for note in filter(None, (omission, table.note)):
+        titles = [column.title + ARROWS[column.better] for column in table.columns]
+        bare = [[replace(entry, more="") for entry in row] for row in table.rows]
+        rows = table.rows if fits(titles, table.rows, console.width) else bare
+        notes = [table.note]
+        if fits(titles, rows, console.width):
+            headings = [Heading(t, c.is_number) for t, c in zip(titles, table.columns, strict=True)]
+            print_table(headings, rows, title=table.title, console=console)
+            if rows != table.rows:
+                notes.insert(0, f"without intervals, which need more than {console.width} columns")
+        else:
+            console.print(Text(escape_controls(table.title), "bold"))
+            print_cards(titles, table.rows, console)
+        for note in filter(None, notes):
             console.print(Text(note, "dim"))
 
 
@@ -70,57 +79,10 @@ def print_meanings(tables: list[Table]) -> None:
             console.print(Text(f"{title}: {about}", "dim"))
 
 
-def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
-    """Table that fits the console, and the parts left out: columns and intervals, those of the
-    least weight first, among equals the last. Columns that distinguish rows and one column of
-    figures stay.
-    """
-    columns = set(range(1, len(table.columns)))
-    intervals = {i for i in columns if any(row[i].more for row in table.rows)}
-    differing = {i for i in columns if len({row[i] for row in table.rows}) > 1}
-    keys = {i for i in differing if table.columns[i].is_key}
-    droppable = [(table.columns[i].weight, -i, "") for i in columns - keys]
-    droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
-    omissions = list[str]()
-    for _, column, what in sorted(droppable):
-        part = _part(table, columns, intervals)
-        if sum(_widths(part, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
-            break
-        (intervals if what else columns).discard(-column)
-        title = table.columns[-column].title
-        omissions = [name for name in omissions if name != f"intervals of {title}"]
-        omissions.append(what + title)
-    return _part(table, columns, intervals), omissions
-
-
 def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
     """Return whether a table of these columns, neither cut nor wrapped, fits this width."""
     columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
     return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
-
-
-def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:
-    indices = [0, *sorted(columns)]
-    rows = [
-        [row[i] if i in intervals else replace(row[i], more="") for i in indices]
-        for row in table.rows
-    ]
-    return replace(table, columns=[table.columns[i] for i in indices], rows=rows)
-
-
-def _widths(table: Table, width: int) -> list[int]:
-    """Figures are never cut; headings wrap where there is no room for them, and what a row is
-    called does if it takes more than its share.
-    """
-    names, *figures = zip(*([entry.line for entry in row] for row in table.rows), strict=True)
-    label = min(_longest([table.columns[0].title, *names]), max(min(LABEL, width // 2), width // 3))
-    titles = [column.title + ARROWS[column.better] for column in table.columns[1:]]
-    for headings in ([[title] for title in titles], [title.split() for title in titles]):
-        pairs = zip(headings, figures, strict=True)
-        widths = [label, *(_longest([*heading, *column]) for heading, column in pairs)]
-        if sum(widths) + GAP * len(titles) <= width:
-            break
-    return widths
 
 
 def _longest(texts: Iterable[str]) -> int:
@@ -128,13 +90,11 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _print_first(screens: list[FirstScreen], console: Console) -> None:
-    """The sentences and the verdicts of each model."""
+    """What was measured of each model, and the verdicts."""
     if screens:
-        console.rule(Text("Findings"))
+        console.rule(Text("Verdicts"))
     for one in screens:
-        console.print(Text(escape_controls(one.model), "bold"), soft_wrap=False)
-        for sentence in one.sentences:
-            console.print(Text("- " + escape_controls(sentence)))
+        console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
     print_tables([one.verdicts for one in screens if one.verdicts], console)
     if any(one.verdicts for one in screens):
         console.print(Text(MEANING, "dim"))

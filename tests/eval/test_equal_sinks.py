@@ -1,8 +1,6 @@
-"""Only rows with equal sinks are judged: the mark of the best, and the conclusions."""
+"""Only rows with equal sinks are judged: the mark of the best."""
 
 from kvalign.eval.evaluations.perplexity import COLUMNS
-from kvalign.eval.protocol import conclusions
-from kvalign.eval.protocol.conclusions import UNEQUAL
 from kvalign.eval.protocol.tables import table
 from kvalign.eval.protocol.verdicts import comparable
 
@@ -34,20 +32,3 @@ def test_the_best_is_among_rows_with_equal_sinks():
     dense = row("dense", 4, 50.0)  # evicts nothing, so has no sinks that could differ
     assert best([*without, dense]) == ["dense"]
     assert comparable([row("window", 0, 1.0), dense]) == []
-
-
-def test_conclusions_are_of_rows_with_equal_sinks():
-    assert conclusions.lowest(EQUAL) == "streaming-llm with 4 sinks at C = 64 (70.0)"
-    assert conclusions.by_size(UNLIKE, None) == UNEQUAL
-    assert "as good as recompute" in conclusions.by_size(EQUAL, "recompute")
-    assert "window" not in conclusions.by_size(EQUAL, "recompute")
-    assert "streaming-llm" not in conclusions.by_size(UNLIKE, "recompute")
-    assert conclusions.by_size([UNLIKE[0], UNLIKE[2]], "recompute") == UNEQUAL
-    assert conclusions.by_size([UNLIKE[0]], "recompute") == ""
-    timed = [one | {"seconds": 1.0} for one in UNLIKE]
-    assert conclusions.by_time(timed) == UNEQUAL
-    read = [one | {"readable": i / 4, "num_chunks": 9} for i, one in enumerate(UNLIKE)]
-    assert conclusions.readable(read) == UNEQUAL
-    recalled = [one | {"oldest": 0.5} for one in UNLIKE]
-    assert "window" in conclusions.recalled(recalled)
-    assert "streaming-llm" not in conclusions.recalled(recalled)

@@ -1,12 +1,10 @@
 """Plots: ticks to read them by, whiskers, and strips in place of tangles."""
 
 import pytest
-from helpers.results_example import documents
 from matplotlib.colors import to_hex
 
 from kvalign.eval.drawing.plots import Series, draw, perplexities
 from kvalign.eval.drawing.strips import draw_answers
-from kvalign.eval.evaluations import EVALUATIONS
 
 STYLE = ("#000000", "o", "-")
 SIZES = dict(method="window", aligner=None, cache_size=32, num_sinks=0, num_evicted=1)
@@ -49,11 +47,3 @@ def test_answers_are_a_strip_of_numbers_for_each_method():
         "recompute, 0 sinks",
     ]
     assert len({to_hex(patch.get_facecolor()) for patch in axes.patches}) == 3
-
-
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_every_plot_says_what_is_seen_in_it(name):
-    evaluation = EVALUATIONS[name]
-    chosen = {n: d for n, d in documents().items() if d["kind"] == f"eval {name}"}
-    plots = [plot for section in evaluation.sections(chosen) for plot in section.plots]
-    assert plots and all(plot.conclusion.endswith((".", "!")) for plot in plots)

@@ -9,7 +9,6 @@ from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.evaluations.perplexity.scores import slice_losses
 from kvalign.eval.evaluations.perplexity.slices import distances, slices
 from kvalign.eval.evaluations.perplexity.slices_shown import figure, slice_name
-from kvalign.eval.protocol.conclusions import on_old_tokens, recall
 
 EDGES = SLICES["bigrams"].edges
 
@@ -54,7 +53,7 @@ def rows_of_two(num_labels, forgets):
     return rows, [losses, losses + worse], ids
 
 
-def test_ratios_are_paired_and_say_who_forgets():
+def test_ratios_are_paired():
     rows, losses, ids = rows_of_two(1000, 0.5)
     slice_losses(rows, losses, ids, "recompute")
     old, new = rows[1]["bigrams"][3], rows[1]["bigrams"][-1]
@@ -63,11 +62,6 @@ def test_ratios_are_paired_and_say_who_forgets():
     assert ratios == pytest.approx([math.exp(0.5)] * 3)
     assert new["ratio"] == pytest.approx(math.exp(0.1))
     assert all(one.get("ratio") in (1.0, None) for one in rows[0]["bigrams"])
-    said = recall(rows, "recompute")
-    assert said.endswith("than on new ones: window with 0 sinks 1.65 against 1.11 at C = 8.")
-    rows, losses, ids = rows_of_two(1000, 0.1)
-    slice_losses(rows, losses, ids, "recompute")
-    assert recall(rows, "recompute").startswith("No method is shown to be further from recompute")
 
 
 def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
@@ -86,10 +80,6 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     found = rows[1]["tokens"][2]
     ratios = [found[name] for name in ("ratio", "ratio_low", "ratio_high")]
     assert ratios == pytest.approx([math.exp(-0.1)] * 3)
-    said = on_old_tokens(rows, "kvalign")
-    assert said.startswith("Shown to be below kvalign on tokens last said beyond C: kvalign with m")
-    assert said.endswith("0.90 at C = 8.")
-    assert "No method" in on_old_tokens(rows[:1], "kvalign")
     document = {"rows": rows, "settings": {"model": "tiny", "reference": "kvalign"}}
     (axes,) = figure(document, "tokens")[0].axes
     line = axes.containers[0].lines[0]

@@ -1,4 +1,4 @@
-"""The report in terminals of several widths: whole numbers, and what is left out is named."""
+"""The report in terminals of several widths: whole numbers, and nothing is lost."""
 
 import io
 import re
@@ -9,19 +9,18 @@ from rich.console import Console
 
 from kvalign.app.cli.main import main
 from kvalign.eval.protocol.evaluation import Column, Table
-from kvalign.eval.report.terminal import fitted, print_tables
+from kvalign.eval.report.terminal import print_tables
 from kvalign.foundation.console import Entry
 
 FIGURES = [Entry("84.10"), Entry("1234.56")]
-KEYS = ["no repeated n-gram", "ratio"]
 WIDE = Table(
     "model",
     [
         Column("method", None),
-        Column("least", 2, weight=0),
-        Column("ratio", 3, "lower", weight=7),
-        Column("perplexity", 2, "lower", weight=6),
-        Column("more, of it", 2, weight=1),
+        Column("least", 2),
+        Column("ratio", 3, "lower"),
+        Column("perplexity", 2, "lower"),
+        Column("more, of it", 2),
     ],
     [
         [Entry(name), Entry("1.23"), Entry("1.016", True, "0.976 to 1.053"), *FIGURES]
@@ -38,41 +37,22 @@ def printed(table, width):
 
 def test_where_there_is_room_nothing_is_left_out():
     text = printed(WIDE, 200)
-    assert "left out" not in text and "1.016 ★ (0.976 to 1.053)" in text
-    assert fitted(WIDE, 200) == (WIDE, [])
+    assert "1.016 ★ (0.976 to 1.053)" in text and "without" not in text and "·" not in text
 
 
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 100])
-def test_numbers_are_whole_and_what_is_left_out_is_named(width):
+def test_where_there_is_little_room_there_are_no_intervals():
+    text = printed(WIDE, 100)
+    assert "1.016 ★" in text and " to " not in text and "·" not in text
+    assert "without intervals, which need more than 100 columns" in text
+
+
+@pytest.mark.parametrize("width", [30, 40, 60])
+def test_where_there_is_less_each_row_is_a_card_and_nothing_is_cut(width):
     text = printed(WIDE, width)
-    shown, left_out = fitted(WIDE, width)
     assert max(map(len, text.splitlines())) <= width and "…" not in text
-    for row in shown.rows:
-        assert all(entry.line in text for entry in row[1:])
-    titles = {column.title for column in shown.columns} | set(left_out)
-    assert titles >= {column.title for column in WIDE.columns}
-    named = f"left out at {width} columns: {'; '.join(left_out)}"
-    assert not left_out or named in " ".join(text.split())
-
-
-def test_the_least_weight_goes_first_and_the_ratio_stays():
-    orders = [fitted(WIDE, width)[1] for width in range(120, 20, -1)]
-    assert max(orders, key=len) == ["least", "more, of it", "intervals of ratio", "perplexity"]
-    assert "ratio" in [column.title for column in fitted(WIDE, 20)[0].columns]
-
-
-@pytest.mark.parametrize("width", [20, 40, 80])
-def test_what_tells_rows_apart_stays(width):
-    def table(*sizes):
-        rows = [[Entry("window"), Entry(size), Entry("0.500"), *FIGURES] for size in sizes]
-        size = Column("no repeated n-gram", weight=0, is_key=True)
-        figures = [Column("ratio", 3, weight=7), Column("least", 2), Column("more", 2)]
-        return Table("model", [Column("method", None), size, *figures], rows)
-
-    shown, left_out = fitted(table("0", "2"), width)
-    assert [column.title for column in shown.columns[:3]] == ["method", *KEYS]
-    assert not set(KEYS) & set(left_out)
-    assert fitted(table("2", "2"), 30)[1][0] == KEYS[0]  # it tells nothing apart here
+    whole = " ".join(text.split())
+    for row in WIDE.rows:
+        assert all(entry.line in whole for entry in row)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -82,7 +62,6 @@ def test_report_is_as_wide_as_columns_says(width, tmp_path, capsys, monkeypatch)
     assert main(["report", str(folder), "--terminal"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
-    assert text.index("Findings") < text.index("Summary")
-    assert ("left out at 80 columns" in text) is (width == 80)
+    assert text.index("Verdicts") < text.index("Summary")
     perplexities = re.findall(r"\b1[0-5]\.00\b", text)
     assert len(perplexities) >= 6

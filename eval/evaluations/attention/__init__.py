@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.conclusions import sink_layers, sinks
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
@@ -102,14 +101,14 @@ LAYERS = "% of the attention of the layers after the second; 95 % over texts"
 
 
 COLUMNS = {
-    name: Column(title, 1, "", LAYERS, ends=(f"{name}_low", f"{name}_high"), weight=weight)
-    for name, title, weight in (
-        ("first_before", "first entry, before", 4),
-        ("first_after", "after", 6),
-        ("four_before", "first four, before", 3),
-        ("four_after", "after", 5),
-        ("latest_before", "latest four, before", 1),
-        ("latest_after", "after", 2),
+    name: Column(title, 1, "", LAYERS, ends=(f"{name}_low", f"{name}_high"))
+    for name, title in (
+        ("first_before", "first entry, before"),
+        ("first_after", "after"),
+        ("four_before", "first four, before"),
+        ("four_after", "after"),
+        ("latest_before", "latest four, before"),
+        ("latest_after", "after"),
     )
 }
 BY_LAYER = (
@@ -132,7 +131,7 @@ class Attention(Evaluation):
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:
-        return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %", weight=1)}
+        return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %")}
 
     def title(self, document: Document) -> str:
         settings = document["settings"]
@@ -143,7 +142,7 @@ class Attention(Evaluation):
         from kvalign.eval.evaluations.attention.pictures import by_place
 
         caption = "Attention by layer and position, and of the first four by head: "
-        return by_place(document), caption + self.title(document), sinks(document["rows"])
+        return by_place(document), caption + self.title(document)
 
     def sections(self, documents: Documents) -> list[Section]:
         title = "Attention on the first entries"
@@ -154,7 +153,7 @@ class Attention(Evaluation):
         from kvalign.eval.evaluations.attention.pictures import by_layer
 
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
-        return by_layer(document), caption, sink_layers(document["rows"])
+        return by_layer(document), caption
 
 
 EVALUATION = Attention()

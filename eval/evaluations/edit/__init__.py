@@ -133,57 +133,37 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
 
 
 COLUMNS = {
-    "kind": Column(
-        "edit", None, weight=9, about="cut, replace, insert; piece: encoded alone", is_key=True
-    ),
-    "length": Column("tokens", weight=8, about="that are cut, replaced or inserted", is_key=True),
-    "way": Column("goes on", None, weight=9, about="what became of what follows", is_key=True),
+    "kind": Column("edit", None, about="cut, replace, insert; piece: encoded alone", is_key=True),
+    "length": Column("tokens", about="that are cut, replaced or inserted", is_key=True),
+    "way": Column("goes on", None, about="what became of what follows", is_key=True),
     # No way is the best: some know more of the text.
-    "perplexity": Column("perplexity", 2, about="of the future", is_optional=True, weight=4),
+    "perplexity": Column("perplexity", 2, about="of the future"),
     "ratio": Column(
         "ratio",
         3,
         "",
         "perplexity by that of the text encoded anew; 95 % over edits, paired",
-        is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
-        weight=7,
     ),
-    "agreement": Column(
-        "agreement", 3, "", "most likely tokens that are those of anew", True, weight=3
-    ),
+    "agreement": Column("agreement", 3, "", "most likely tokens that are those of anew"),
     "kept": share_column(
-        "kept",
-        "behind, answered",
-        "facts behind the edit that are answered",
-        6,
-        better="",
-        is_optional=True,
+        "kept", "behind, answered", "facts behind the edit that are answered", better=""
     ),
     "contested": share_column(
         "contested",
         "contested",
         "facts behind the edit, of a key that the new tokens tell, too, that are answered",
-        6,
         better="",
     ),
     "read": share_column(
-        "read",
-        "new, answered",
-        "facts that were put in and are answered",
-        6,
-        better="",
+        "read", "new, answered", "facts that were put in and are answered", better=""
     ),
     "told": share_column(
-        "told",
-        "cut, answered",
-        "facts that were cut and are answered; 0.125 by chance",
-        6,
-        better="",
+        "told", "cut, answered", "facts that were cut and are answered; 0.125 by chance", better=""
     ),
-    "encoded": Column("encoded", about="tokens of an edit that are encoded", weight=5),
-    "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median", weight=5),
+    "encoded": Column("encoded", about="tokens of an edit that are encoded"),
+    "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median"),
 }
 
 
@@ -211,7 +191,6 @@ class EditEvaluation(Evaluation):
     def figure(self, document: Document) -> Drawing | None:
         """Ratio to the text encoded anew, or facts that are answered, by way and edit."""
         from kvalign.eval.drawing.plots import draw, panels_by
-        from kvalign.eval.protocol.conclusions import listed, spans
         from kvalign.eval.protocol.tables import grouped
 
         y = _judged(document)
@@ -228,9 +207,7 @@ class EditEvaluation(Evaluation):
         }[y]
         y_axis = {"ratio": "perplexity, anew = 1", "kept": "answered behind the edit"}[y]
         figure = draw(panels, x="", y=y_axis, names=[*ways])
-        ratios = [f"{way}: {listed(spans(of, y, 3))}" for way, of in ways.items() if way != ANEW]
-        caption = f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
-        return figure, caption, f"{title.capitalize()}; {'; '.join(ratios)}."
+        return figure, f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
 
 
 def _judged(document: Document) -> str:

@@ -8,12 +8,12 @@ stream. The bare step (`bare_step.py`) is timed among the methods.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol.conclusions import BUSY, busy, by_batch, cost
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     FLOOR,
@@ -210,13 +210,11 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
 BARE = "relative to the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
-    "batch_size": Column("batch", weight=6, is_key=True),
-    "mean_ms": Column(
-        "ms/token", 2, "lower", "mean over whole periods, the cost of a stream", weight=4
-    ),
+    "batch_size": Column("batch", is_key=True),
+    "mean_ms": Column("ms/token", 2, "lower", "mean over whole periods, the cost of a stream"),
     "median_ms": Column("median ms", 2, "lower", "half of the steps are faster"),
     "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
-    "max_ms": Column("worst ms", 2, "lower", "the slowest step", True),
+    "max_ms": Column("worst ms", 2, "lower", "the slowest step"),
     "ratio": Column(
         "ratio",
         3,
@@ -229,71 +227,48 @@ COLUMNS = {
         3,
         about="mean relative to the same method without a memory; memories are full of random "
         "entries",
-        is_optional=True,
-        weight=3,
     ),
-    "stored_bytes": Column(
-        "stored bytes", 0, about="bytes of a full memory per stored token", is_optional=True
-    ),
+    "stored_bytes": Column("stored bytes", 0, about="bytes of a full memory per stored token"),
     "stored_ratio": Column(
         "ratio to cache",
         3,
         about="the same relative to 2 L H D numbers, the size of a token in a cache",
-        is_optional=True,
     ),
-    "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}", True, weight=5),
-    "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}", True),
-    "read_mb": Column(
-        "MB read", 0, about="weights, entries and tables that a step reads", is_optional=True
-    ),
+    "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}"),
+    "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}"),
+    "read_mb": Column("MB read", 0, about="weights, entries and tables that a step reads"),
     "limit_ratio": Column(
         "ratio to limit",
         2,
         "lower",
         "mean relative to what a step reads, at the bandwidth that copies have on the same card",
-        True,
-        weight=3,
     ),
-    "tokens_per_s": Column(
-        "tokens/s", 1, "higher", "of all streams together, from the mean", True, weight=2
-    ),
-    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits", weight=2),
-    "peak_mb": Column("peak MB", 1, "lower", "most memory allocated beyond the weights", True),
+    "tokens_per_s": Column("tokens/s", 1, "higher", "of all streams together, from the mean"),
+    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
+    "peak_mb": Column("peak MB", 1, "lower", "most memory allocated beyond the weights"),
 }
-PEER_COLUMNS = {
-    "turn_per_s": Column(
-        "tokens/s of turns",
-        1,
-        "higher",
-        "median of the turns, the slowest and the fastest",
-        True,
-        ("turn_low", "turn_high"),
-        weight=3,
-    ),
-    "turn_by_peer": Column(
-        "ratio to peer", 2, "", "median tokens/s of turns, relative to the peer's", True, weight=4
-    ),
-    "prompt_per_s": Column(
-        "prompt tokens/s",
-        1,
-        "higher",
-        "median of the trials, the slowest and the fastest",
-        True,
-        ("prompt_low", "prompt_high"),
-    ),
-    "prompt_by_peer": Column(
-        "prompt ratio to peer", 2, "", "median prompt tokens/s, relative to the peer's", True
-    ),
-    "peer_perplexity": Column(
-        "perplexity", 2, "lower", "of the second half of C tokens, step by step", True
-    ),
-}
-COLUMNS |= PEER_COLUMNS
 BATCHES = (
     "Tokens per second of all streams together, from the mean time of a step. A line that "
     "rises with the bare step's reads the weights once for all its streams. A line that "
     "flattens has work for each stream."
 )
+
+
+BUSY_FROM = 1.2  # mean of a bare step by its median
+
+
+def busy(rows: Iterable[Row]) -> str:
+    """Return that the machine did something else, too, by the mean of a bare step; "" if it did
+    not.
+    """
+    bare = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
+    ratio = max(bare, default=1.0)
+    return (
+        f"The machine was busy (the mean of a bare step is {ratio:.1f} times its median), so times "
+        "are not compared: measure again."
+        if ratio > BUSY_FROM
+        else ""
+    )
 
 
 class Latency(Evaluation):
@@ -322,8 +297,7 @@ class Latency(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        ratio = busy(rows)
-        return self._by_size(document), caption, BUSY.format(ratio) if ratio else cost(rows)
+        return self._by_size(document), f"{caption}. {busy(rows)}".removesuffix(". ")
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens per second over batch sizes, if there are several; a panel for each cache size."""
@@ -336,7 +310,7 @@ class Latency(Evaluation):
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"Tokens per second over batch sizes: {title}", by_batch(rows)
+        return figure, f"Tokens per second over batch sizes: {title}"
 
     def sections(self, documents: Documents) -> list[Section]:
         title, draw = "Tokens a second", self.batches_figure

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvalign.eval.protocol.conclusions import by_drift, by_size, by_time
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
@@ -34,7 +33,7 @@ from kvalign.eval.protocol.evaluation import (
     Section,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
+from kvalign.eval.protocol.verdicts import MIN_POINT
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
@@ -136,7 +135,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 
 LAST_BY_FIRST = "the last quarter of the labels relative to the first"
 COLUMNS = {
-    "num_labels": Column("labels", weight=0),
+    "num_labels": Column("labels"),
     "perplexity": Column(
         "perplexity",
         2,
@@ -144,21 +143,18 @@ COLUMNS = {
         "exp of the mean loss of the labels; 95 %, moving-block bootstrap over them",
         ends=("low", "high"),
         by_reference=True,
-        weight=6,
     ),
     "ratio": Column(
         "ratio",
         3,
         "lower",
         "relative to the reference, on the same labels; 95 %, paired moving blocks",
-        is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
-        weight=7,
     ),
-    "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}", is_optional=True, weight=3),
+    "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}"),
 }
-SECONDS = Column("total s", 1, "lower", "time of the labels", is_optional=True)
+SECONDS = Column("total s", 1, "lower", "time of the labels")
 DRIFT = (
     "The same perplexity along the stream, in cache sizes since the cache filled. With a "
     "reference it is relative to the reference on the same labels, which removes the ups and "
@@ -186,7 +182,6 @@ TOTAL_TIME = (
     "Every method steps token by token, as when it generates (the paper's figure 3). A point "
     "is one cache size; lower left is better."
 )
-SHIFTED = "Points of several cache sizes do not compare: they have other labels."
 TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": SECONDS}
 
 
@@ -217,12 +212,12 @@ class Perplexity(Evaluation):
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
     def figure(self, document: Document) -> Drawing | None:
-        rows, reference = document["rows"], document["settings"]["reference"]
+        rows = document["rows"]
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
         caption += _shifted(rows)
-        return self.plot(document), caption, by_size(rows, reference)
+        return self.plot(document), caption
 
     def plot(self, document: Document) -> Figure:
         """Perplexity (log scale) against cache size, a line with intervals for each method."""
@@ -262,8 +257,7 @@ class Perplexity(Evaluation):
         x, y = "cache sizes since the cache filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         of = f"{settings['model']}, {settings['corpus']}"
-        rows = [row for row in document["rows"] if not is_reference(row, reference)]
-        return figure, f"Perplexity{by} along the stream: {of}", by_drift(rows, reference)
+        return figure, f"Perplexity{by} along the stream: {of}"
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.plots import draw, perplexities
@@ -273,7 +267,7 @@ class Perplexity(Evaluation):
         panels = {title: perplexities(rows, "seconds")}
         figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
         caption = f"Perplexity against total time: {title}; {_bars(document)}{_shifted(rows)}"
-        return figure, caption, SHIFTED if _shifted(rows) else by_time(rows)
+        return figure, caption
 
 
 def _bars(document: Document) -> str:

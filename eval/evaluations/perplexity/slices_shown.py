@@ -1,11 +1,9 @@
 """Recall slices in the report: a table and a plot of each kind by distance (`slices.py`)."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from kvalign.eval.drawing.plots import draw, panels_by
-from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -22,12 +20,11 @@ NEW = "new"  # what was not there before
 
 
 class SliceKind(NamedTuple):
-    """Kind of slices in the report: its section, the labels of its plot, its conclusion."""
+    """Kind of slices in the report: its section, and the labels of its plot."""
 
     title: str
     about: str
     labels: str
-    conclude: Callable[[list[Row], str | None], str]
 
 
 KINDS = {
@@ -38,7 +35,6 @@ KINDS = {
         "has that place can copy what followed it. Perplexity over all labels hides which "
         "method has forgotten it. Beyond C only a memory has it.",
         "labels that end a bigram",
-        conclusions.recall,
     ),
     "tokens": SliceKind(
         "Last said",
@@ -46,7 +42,6 @@ KINDS = {
         "labels whose token is new. Beyond C only a memory still has the token, so this shows "
         "its benefit.",
         "labels that occurred before",
-        conclusions.on_old_tokens,
     ),
 }
 
@@ -95,7 +90,7 @@ def figure(document: Document, name: str) -> Drawing | None:
     figure = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
     caption = f"Perplexity{by}, {KINDS[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
-    return figure, caption, KINDS[name].conclude(rows, reference)
+    return figure, caption
 
 
 def tables(document: Document, name: str) -> list[Table]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.rules import RULES, Rule
-from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     SIZES,
@@ -188,10 +187,10 @@ HUMAN = "a human's text"
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
     "no_repeat_ngram_size": Column(
-        "no repeated n-gram", about="of the model's tokens", is_optional=True, is_key=True
+        "no repeated n-gram", about="of the model's tokens", is_key=True
     ),
-    "num_readable": Column("readable chunks", is_optional=True),
-    "num_chunks": Column("chunks", is_optional=True, weight=2),
+    "num_readable": Column("readable chunks"),
+    "num_chunks": Column("chunks"),
     **MEAN_COLUMNS,
 }
 ABOUT_TEXTS = (
@@ -255,11 +254,10 @@ class Readability(JudgedText):
                 setting_of(ngram) or ("repetition allowed" if ngram == 0 else ""): group
                 for ngram, group in by_ngram.items()
             }
-            lines = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
             of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
             ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
             caption = f"Chunks in order: {of}, rule {rule}"
-            plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(lines)))
+            plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption))
         return plots
 
     def panels(self, document: Document) -> list[Panel]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
@@ -125,21 +124,19 @@ MIDDLES_FAR = {name: 0.75 * times for times, name in FAR.items()}
 
 AT = "right answers at distances"
 COLUMNS = {
-    name: share_column(name, title, f"{AT} {distances}", weight)
-    for name, title, distances, weight in (
-        ("accuracy", "recall", "up to C", 6),
-        ("newest", "newest quarter", "up to C / 4", 4),
-        ("second", "second", "above that, up to C / 2", 4),
-        ("third", "third", "above that, up to 3 C / 4", 4),
-        ("oldest", "oldest quarter", "above that, up to C", 5),
+    name: share_column(name, title, f"{AT} {distances}")
+    for name, title, distances in (
+        ("accuracy", "recall", "up to C"),
+        ("newest", "newest quarter", "up to C / 4"),
+        ("second", "second", "above that, up to C / 2"),
+        ("third", "third", "above that, up to 3 C / 4"),
+        ("oldest", "oldest quarter", "above that, up to C"),
     )
 }
 BY_CHANCE = f"{AT} above C, up to 3 C / 2; 0.125 by chance"
-COLUMNS[BEYOND] = share_column(BEYOND, "beyond C", BY_CHANCE, 1, better="")
+COLUMNS[BEYOND] = share_column(BEYOND, "beyond C", BY_CHANCE, better="")
 FAR_COLUMNS = {
-    name: share_column(
-        name, f"to {times} C", f"{AT} above {times // 2} C, up to {times} C", 1, is_optional=True
-    )
+    name: share_column(name, f"to {times} C", f"{AT} above {times // 2} C, up to {times} C")
     for times, name in FAR.items()
 }
 
@@ -176,7 +173,7 @@ class Recall(Evaluation):
         x = "distance of the fact" + (" over C" if relative else ", tokens")
         figure = draw(panels, x=x, y="right answers", log_x=is_far)
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
-        return figure, f"{caption}; bars: 95 %", recalled(document["rows"])
+        return figure, f"{caption}; bars: 95 %"
 
 
 EVALUATION = Recall()

@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.conclusions import answers
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
@@ -104,8 +103,8 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
 
 
 COLUMNS = {
-    "distance_lines": Column("lines back", weight=6, is_key=True),
-    "accuracy": share_column("accuracy", "accuracy", "share of queries answered exactly", 2),
+    "distance_lines": Column("lines back", is_key=True),
+    "accuracy": share_column("accuracy", "accuracy", "share of queries answered exactly"),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
     "in_cache": Column("in cache", 2, about="share of queries whose line is still in the cache"),
@@ -137,7 +136,7 @@ class StreamEval(Evaluation):
         names = ("distance_lines", "answer_nll_nats")
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
         figure = draw(panels, x="lines back", y="loss of the right answer, nats")
-        return figure, f"Loss of the right answer against distance: {title}", answers(rows)
+        return figure, f"Loss of the right answer against distance: {title}"
 
 
 EVALUATION = StreamEval()
