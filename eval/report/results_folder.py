@@ -66,7 +66,7 @@ class _Prepared(BaseModel):
 
 
 class _Row(BaseModel):
-    """What every row has; its figures are those of the evaluation."""
+    """Fields that every row has; its figures are those of the evaluation."""
 
     method: str
     aligner: str | None

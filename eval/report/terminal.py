@@ -90,7 +90,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _print_first(screens: list[FirstScreen], console: Console) -> None:
-    """What was measured of each model, and the verdicts."""
+    """The subject of each model's figures, and its verdicts."""
     if screens:
         console.rule(Text("Verdicts"))
     for one in screens:
