@@ -24,9 +24,9 @@ from pydoc_data.topics import topics
 
 import httpx
 import psutil
+from beside_llamacpp import file_of
 
 from kvalign.app.cli.arguments import parse
-from kvalign.eval.evaluations.latency.peer import file_of
 from kvalign.foundation.settings import MOST_SIZE, Settings, option
 
 NUM_SINKS = 4

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     FLOOR,
-    PEER,
     Column,
     Document,
     Documents,
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvalign.models.loading import LoadedModel
-
-PEER_POSITIONS = 256  # a context of llama.cpp has a multiple of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +70,6 @@ class LatencySettings(ComparisonSettings):
         "of turns; a shape: model has no tokenizer and uses random ones",
     )
     prompt_len: int = option(64, help="tokens of a random prompt", at_least=1, at_most=MOST_ROWS)
-    peer: str | None = option(
-        None,
-        help="program to time beside the methods, on the same GGUF file, with as many threads "
-        "(llama.cpp, through xllamacpp; cache sizes 255, 511, 1023, ...)",
-        choices=(PEER,),
-    )
-    corpus: str = option("python-docs", help="text for the perplexity beside a --peer's")
     generate: int = option(
         0,
         help="the paper's protocol: generate this many tokens from each trial's prompt, from "
@@ -120,23 +110,6 @@ class LatencySettings(ComparisonSettings):
             object.__setattr__(self, "memory", tuple(dict.fromkeys((0, *self.memory))))
         if self.aligner and self.aligner_kinds:
             raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
-        if self.peer:
-            self._check_peer()
-        elif "corpus" in self.changed():
-            raise UserError("--corpus is for the comparison with a peer: give --peer, too")
-
-    def _check_peer(self) -> None:
-        if self.generate or self.batch_sizes != (1,) or self.device not in ("auto", "cpu"):
-            raise UserError(
-                f"--peer {self.peer} is timed on a CPU, with full caches, one stream at a time: "
-                "leave out --generate, --batch-sizes and --device"
-            )
-        if odd := [size for size in self.cache_sizes if (size + 1) % PEER_POSITIONS]:
-            near = max(1, round((odd[0] + 1) / PEER_POSITIONS)) * PEER_POSITIONS - 1
-            raise UserError(
-                f"a context of {self.peer} has a multiple of {PEER_POSITIONS} positions, one more "
-                f"than --cache-sizes: use {near} instead of {odd[0]}"
-            )
 
 
 @keywords_of(LatencySettings)
@@ -154,19 +127,14 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         are those of a step divided by the batch size. ttft_ms is the time from an empty cache to
         the logits after a prompt, for all streams together, median over the trials. peak_mb (10^6
         bytes) covers an empty cache, a first input of cache_size + 1 tokens and 3 steps; None if
-        the device does not report it, or beside a peer.
-
-        A peer has the last row of each cache size, with the reference's sinks. Each row then has
-        `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its version
-        and build, and its file. "weights_mb" is what the weights take in memory, in 10^6 bytes.
+        the device does not report it. "weights_mb" of the document is what the weights take in
+        memory, in 10^6 bytes.
 
     Raises:
-        UserError: a method that ends before so many tokens; a peer that is not installed, or cannot
-            read the model.
+        UserError: a method that ends before so many tokens.
     """
     import torch
 
-    from kvalign.eval.evaluations.latency import peer
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import key_of, measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
@@ -178,17 +146,13 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     device = resolved(settings.device)
     if settings.captured and not device.startswith("cuda"):
         raise UserError("--captured needs --device cuda: on a CPU steps are not captured")
-    if settings.peer and device != "cpu":
-        raise UserError(f"--peer {settings.peer} is timed on a CPU: give --device cpu, too")
     started = time.perf_counter()
     num_threads = torch.get_num_threads()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     try:
         more: dict[str, Any] = {"started": started, "plot": EVALUATION.plot}
-        if settings.peer:
-            more["peer"] = peer.about(loaded.spec.name if loaded else settings.model)
-        settings, model, prompts, text = load_with_prompts(settings, loaded)
+        settings, model, prompts = load_with_prompts(settings, loaded)
         more["weights_mb"] = num_bytes(model) / 1e6
         methods = make_grid(settings, model, untrained_aligners(model, settings))
         if settings.compile:
@@ -201,7 +165,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
             for cache_size in dict.fromkeys(settings.cache_sizes):
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
-                    part = partial(measure, group, prompts, batch_size, settings, bar, text)
+                    part = partial(measure, group, prompts, batch_size, settings, bar)
                     rows += kept(settings.keep, key_of(group, prompts, batch_size, settings), part)
         return document("eval latency", settings, rows, **more)
     finally:

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.cache.sizes import num_evicted_of
-from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.timing import random_ids
@@ -21,7 +20,6 @@ from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, check_device, precision_of
 from kvalign.models.packed import PACKED, pack
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.models.text_ids import ids_of
 
 log = logging.getLogger(__name__)
@@ -78,17 +76,15 @@ def random_model(
 
 def load_with_prompts(
     settings: LatencySettings, loaded: LoadedModel | None
-) -> tuple[LatencySettings, PreTrainedModel, list[Tensor], Tensor | None]:
-    """Settings, their model, prompts [1, T] before the first token, and for a peer the text [1, C +
-    1] of the largest cache, whose perplexity is compared.
-    """
+) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
+    """Settings, their model, and prompts [1, T] before the first token."""
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
         shape = settings.model.removeprefix(SHAPE_PREFIX)
         model = random_model(
             shape, settings.device, settings.dtype, settings.seed, settings.weights
         )
-        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)], None
+        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
     is_random = settings.prompts == RANDOM
     texts = [] if is_random else [turns[0] for turns in conversations(settings.prompts)]
     settings, loaded = load(settings, loaded)
@@ -99,13 +95,7 @@ def load_with_prompts(
             log.warning("no token in prompt %r: random tokens replace it", text[:40])
             ids = random_ids(loaded.model, 1, settings.prompt_len, rng)
         prompts.append(ids.to(loaded.model.device))
-    return settings, loaded.model, prompts, _text(settings, loaded) if settings.peer else None
-
-
-def _text(settings: LatencySettings, loaded: LoadedModel) -> Tensor:
-    num_ids = max(settings.cache_sizes) + 1
-    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--cache-sizes")
-    return with_prefix(torch.tensor([ids]), prefix_ids(loaded.tokenizer))
+    return settings, loaded.model, prompts
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:

@@ -1,44 +1,35 @@
 """Rows of `kvalign eval latency`: time and memory of every method and of the bare step."""
 
 import gc
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel
 
-from kvalign.cache.sizes import OF_MEMORY, CacheSizes
+from kvalign.cache.sizes import OF_MEMORY
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
 from kvalign.eval.evaluations.latency.limit import bandwidth, read_bytes
-from kvalign.eval.evaluations.latency.peer import LlamaCpp, beside, file_of
-from kvalign.eval.evaluations.latency.timing import Timed
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.foundation import progress
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
-from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
-from kvalign.streaming.scoring import score_stepwise
 
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
     """Number of turns in `measure` for so many methods: first tokens, others, memory."""
     per_trial = 1 + timing.num_rounds(settings) if settings.generate else 2
-    beside = 2 if settings.peer else 1  # the bare step, a peer
-    num_rows = (num_methods + beside * len(set(settings.cache_sizes))) * len(settings.batch_sizes)
-    return num_rows * (settings.num_trials * per_trial + (not settings.peer))
+    num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
+    return num_rows * (settings.num_trials * per_trial + 1)
 
 
 def measure(
@@ -47,40 +38,46 @@ def measure(
     batch_size: int,
     settings: LatencySettings,
     bar: Bar,
-    text: Tensor | None = None,
 ) -> list[Row]:
-    """Row for the bare step and one for each method, at one cache size and one batch size; and one
-    for a peer, whose perplexity of a text [1, C + 1 or more] is compared with the model's.
-    """
-    reference = 1 + [method.name for method in methods].index(settings.reference)
-    on_cuda = methods[0].model.device.type == "cuda"
-    how = dict(
-        compiled=settings.compile and on_cuda,
-        captured=settings.captured or (settings.compile and on_cuda),
-    )
-    methods = [BareStep(methods[0].model, methods[0].sizes.cache_size, **how), *methods]
-    peer = None if text is None else _peer(settings, methods[reference].sizes, prompts)
-    timed: list[Timed] = [*methods, *filter(None, [peer])]
+    """Row for the bare step and one for each method, at one cache size and one batch size."""
+    methods = [bare_step(methods[0], settings), *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
         first, turns = timing.time_generation(methods, inputs, settings, bar)
     else:
-        first = timing.time_first(timed, inputs, settings, bar)
-        turns = timing.time_steps(timed, batch_size, settings, bar)
+        first = timing.time_first(methods, inputs, settings, bar)
+        turns = timing.time_steps(methods, batch_size, settings, bar)
+    rows = rows_of(methods, first, turns, batch_size, settings)
+    for row, method in zip(rows, methods, strict=True):
+        row["peak_mb"] = _peak_mb(method, batch_size, settings.seed, bar)
+        row |= _of_limit(method, batch_size, row["mean_ms"] * batch_size)
+    return rows
+
+
+def bare_step(method: Method, settings: LatencySettings) -> BareStep:
+    """The bare step beside a method, captured and compiled as the methods are."""
+    on_cuda = method.model.device.type == "cuda"
+    compiled = settings.compile and on_cuda
+    captured = settings.captured or compiled
+    return BareStep(method.model, method.sizes.cache_size, compiled, captured)
+
+
+def rows_of(
+    methods: Sequence[Method],
+    first: timing.Seconds,
+    turns: timing.Turns,
+    batch_size: int,
+    settings: LatencySettings,
+) -> list[Row]:
+    """Rows of times; the first method is the bare step."""
+    reference = [method.name for method in methods].index(settings.reference)
     per_token = [1e3 / batch_size * np.concatenate(own) for own in turns]  # ms
     means = [times.mean() for times in per_token]
     medians = [np.median(times) for times in per_token]
-    of_memories = _of_memories(timed, means, batch_size, settings)
-    peaks: list[float | None] = [None for _ in timed]
-    of_peer: list[Row] = [{} for _ in timed]
-    if peer is None or text is None:
-        peaks = [_peak_mb(method, batch_size, settings.seed, bar) for method in methods]
-    else:
-        lens = [ids.shape[1] for ids in prompts]
-        of_peer = beside(peer, turns, first, lens, _perplexities(peer, methods[0].model, text))
+    of_memories = _of_memories(methods, means, batch_size, settings)
     return [
         {
-            **_sizes_of(one),
+            **sizes_of(method),
             "batch_size": batch_size,
             "num_steps": len(times),
             "mean_ms": mean,
@@ -94,12 +91,9 @@ def measure(
             "bare_ratio": median / medians[0],
             "tokens_per_s": 1e3 / mean,
             "ttft_ms": 1e3 * np.median(to_first),
-            "peak_mb": peak,
-            **_of_limit(one, batch_size, mean * batch_size),
-            **more,
         }
-        for one, to_first, times, mean, median, of_memory, peak, more in zip(
-            timed, first, per_token, means, medians, of_memories, peaks, of_peer, strict=True
+        for method, to_first, times, mean, median, of_memory in zip(
+            methods, first, per_token, means, medians, of_memories, strict=True
         )
     ]
 
@@ -120,51 +114,29 @@ def key_of(
     }
 
 
-def _sizes_of(one: Timed) -> Row:
-    return sizes_of(one) if isinstance(one, Method) else one.row
-
-
-def _peer(settings: LatencySettings, sizes: CacheSizes, prompts: list[Tensor]) -> LlamaCpp:
-    """Return the peer, with as many sinks and threads as the methods."""
-    longest = max(ids.shape[1] for ids in prompts)
-    return LlamaCpp(file_of(settings.model), sizes, torch.get_num_threads(), longest)
-
-
-def _perplexities(peer: LlamaCpp, model: PreTrainedModel, text: Tensor) -> tuple[float, float]:
-    """The model's and the peer's, of the second half of C + 1 tokens of a text, each token given
-    all before it, step by step: what a stream is before anything is evicted.
-    """
-    progress.phase("perplexities")
-    half = peer.sizes.cache_size // 2
-    ids = text[:, : peer.sizes.cache_size + 1]
-    ours = score_stepwise(make_method("dense", model, cache_size=half, warn=False), ids)
-    theirs = peer.losses(ids, half + 1)
-    return math.exp(ours.mean()), math.exp(fmean(theirs))
-
-
 def _of_memories(
-    timed: list[Timed], means: list[float], batch_size: int, settings: LatencySettings
+    methods: Sequence[Method], means: list[float], batch_size: int, settings: LatencySettings
 ) -> list[Row]:
     """Means relative to the same method without a memory, where any has one, which comes
     before it, and what its full memory takes.
     """
     if not any(settings.memory):
-        return [{} for _ in timed]
+        return [{} for _ in methods]
     plain: dict[tuple[Any, ...], float] = {}
     rows = []
-    for one, mean in zip(timed, means, strict=True):
-        same = tuple(x for name, x in _sizes_of(one).items() if name not in OF_MEMORY)
+    for method, mean in zip(methods, means, strict=True):
+        same = tuple(x for name, x in sizes_of(method).items() if name not in OF_MEMORY)
         rows.append({"memory_ratio": mean / plain.setdefault(same, mean)})
         if not settings.generate:
-            rows[-1] |= _stored(one, batch_size)
+            rows[-1] |= _stored(method, batch_size)
     return rows
 
 
-def _stored(one: Timed, batch_size: int) -> Row:
+def _stored(method: Method, batch_size: int) -> Row:
     """Bytes that a memory takes by the tokens that it keeps aside, and by what these take in a
     cache of the model's dtype; 0 without one.
     """
-    cache = timing.memory_of(one)
+    cache = timing.memory_of(method)
     if cache is None:
         return {"stored_bytes": 0.0, "stored_ratio": 0.0}
     assert isinstance(cache.memory, Memories)
@@ -174,19 +146,19 @@ def _stored(one: Timed, batch_size: int) -> Row:
         2 * memories[0].form.decode(memories[0].entries.keys[:, :, :1]).numel()
     )  # a key and a value
     in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize
-    num = one.sizes.memory
+    num = method.sizes.memory
     return {
         "stored_bytes": num_bytes / batch_size / num,
         "stored_ratio": num_bytes / in_cache / num,
     }
 
 
-def _of_limit(one: Timed, batch_size: int, step_ms: float) -> Row:
+def _of_limit(method: Method, batch_size: int, step_ms: float) -> Row:
     """Bytes that a step on CUDA reads, and its time relative to the least that these take."""
-    if not isinstance(one, Method) or one.model.device.type != "cuda":
+    if method.model.device.type != "cuda":
         return {}
-    num_bytes = read_bytes(one, batch_size)
-    least_ms = 1e3 * num_bytes / bandwidth(one.model.device)
+    num_bytes = read_bytes(method, batch_size)
+    least_ms = 1e3 * num_bytes / bandwidth(method.model.device)
     return {"read_mb": num_bytes / 1e6, "limit_ratio": step_ms / least_ms}
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.evaluations.latency.peer import LlamaCpp
 from kvalign.eval.protocol.grid import title_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
@@ -28,13 +27,11 @@ from kvalign.streaming.sampling import Sampling
 
 SAMPLING = Sampling(top_k=20)  # the paper's
 
-Timed = Method | LlamaCpp
-
 Seconds = list[list[float]]
-"""Of each that is timed."""
+"""Of each method."""
 
 Turns = list[list[list[float]]]
-"""Seconds of the steps of each turn, of each that is timed."""
+"""Seconds of the steps of each turn, of each method."""
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
@@ -47,29 +44,27 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 
 
 def time_first(
-    timed: Sequence[Timed], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
+    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> Seconds:
     """Time from an empty cache to the logits after a whole prompt, ids [B, T]; trial i uses
     prompts[i % len(prompts)].
     """
-    for one in timed:
-        warm_up(one, prompts[:1])
-    seconds: Seconds = [[] for _ in timed]
-    for trial, i in rounds(timed, settings.num_trials, bar, settings.seed):
-        timed[i].reset()
+    for method in methods:
+        warm_up(method, prompts[:1])
+    seconds: Seconds = [[] for _ in methods]
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
+        methods[i].reset()
         ids = prompts[trial % len(prompts)]
-        seconds[i].append(clocked(ids.device, timed[i].feed, ids))
+        seconds[i].append(clocked(ids.device, methods[i].feed, ids))
     return seconds
 
 
 def time_steps(
-    timed: Sequence[Timed], batch_size: int, settings: LatencySettings, bar: Bar
+    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
 ) -> Turns:
     """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
-    memories are full: all evicting, realigning, taking back and re-encoding is part of a step. A
-    turn of a peer is `trial_len` steps, rounded up to whole periods, and includes draws.
+    memories are full: all evicting, realigning, taking back and re-encoding is part of a step.
     """
-    methods = [one for one in timed if isinstance(one, Method)]
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     for method in methods:
         warm_up(method, filling(method, batch_size, rng))
@@ -78,18 +73,12 @@ def time_steps(
             fill(cache, rng)
             for _ in range(3):  # the first two of these are compiled, where any is
                 method.feed(random_ids(model, batch_size, 1, rng))
-    turns: Turns = [[] for _ in timed]
-    for trial, i in rounds(timed, settings.num_trials, bar, settings.seed):
-        one = timed[i]
-        if isinstance(one, LlamaCpp):
-            filling_ids = random_ids(model, 1, one.sizes.cache_size, rng)
-            turns[i].append(one.turn(filling_ids, settings.trial_len))
-            continue
-        first, last = (
-            num_steps(one, settings) * n // settings.num_trials for n in (trial, trial + 1)
-        )
+    turns: Turns = [[] for _ in methods]
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
+        num = num_steps(methods[i], settings)
+        first, last = (num * n // settings.num_trials for n in (trial, trial + 1))
         each = (random_ids(model, batch_size, 1, rng) for _ in range(first, last))
-        turns[i].append([clocked(model.device, one.feed, ids) for ids in each])
+        turns[i].append([clocked(model.device, methods[i].feed, ids) for ids in each])
     return turns
 
 
@@ -140,14 +129,14 @@ def _check_room(method: Method, num_tokens: int) -> None:
         )
 
 
-def warm_up(one: Timed, inputs: Iterable[Tensor]) -> None:
+def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:
     """Feed an empty cache off the clock."""
-    one.reset()
+    method.reset()
     for ids in inputs:
-        one.feed(ids)
+        method.feed(ids)
 
 
-def memory_of(method: Timed) -> StreamingCache | None:
+def memory_of(method: Method) -> StreamingCache | None:
     """The cache of a method that has a memory."""
     cache = getattr(method, "cache", None)
     return cache if isinstance(cache, StreamingCache) and cache.memory is not None else None
@@ -168,13 +157,12 @@ def random_ids(
 
 
 def rounds(
-    timed: Sequence[Timed], num_rounds: int, bar: Bar, *seeds: int
+    methods: Sequence[Method], num_rounds: int, bar: Bar, *seeds: int
 ) -> Iterator[tuple[int, int]]:
     """Number of the round and index of the method whose turn it is; `bar` counts turns."""
-    titles = [title_of(one) if isinstance(one, Method) else one.title for one in timed]
     for number in range(num_rounds):
-        for i in np.random.default_rng((*seeds, number)).permutation(len(timed)):
-            bar.phase(titles[i])
+        for i in np.random.default_rng((*seeds, number)).permutation(len(methods)):
+            bar.phase(title_of(methods[i]))
             yield number, i
             bar.update(1)
 

@@ -5,19 +5,24 @@ the real one, where it is installed.
 
 import json
 import math
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from helpers import peer_process
 from helpers.tiny_gguf import TOKENS, readers, write_gguf
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.latency import EVALUATION, peer, peer_process
+from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.eval.protocol.evaluation import PEER
+from kvalign.eval.report.results_folder import read_document
+from kvalign.foundation.errors import UserError
 from kvalign.models import fetched
+from scripts import beside_llamacpp as script
+from scripts.beside_llamacpp import BesideSettings
 
 FETCHED = "smollm2-135m-instruct"
 STEP, SHIFT = 2.0, 30.0  # ms
@@ -77,8 +82,8 @@ def stand_in(monkeypatch):
         model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
     )
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
-    monkeypatch.setattr(peer, "PeerProcess", Here)
-    monkeypatch.setattr(peer, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+    monkeypatch.setattr(script, "PeerProcess", Here)
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
     monkeypatch.setattr(Server, "made", [])
     return Server.made
 
@@ -95,20 +100,21 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def run(file, capsys):
-    """The document of the command with more flags."""
+def run(file):
+    """The document of the script with more settings."""
 
-    def run(*flags):
-        argv = "eval latency --methods streaming-llm --num-threads 1 --num-trials 2 --trial-len 3"
-        assert main([*argv.split(), "--json", "--model", str(file), *flags]) == 0
-        return json.loads(capsys.readouterr().out)
+    def run(**more):
+        settings = BesideSettings(model=str(file), num_trials=2, trial_len=3, **more)
+        return json.loads(json.dumps(script.measure(settings)))
 
     return run
 
 
 def test_rows_are_its_answers(stand_in, run, tmp_path):
-    flags = ["--cache-sizes", "255", "--peer", PEER, "--prompts", "random", "--prompt-len", "200"]
-    document = run(*flags, "--num-sinks", "3", "--plot", f"{tmp_path}/plot.svg")
+    document = run(prompts="random", prompt_len=200, num_sinks=(3,))
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(document))
+    assert read_document(path) == document
     of_file = {"file": "tiny.gguf", "file_mb": (tmp_path / "tiny.gguf").stat().st_size / 1e6}
     about = {"name": PEER, "xllamacpp": "0.0", "build": "AVX2 F16C", **of_file}
     assert document["peer"] == about and isinstance(document["environment"]["flags"], str)
@@ -142,24 +148,21 @@ def test_rows_are_its_answers(stand_in, run, tmp_path):
     (table,) = EVALUATION.tables(document)
     assert "peak MB" not in [column.title for column in table.columns]
     assert table.rows[-1][0].text == f"{PEER}, 3 sinks"
-    assert f"{PEER}, 3 sinks" in (tmp_path / "plot.svg").read_text()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("settings", "said"),
     [
-        ([], "--peer llama.cpp reads a GGUF file: name one, or smollm2-135m-instruct, got 'gpt2-m"),
-        (["--model", FETCHED], f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
-        (["--generate", "9"], "leave out --generate, --batch-sizes and --device"),
-        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: use 1023 instead of 1000"),
+        ({"model": "gpt2-mini"}, "reads a GGUF file: name one, or smollm2-135m-instruct, got 'gpt"),
+        ({"model": FETCHED}, f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
+        ({"cache_sizes": (255, 1000)}, "one more than --cache-sizes: use 1023 instead of 1000"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, monkeypatch):
+def test_what_it_cannot_do_is_one_line(stand_in, settings, said, tmp_path, monkeypatch):
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path))
     (tmp_path / FETCHED).mkdir()  # of before its file was kept
-    assert main(["eval", "latency", "--cache-sizes", "255", "--peer", PEER, *flags]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    with pytest.raises(UserError, match=re.escape(said)):
+        script.measure(BesideSettings(**settings))
     assert not stand_in
 
 
@@ -167,7 +170,6 @@ def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, 
 def test_the_real_one_has_the_same_perplexity(run):
     """The same weights in float32, entries of its cache in float16."""
     pytest.importorskip("xllamacpp", reason="needs xllamacpp, of the extra peer")
-    flags = ["--cache-sizes", "255", "--peer", PEER]
-    _, ours, theirs = run(*flags)["rows"]
+    _, ours, theirs = run()["rows"]
     assert theirs["peer_perplexity"] == pytest.approx(ours["peer_perplexity"], rel=1e-3)
     assert theirs["num_steps"] == 2 * 125 and theirs["max_ms"] > theirs["median_ms"] > 0
