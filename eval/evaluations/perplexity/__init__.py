@@ -117,9 +117,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     Raises:
         UserError: a corpus that ends before the last label.
     """
-    from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
     from kvalign.eval.evaluations.perplexity.loss_store import summary_of
-    from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
+    from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods, warn_of_guesses
     from kvalign.eval.protocol.grid import load, make_grid
     from kvalign.foundation.runs import keeping
 
@@ -129,7 +128,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     ids = read_ids(loaded, settings)
     with keeping(lambda: summary_of(settings.keep)):
         rows = score_methods(methods, ids, settings)
-    hint_at_wrong_text(rows, methods, loaded, settings.corpus)
+    warn_of_guesses(rows, loaded.model.config.vocab_size, settings.corpus)
     return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
 
 

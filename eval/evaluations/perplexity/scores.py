@@ -1,5 +1,6 @@
 """Losses of every method on the same labels, and the figures from them."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score, score_stepwise
+
+log = logging.getLogger(__name__)
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
@@ -73,6 +76,19 @@ def score_methods(
         compare(rows, losses, settings.reference)
     slice_losses(rows, losses, ids[0].tolist(), settings.reference)
     return rows
+
+
+def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:
+    """Warn if the intervals of all perplexities lie above the order of magnitude of the vocabulary.
+    Too few labels for an interval give no warning.
+    """
+    if min(row["low"] for row in rows) > 10 ** math.floor(math.log10(vocab_size)):
+        log.warning(
+            "the lowest perplexity is about that of guessing among %d tokens: corpus %r, or its "
+            "encoding, may be the wrong text for this model, or the tokenizer may not belong to it",
+            vocab_size,
+            corpus,
+        )
 
 
 def of_losses(nll: Tensor, cache_size: int, first_label: int) -> Row:
