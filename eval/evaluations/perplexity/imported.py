@@ -88,52 +88,43 @@ def import_losses(settings: ImportLossesSettings) -> Document:
         one above it have those of every file.
 
     Raises:
-        NotFoundError: the folder does not exist, or has no such file.
+        NotFoundError: the folder has no such file.
         UserError: a file that is damaged, contains something else, or names no model; a cache size
-            without the reference or with another number of labels.
+            without the reference.
     """
     from kvalign.eval.evaluations.perplexity.scores import compare
     from kvalign.eval.protocol.document import document, write
 
-    started = time.perf_counter()
-    files = _files(settings.losses)
-    model = settings.model or _only({one.model for one in files}, "model", settings)
-    corpus = settings.corpus or _only(
-        {one.corpus or "wikitext" for one in files}, "corpus", settings
-    )
+    started, folder = time.perf_counter(), settings.losses
+    files = _files(folder)
+    models = {one.model for one in files}
+    if not (model := settings.model or (models.pop() if len(models) == 1 else None)):
+        raise UserError(f"the files in {folder} name no model, or several: give --model")
+    corpus = settings.corpus or files[0].corpus or "wikitext"
     losses = [_read(one) for one in files]
     rows = [_row(one, nll) for one, nll in zip(files, losses, strict=True)]
-    for size in {one.cache_size for one in files}:
-        of_size = [one for one in files if one.cache_size == size]
-        if (name := settings.reference) not in [MODES[one.mode][0] for one in of_size]:
+    for size in {row["cache_size"] for row in rows}:
+        if (settings.reference, size) not in [(row["method"], row["cache_size"]) for row in rows]:
             raise UserError(
-                f"{settings.losses} has no {name} at C = {size}: name another --reference"
-            )
-        if len({one.num_labels for one in of_size}) > 1:
-            raise UserError(
-                f"{settings.losses} has other numbers of labels at C = {size}: leave one out"
+                f"{folder} has no {settings.reference} at C = {size}: name another --reference"
             )
     compare(rows, losses, settings.reference)
-    seconds = _log_figures(settings.losses)
-    times = [_time_of(row, one, seconds) for row, one in zip(rows, files, strict=True)]
-    if all(times):
-        rows = [row | {"seconds": s} for row, s in zip(rows, times, strict=True)]
+    seconds = _seconds(folder, files, rows)
+    if all(seconds):
+        rows = [row | {"seconds": s} for row, s in zip(rows, seconds, strict=True)]
     of_file = replace(settings, model=model, corpus=corpus, out=None, csv=None)
     result = document("eval import-losses", of_file, rows, started=started)
     result |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
-    result["settings"]["stepwise"] = all(times)  # theirs have no faster way
+    result["settings"]["stepwise"] = all(seconds)  # theirs have no faster way
     write(result, settings)
     return result
 
 
 def _files(folder: Path) -> list[_File]:
-    if not folder.is_dir():
-        raise NotFoundError(f"no folder {str(folder)!r}: name one with files nglls_mode_*.pt")
-    matches = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*.pt"))]
     files = [
         _File(path, name[1], int(name[2]), int(name[3]), name[4], name[5])
-        for path, name in matches
-        if name
+        for path in sorted(folder.glob("*.pt"))
+        if (name := _NAME.fullmatch(path.name))
     ]
     if not files:
         raise NotFoundError(f"no file nglls_mode_MODE_tokens_N_cache_size_C*.pt in {folder}")
@@ -141,20 +132,9 @@ def _files(folder: Path) -> list[_File]:
     return sorted(files, key=lambda one: (one.cache_size, order.index(one.mode)))
 
 
-def _only(names: set[str | None], what: str, settings: ImportLossesSettings) -> str:
-    """The one name that the files have."""
-    (name, *others) = sorted(filter(None, names)) or [""]
-    if not name or others:
-        problem = f"are of several: {name}, {', '.join(others)}" if others else f"name no {what}"
-        raise UserError(f"the files in {settings.losses} {problem}: give --{what}")
-    return name
-
-
 def _read(one: _File) -> Tensor:
     """Losses [N] float32 in nats; nothing in the file is executed."""
     import torch
-
-    from kvalign.streaming.health import MOST_LOSS
 
     try:
         with warnings.catch_warnings():
@@ -164,13 +144,10 @@ def _read(one: _File) -> Tensor:
         raise UserError(
             f"{one.path} is damaged or has more than a tensor, which is not executed"
         ) from None
-    is_list = isinstance(nll, torch.Tensor) and nll.ndim == 1 and nll.layout == torch.strided
-    if not is_list or not nll.is_floating_point() or len(nll) != one.num_labels or not len(nll):
+    if not isinstance(nll, torch.Tensor) or nll.shape != (one.num_labels,):
         raise UserError(
             f"{one.path} must have {one.num_labels} losses, as its name says: one tensor"
         )
-    if not (nll.double().abs() <= MOST_LOSS).all():
-        raise UserError(f"{one.path} has losses that are not finite, or not from a model")
     return nll.float()
 
 
@@ -186,20 +163,19 @@ def _row(one: _File, nll: Tensor) -> Row:
     return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **figures}
 
 
-def _log_figures(folder: Path) -> dict[tuple[str, int, int], list[tuple[float, float]]]:
-    """Perplexities and seconds that logs tell, by mode, cache size and labels."""
-    figures: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+def _seconds(folder: Path, files: list[_File], rows: list[Row]) -> list[float | None]:
+    """Seconds of each row by the log that has its perplexity, None without one."""
     logs = [path for where in (folder, folder.absolute().parent) for path in where.glob("*.log")]
-    for path in sorted(logs):
-        for num, size, mode, ppl, took in _LOGGED.findall(path.read_text("utf-8", "replace")):
-            figures.setdefault((mode, int(size), int(num)), []).append((float(ppl), float(took)))
-    return figures
-
-
-def _time_of(
-    row: Row, one: _File, logged: dict[tuple[str, int, int], list[tuple[float, float]]]
-) -> float | None:
-    """Seconds of a row by the log that has its perplexity, None without one."""
-    runs = logged.get((one.mode, one.cache_size, one.num_labels), [])
-    ppl = row["perplexity"]
-    return next((took for p, took in runs if abs(p / ppl - 1) < _ROUNDED), None)
+    runs = [run for path in sorted(logs) for run in _LOGGED.findall(path.read_text("utf-8"))]
+    return [
+        next(
+            (
+                float(took)
+                for num, size, mode, ppl, took in runs
+                if (int(num), int(size), mode) == (one.num_labels, one.cache_size, one.mode)
+                and abs(float(ppl) / row["perplexity"] - 1) < _ROUNDED
+            ),
+            None,
+        )
+        for one, row in zip(files, rows, strict=True)
+    ]
