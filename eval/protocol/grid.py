@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,6 @@ from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
-from kvalign.foundation.runs import PART_OF_RUN
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
@@ -60,7 +58,7 @@ def _check_sizes(settings: ComparisonSettings) -> None:
 def make_grid(
     settings: ComparisonSettings,
     model: PreTrainedModel,
-    aligners: Sequence[Aligner | str] | None = None,
+    aligners: Sequence[Aligner] | None = None,
 ) -> list[Method]:
     """Each method once at every cache size, number of sinks and number evicted, with every policy;
     `kvalign` once for each aligner: the given ones, or else those that the settings name, the
@@ -90,7 +88,7 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
-        for num_sinks in _num_sinks(settings, model, aligners, exclusions)
+        for num_sinks in _num_sinks(settings, aligners, exclusions)
         for name in settings.methods
         if (name, cache_size) not in exclusions
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
@@ -106,10 +104,7 @@ def make_grid(
 
 
 def _num_sinks(
-    settings: ComparisonSettings,
-    model: PreTrainedModel,
-    aligners: Sequence[Aligner | str],
-    exclusions: set[tuple[str, int]],
+    settings: ComparisonSettings, aligners: Sequence[Aligner], exclusions: set[tuple[str, int]]
 ) -> Sequence[int | None]:
     """Numbers of sinks of all methods: those that were asked for, or one: the most that an aligner
     has, with which `kvalign` streams, or without aligners the most that a method has by default.
@@ -117,27 +112,16 @@ def _num_sinks(
     """
     if settings.num_sinks or settings.protocol == "paper":
         return settings.num_sinks or (None,)
-    there = [
-        (METHODS[name], size)
-        for name in settings.methods
-        for size in settings.cache_sizes
-        if (name, size) not in exclusions
-    ]
-    for cls, size in there:
-        if cls.takes_aligner:
-            options: dict[str, Any] = {"realign_every": settings.realign_every[0], "warn": False}
-            own = [
-                make_method(cls.name, model, cache_size=size, aligner=aligner, **options)
-                for aligner in aligners or (None,)
-            ]
-            return (max(one.sizes.num_sinks for one in own),)
-    return (max(cls.default_num_sinks for cls, _ in there),)
+    pairs = product(settings.methods, settings.cache_sizes)
+    classes = [METHODS[name] for name, size in pairs if (name, size) not in exclusions]
+    if aligners and any(cls.takes_aligner for cls in classes):
+        return (max(aligner.config.num_sinks for aligner in aligners),)
+    return (max(cls.default_num_sinks for cls in classes),)
 
 
 def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:
-    """Settings of a method's evictions, positions and memory: each that
-    was asked for, but for positions that leave an aligner nothing to do, unless they are all that
-    was asked for.
+    """Settings of a method's evictions, positions and memory: each that was asked for, but for
+    positions that leave an aligner nothing to do, unless they are all that was asked for.
     """
     if not cls.takes_policy:
         return [{}]
@@ -175,8 +159,7 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
         return [*by_path.values()]
     merit: Merit = "any" if "methods" in settings.changed() else "used"
     names = aligners_at_hand(model, max(settings.cache_sizes), at_least=merit)[:1]
-    is_said = PART_OF_RUN in os.environ  # once, by the run
-    if names and names[0] not in checkpoints.ALIGNERS and not is_said:
+    if names and names[0] not in checkpoints.ALIGNERS:
         log.warning("%s", note_of_use(names[0], settings.model))
     return names
 

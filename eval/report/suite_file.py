@@ -77,11 +77,9 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
 
 def fill_in(command: str, out: Path) -> str:
     """Command with the folder of the results for {out}, as a shell takes it."""
-    try:
-        words = shlex.split(command) if OUT in command else []
-    except ValueError:  # of a file that is not ours
-        words = []
-    return shlex.join(word.replace(OUT, str(out)) for word in words) or command
+    if OUT not in command:
+        return command
+    return shlex.join(word.replace(OUT, str(out)) for word in shlex.split(command))
 
 
 def parse_suite_text(text: str, name: str) -> Suite:

@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    share_column,
-)
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

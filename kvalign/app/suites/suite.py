@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvalign import checkpoints
-from kvalign.aligners.label import note_of_use
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.estimate import estimate
@@ -26,7 +24,6 @@ from kvalign.eval.report.suite_file import fill_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import locked, read_json, write_text
 from kvalign.foundation.runs import PART_OF_RUN, keeping
 
@@ -88,36 +85,17 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
     changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
-    lines = set[str]()
-    identities = Identities(settings.out)
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
             command = fill_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
-            identity = identities.of(cell)  # as it begins
+            identity = _identity(cell, settings.out)  # as it begins
             output = run_cell(cell.command, settings.out)
-            say_trained_here(cell, output, lines)
             keep(cell, settings.out, output, changed, identity)
     if parallel:
-        of_cells = {cell.name: identities.of(cell) for cell in parallel}
+        of_cells = {cell.name: _identity(cell, settings.out) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
-            say_trained_here(cell, output, lines)
             keep(cell, settings.out, output, changed, of_cells[cell.name])
-
-
-def say_trained_here(cell: Cell, output: str, lines: set[str]) -> None:
-    """Name the aligners that a cell found where they were trained, each once a run: a cell is
-    silent about them.
-    """
-    document = json.loads(output)
-    if cell.is_preparation or "--aligner" in shlex.split(cell.command):
-        return
-    model = document["settings"].get("model")
-    for path in dict.fromkeys(row.get("aligner_path") for row in document["rows"]):
-        line = note_of_use(path, model)
-        if path and path not in checkpoints.ALIGNERS and line not in lines:
-            lines.add(line)
-            print(escape_controls(line), file=sys.stderr)
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -161,13 +139,13 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    cells, num_unknown, identities = [], 0, Identities(out)
+    cells, num_unknown = [], 0
     for cell in finished:
         if (name := cell.model(out)) is None:
             continue
         before = read_json(_path(cell, out)).get(_IDENTITY)
         num_unknown += before is None
-        if before and (now := identities.of(cell)) and now != before:
+        if before and (now := _identity(cell, out)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             cells.append(cell)
     if num_unknown:
@@ -179,24 +157,15 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     return cells
 
 
-class Identities:
-    """Identities of the models of cells, each read once."""
+def _identity(cell: Cell, out: Path) -> str:
+    """The identity of a cell's model; empty without one, or if it is not here."""
+    from kvalign.models.identity import identity_of
 
-    def __init__(self, out: Path):
-        self.out, self._by_name = out, dict[str, str]()
-
-    def of(self, cell: Cell) -> str:
-        """The identity of a cell's model; empty without one, or if it is not here."""
-        from kvalign.models.identity import identity_of
-
-        if (name := cell.model(self.out)) is None:
-            return ""
-        if name not in self._by_name:
-            try:
-                self._by_name[name] = identity_of(name)
-            except UserError:
-                self._by_name[name] = ""
-        return self._by_name[name]
+    name = cell.model(out)
+    try:
+        return identity_of(name) if name else ""
+    except UserError:
+        return ""
 
 
 def run_cell(command: str, out: Path) -> str:
