@@ -8,15 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvalign.eval.protocol.evaluation import Row
-from kvalign.foundation.files import read_checked, write_json
-
-
-class _Part(BaseModel):
-    key: dict[str, Any]
-    rows: list[dict[str, Any]]
+from kvalign.foundation.files import read_json, write_json
 
 
 def kept(folder: Path | None, key: dict[str, Any], measure: Callable[[], list[Row]]) -> list[Row]:
@@ -28,14 +21,13 @@ def kept(folder: Path | None, key: dict[str, Any], measure: Callable[[], list[Ro
     """
     if folder is None:
         return measure()
-    key = json.loads(json.dumps(key, default=str))
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{digest}.json"
-    if path.exists() and (part := read_checked(_Part, path)).key == key:
-        return part.rows
+    text = json.dumps(key, default=str, sort_keys=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        return read_json(path)["rows"]
     rows = measure()
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"key": key, "rows": rows})
+    write_json(path, {"key": json.loads(text), "rows": rows})
     return rows
 
 

@@ -11,7 +11,7 @@ from kvalign.eval.protocol.evaluation import Document
 from kvalign.eval.report.suite_file import Suite, fill_in, parse_suite_text
 from kvalign.eval.report.sweeps import Sweep
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.files import checked, read_checked, read_json, read_text
+from kvalign.foundation.files import checked, read_json, read_text
 
 SUITE_FILE = "suite.yaml"
 PREPARED = "prepared"  # folder of what the suite's preparations printed
@@ -55,14 +55,8 @@ def read(folder: Path) -> Results:
         )
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
     paths = [folder / PREPARED / f"{name}.json" for name in tuned]
-    sweeps = {x.stem: read_checked(_Prepared, x).result for x in paths if x.exists()}
+    sweeps = {x.stem: read_json(x)["result"] for x in paths if x.exists()}
     return Results(documents, suite, sweeps)
-
-
-class _Prepared(BaseModel):
-    """The document of a sweep, a preparation."""
-
-    result: Sweep
 
 
 class _Row(BaseModel):

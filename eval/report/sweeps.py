@@ -1,8 +1,7 @@
 """Sweeps of a suite (`kvalign tune`): their trials, and the best beside the paper's."""
 
 from collections.abc import Mapping
-
-from pydantic import BaseModel
+from typing import Any
 
 from kvalign.eval.protocol.evaluation import Column, Table
 from kvalign.eval.report.suite_file import PaperSweep
@@ -29,53 +28,30 @@ _TRIAL = {
 }
 
 
-class Trial(BaseModel):
-    """Trial of a sweep; missing figures failed with it."""
-
-    trial: str
-    state: str
-    hidden1: int
-    hidden2: int
-    batch_size: int
-    lr: float
-    val_loss: float | None = None
-    num_reports: int
-    seconds: float | None = None
-
-
-class Sweep(BaseModel):
-    """Document of `kvalign tune --json`, as far as it is shown."""
-
-    target: str
-    best: Trial
-    trials: list[Trial]
-    input_label_mse: float
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        """Figures of the best trial by the names of `FIGURES`."""
-        return self.best.model_dump() | {"input_label_mse": self.input_label_mse}
+Sweep = dict[str, Any]
+"""Document of `kvalign tune --json`."""
 
 
 def tables(sweeps: Mapping[str, Sweep]) -> list[Table]:
     """The trials of each sweep."""
-    tables = []
-    for name, sweep in sweeps.items():
-        rows = [
-            [Entry(column.text(getattr(trial, figure))) for figure, column in _TRIAL.items()]
-            for trial in sweep.trials
-        ]
-        tables.append(Table(f"{name}: {sweep.target} network", [*_TRIAL.values()], rows))
-    return tables
+    return [
+        Table(
+            f"{name}: {sweep['target']} network",
+            [*_TRIAL.values()],
+            [[Entry(c.text(t.get(key))) for key, c in _TRIAL.items()] for t in sweep["trials"]],
+        )
+        for name, sweep in sweeps.items()
+    ]
 
 
 def beside(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
     """Best trials of the paper's sweeps and of ours, a row each."""
     columns, lines = [Column("sweep, best trial", None), *FIGURES.values()], []
-    for sweep in paper:
-        ours = sweeps[sweep.cell].figures if sweep.cell in sweeps else None
-        for whose, figures in (("the paper", sweep.best), ("ours", ours)):
+    for one in paper:
+        sweep = sweeps.get(one.cell)
+        ours = sweep and sweep["best"] | {"input_label_mse": sweep["input_label_mse"]}
+        for whose, figures in (("the paper", one.best), ("ours", ours)):
             values = [column.text((figures or {}).get(name)) for name, column in FIGURES.items()]
-            label = f"{sweep.cell}, {whose}" + ("" if figures else ": not run")
+            label = f"{one.cell}, {whose}" + ("" if figures else ": not run")
             lines.append([Entry(label), *map(Entry, values)])
     return Table("Tuning (the paper's table 1)", columns, lines)

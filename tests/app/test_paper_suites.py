@@ -18,7 +18,6 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.report.contents import paper_tables
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.eval.report.suite_file import parse_suite_text
-from kvalign.eval.report.sweeps import Sweep
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
@@ -46,7 +45,7 @@ def sweep():
     point = dict(hidden1=32, hidden2=64, batch_size=16384, lr=0.001, num_reports=3)
     best = dict(point, trial="001", state="finished", val_loss=0.25, seconds=1.5)
     failed = dict(point, trial="000", state="failed")
-    return Sweep(target="key", best=best, trials=[best, failed], input_label_mse=0.5)
+    return dict(target="key", best=best, trials=[best, failed], input_label_mse=0.5)
 
 
 def test_paper_figures_stand_beside_ours():
@@ -111,7 +110,7 @@ def test_paper_suite_runs_whole(hub, capfd):
     assert "Beside the paper" in page and "C = 255, paper" in page
     tuning, *others = paper_tables(results)
     assert [line[0].text.partition(", ")[2] for line in tuning.rows] == ["the paper", "ours"] * 2
-    assert {len(sweep.trials) for sweep in results.sweeps.values()} == {1}
+    assert {len(sweep["trials"]) for sweep in results.sweeps.values()} == {1}
     assert len(others) == len(suite_of(name).paper.tables)
     for table in others:
         titles = [column.title for column in table.columns]
