@@ -18,7 +18,7 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.eval.evaluations.latency import models as latency_models
 from kvalign.eval.evaluations.latency.bare_step import BareStep
-from kvalign.eval.evaluations.latency.limit import read_bytes
+from kvalign.eval.evaluations.latency.rows import read_bytes
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached

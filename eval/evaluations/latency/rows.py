@@ -1,5 +1,6 @@
 """Rows of `kvalign eval latency`: time and memory of every method and of the bare step."""
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from kvalign.cache.on_read import OnRead
 from kvalign.cache.sizes import OF_MEMORY
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
-from kvalign.eval.evaluations.latency.limit import bandwidth, read_bytes
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
@@ -23,6 +25,9 @@ from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
+from kvalign.models.packed import num_bytes
+
+_COPIED, _COPIES = 2**28, 5  # float32 numbers of a copy: 1 GB
 
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
@@ -141,16 +146,10 @@ def _stored(method: Method, batch_size: int) -> Row:
         return {"stored_bytes": 0.0, "stored_ratio": 0.0}
     assert isinstance(cache.memory, Memories)
     memories = [*cache.memory.of.values()]
-    num_bytes = sum(memory.nbytes for memory in memories)
-    num = (
-        2 * memories[0].form.decode(memories[0].entries.keys[:, :, :1]).numel()
-    )  # a key and a value
-    in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize
-    num = method.sizes.memory
-    return {
-        "stored_bytes": num_bytes / batch_size / num,
-        "stored_ratio": num_bytes / in_cache / num,
-    }
+    stored = sum(memory.nbytes for memory in memories) / method.sizes.memory
+    key = memories[0].form.decode(memories[0].entries.keys[:, :, :1])
+    in_cache = len(cache.attention) * 2 * key.numel() * memories[0].form.dtype.itemsize
+    return {"stored_bytes": stored / batch_size, "stored_ratio": stored / in_cache}
 
 
 def _of_limit(method: Method, batch_size: int, step_ms: float) -> Row:
@@ -202,3 +201,36 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
     return max(accumulate(sizes, initial=0))
+
+
+@functools.cache
+def bandwidth(device: torch.device) -> float:
+    """Bytes that a device reads and writes in a second, by copies of 1 GB."""
+    source = torch.empty(_COPIED, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds = timing.clocked(device, lambda: [target.copy_(source) for _ in range(_COPIES)])
+    return 2 * _COPIES * source.nbytes / seconds
+
+
+def read_bytes(method: Method, batch_size: int) -> int:
+    """Bytes that a step of one token in each row reads at least: weights, except those of the
+    embedding that are not the head's, and, unless it re-encodes, entries and tables.
+    """
+    model, spec, sizes = method.model, method.spec, method.sizes
+    is_bare, cache = isinstance(method, BareStep), getattr(method, "cache", None)
+    num_read = num_bytes(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
+    num_read -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
+    if not is_bare and not (isinstance(cache, StreamingCache) and cache.memory is None):
+        return num_read
+    width, itemsize = spec.head_dim, model.dtype.itemsize
+    if isinstance(cache, StreamingCache) and cache.stores_bare:
+        width, itemsize = width + 4, 1
+    of_layer = 2 * spec.num_kv_heads * sizes.first_input_len
+    num_read += batch_size * len(spec.attention) * of_layer * width * itemsize
+    if isinstance(cache, StreamingCache) and isinstance(cache.realigner, OnRead):
+        table = cache.realigner.table
+        num_read += len(spec.attention) * of_layer * (spec.head_dim + 1) * table.key.itemsize
+    return num_read

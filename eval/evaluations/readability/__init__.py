@@ -109,16 +109,32 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         UserError: `page` already has results; a text that cannot be read.
     """
     from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
-    from kvalign.eval.evaluations.readability.written_texts import of_texts
 
     page = settings.page or (free_folder() if settings.open else None)
     in_browser, settings = settings.open, dataclasses.replace(settings, page=None, open=False)
     if page and not is_free(page, settings.command_line("eval readability")):
         raise UserError(f"{page} has results of readability already: name another --page")
-    document = of_texts(settings) if settings.text else _of_methods(settings, loaded)
+    document = _of_texts(settings) if settings.text else _of_methods(settings, loaded)
     if page:
         write_page(document, page, in_browser)
     return document
+
+
+def _of_texts(settings: ReadabilitySettings) -> Document:
+    """Finished texts, judged like passages of methods; torch is not needed."""
+    from kvalign.eval.judging.chunks import judged
+    from kvalign.eval.judging.words import load_words
+    from kvalign.foundation.files import read_text
+
+    started, words, rule = time.perf_counter(), load_words(), RULES[settings.rule]
+    rows = []
+    for name in settings.text or ():
+        if not (text := read_text(Path(name))).strip():
+            raise UserError(f"{name} has no text to judge")
+        of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
+        rows.append(of_none | {"method": name, "prompt": 0} | judged(text, words.words, rule))
+    more: dict[str, Any] = {"prompts": [""], "rule": rule.described, "word_list": words.about}
+    return document("eval readability", settings, rows, started=started, **more)
 
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
