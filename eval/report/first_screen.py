@@ -2,6 +2,7 @@
 with a row a method and a column a question.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -63,9 +64,14 @@ class _Model:
         self.busy = busy(self.timed["rows"]) if self.timed else ""
 
     def screen(self) -> FirstScreen:
-        pictures = [self._ratios(), self._times(), self._strips()]
+        digest = hashlib.sha256(self.model.encode()).hexdigest()[:8]  # names are unique on a page
+        pictures = [
+            one._replace(name=f"{one.name}-{digest}")
+            for one in (self._ratios(), self._times(), self._strips())
+            if one
+        ]
         about = " ".join(filter(None, (self._about(), self.busy)))
-        return FirstScreen(self.model, about, [x for x in pictures if x], self._verdicts())
+        return FirstScreen(self.model, about, pictures, self._verdicts())
 
     def _of(self, name: str) -> Document | None:
         selection = EVALUATIONS[name].select(self.results.of(name)).values()

@@ -4,17 +4,15 @@ text from models and users is data.
 
 import base64
 import hashlib
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from kvalign.eval.drawing.plots import inline_legend, inline_svg, save
-from kvalign.eval.protocol.evaluation import Plot, Row, Section
+from kvalign.eval.protocol.evaluation import Row, Section
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
@@ -62,8 +60,6 @@ def render(results: Results, contents: list[Section]) -> str:
     templates.filters["escape_controls"] = escape_controls
     templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
     templates.filters["legend"] = lambda plot: Markup(inline_legend(plot.figure, plot.name))
-    for name, drawn in (("first_svg", inline_svg), ("first_legend", inline_legend)):
-        templates.globals[name] = _named_by_model(drawn)
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     names = {row["method"] for d in documents for row in d["rows"]}
@@ -83,13 +79,6 @@ def render(results: Results, contents: list[Section]) -> str:
         style=Markup(style),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-    )
-
-
-def _named_by_model(drawn: Callable[[Figure, str], str]) -> Callable[[Plot, str], Markup]:
-    """Drawing of a first screen, whose name is unique among those of several models."""
-    return lambda plot, model: Markup(
-        drawn(plot.figure, f"{plot.name}-{hashlib.sha256(model.encode()).hexdigest()[:8]}")
     )
 
 

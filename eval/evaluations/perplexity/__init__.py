@@ -164,17 +164,37 @@ DRIFT = (
 
 
 class SliceKind(NamedTuple):
-    """Division of labels by how far back their last `length` tokens occurred before, and the ends
-    of slices, in cache sizes.
+    """Division of labels by how far back their last `length` tokens occurred before, the ends of
+    slices, in cache sizes, and what a report says of it.
     """
 
     length: int
     edges: tuple[float, ...]
+    title: str
+    labels: str
+    about: str
 
 
 SLICES = {
-    "bigrams": SliceKind(2, (0.25, 0.5, 0.75, 1.0, 2.0)),
-    "tokens": SliceKind(1, (1.0, 4.0, 16.0)),
+    "bigrams": SliceKind(
+        2,
+        (0.25, 0.5, 0.75, 1.0, 2.0),
+        "Recall slices",
+        "labels that end a bigram",
+        "Labels that end a bigram, by the distance to its last occurrence in the text, in "
+        "cache sizes; and labels whose bigram is new (Arora et al. 2023). A method that still "
+        "has that place can copy what followed it. Perplexity over all labels hides which "
+        "method has forgotten it. Beyond C only a memory has it.",
+    ),
+    "tokens": SliceKind(
+        1,
+        (1.0, 4.0, 16.0),
+        "Last said",
+        "labels that occurred before",
+        "Labels by the distance to the last occurrence of their own token, in cache sizes, and "
+        "labels whose token is new. Beyond C only a memory still has the token, so this shows "
+        "its benefit.",
+    ),
 }
 """Recall slices by their names in a row."""
 TOTAL_TIME = (

@@ -1,9 +1,9 @@
 """Recall slices in the report: a table and a plot of each kind by distance (`slices.py`)."""
 
 from functools import partial
-from typing import NamedTuple
 
 from kvalign.eval.drawing.plots import draw, panels_by
+from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -19,33 +19,6 @@ from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 NEW = "new"  # what was not there before
 
 
-class SliceKind(NamedTuple):
-    """Kind of slices in the report: its section, and the labels of its plot."""
-
-    title: str
-    about: str
-    labels: str
-
-
-KINDS = {
-    "bigrams": SliceKind(
-        "Recall slices",
-        "Labels that end a bigram, by the distance to its last occurrence in the text, in "
-        "cache sizes; and labels whose bigram is new (Arora et al. 2023). A method that still "
-        "has that place can copy what followed it. Perplexity over all labels hides which "
-        "method has forgotten it. Beyond C only a memory has it.",
-        "labels that end a bigram",
-    ),
-    "tokens": SliceKind(
-        "Last said",
-        "Labels by the distance to the last occurrence of their own token, in cache sizes, and "
-        "labels whose token is new. Beyond C only a memory still has the token, so this shows "
-        "its benefit.",
-        "labels that occurred before",
-    ),
-}
-
-
 def sections(documents: Documents) -> list[Section]:
     """A section for each kind of slices."""
     return [
@@ -57,7 +30,7 @@ def sections(documents: Documents) -> list[Section]:
             partial(tables, name=name),
             suffix=f"-{kind.title.lower().replace(' ', '-')}",
         )
-        for name, kind in KINDS.items()
+        for name, kind in SLICES.items()
     ]
 
 
@@ -88,7 +61,7 @@ def figure(document: Document, name: str) -> Drawing | None:
     panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
     y = f"perplexity{by} (lower is better)"
     figure = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
-    caption = f"Perplexity{by}, {KINDS[name].labels}, by distance to the last occurrence: "
+    caption = f"Perplexity{by}, {SLICES[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
     return figure, caption
 

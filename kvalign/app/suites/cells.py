@@ -8,6 +8,7 @@ from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
 from kvalign.app.inventory.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS, READERS
+from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
 from kvalign.eval.report.suite_file import OUT, Suite, parse_suite_text
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text
@@ -26,9 +27,8 @@ class Cell:
     settings: Settings = field(default_factory=Settings)  # of the command; a script has none
 
     def model(self, out: Path) -> str | None:
-        """Name of the model that it loads, if it loads one; what only reads a document does not."""
-        words = shlex.split(self.command)[1:]
-        is_reader = words[:1] == [catalogue.FAMILY] and words[1] in READERS
+        """Name of the model that it loads, if it loads one; what only reads losses does not."""
+        is_reader = isinstance(self.settings, ImportLossesSettings)
         name = None if is_reader else getattr(self.settings, "model", None)
         return name and name.replace(OUT, str(out))
 
@@ -90,8 +90,6 @@ def _check_kind(words: list[str], is_preparation: bool) -> None:
     evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
         raise UserError(f"{command.name} is not an evaluation: move preparations to prepare")
-    if own := {"-h", "--help", "--json", "--debug"} & set(words):
-        raise UserError(f"leave out {', '.join(sorted(own))}: the suite sets it")
 
 
 def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
