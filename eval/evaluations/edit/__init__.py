@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 KINDS = ("cut", "replace", "insert")
 PIECE = "piece"
 ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
-WAYS = rf"{ANEW}|{EDITED}(, \d+ encoded again)?|{UNEDITED}|{FORGOTTEN}"
-ENDS = ("", "_low", "_high")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,16 +43,17 @@ def slice_name(one: Row) -> str:
 
 def figure(document: Document, name: str) -> Drawing | None:
     """Ratio to the reference, or perplexity, by distance, of the slices of that name; None for a
-    document without.
+    document without. A point without an interval has no bar.
     """
     reference = document["settings"]["reference"]
     rows = [row for row in document["rows"] if row.get(name)]
+    wide = [_wide(row, name, "ratio" if reference else "perplexity") for row in rows]
     points = [
-        row | {"x": x} | one
-        for row in rows
+        row | {"x": x, "y": y, "low": row.get(f"low{x}", y), "high": row.get(f"high{x}", y)}
+        for row in wide
         if not is_reference(row, reference)
-        for x, one in enumerate(_figures(row[name], "ratio" if reference else "perplexity"))
-        if one["y"] is not None and row[name][x]["num_labels"] >= MIN_POINT
+        for x, one in enumerate(row[name])
+        if (y := row[f"y{x}"]) is not None and one["num_labels"] >= MIN_POINT
     ]
     if not points:
         return None
@@ -91,29 +92,17 @@ def _table(title: str, rows: list[Row], name: str, judged: str, reference: str |
         )
         for i, one in enumerate(rows[0][name])
     }
-    ends = {"low": "ratio_low", "high": "ratio_high"} if judged == "ratio" else {}
-    lines = [
-        row
-        | {f"y{i}": one[judged] for i, one in enumerate(row[name])}
-        | {
-            f"{end}{i}": one[ends.get(end, end)]
-            for i, one in enumerate(row[name])
-            if one["high"] is not None  # enough labels
-            for end in ("low", "high")
-        }
-        for row in rows
-    ]
-    return table(title, lines, columns, reference)
+    return table(title, [_wide(row, name, judged) for row in rows], columns, reference)
 
 
-def _figures(slices: list[Row], judged: str) -> list[Row]:
-    """Return for each slice the figure, `y`, and the ends of its interval, `low` and `high`: the
-    figure itself where labels were too few.
+def _wide(row: Row, name: str, judged: str) -> Row:
+    """Row with the figure of each slice, and the ends of its interval if there were enough labels,
+    by the slice's number.
     """
     low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
-    own = {"y": judged, "low": judged, "high": judged}
-    names = {"y": judged, "low": low, "high": high}
-    return [
-        {end: one[name] for end, name in (own if one[high] is None else names).items()}
-        for one in slices
-    ]
+    figures: Row = {}
+    for i, one in enumerate(row[name]):
+        figures[f"y{i}"] = one[judged]
+        if one["high"] is not None:
+            figures |= {f"low{i}": one[low], f"high{i}": one[high]}
+    return row | figures

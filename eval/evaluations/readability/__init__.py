@@ -200,7 +200,6 @@ def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
 
 
 HUMAN = "a human's text"
-CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
     "no_repeat_ngram_size": Column(
         "no repeated n-gram", about="of the model's tokens", is_key=True
