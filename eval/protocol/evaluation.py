@@ -69,8 +69,6 @@ class Column:
     ends: tuple[str, str] | None = None
     by_reference: bool = False
     is_key: bool = False
-    weight: int = 1  # not read any more, nor is the next
-    is_optional: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -88,16 +86,10 @@ class Column:
 
 
 def share_column(
-    name: str, title: str, about: str, weight: int = 1, better: Literal["higher", ""] = "higher"
+    name: str, title: str, about: str, better: Literal["higher", ""] = "higher"
 ) -> Column:
     """The column of a share as `kvalign.eval.protocol.verdicts.share_of` gives it."""
     return Column(title, 3, better, f"{about}; 95 %, Wilson", (f"{name}_low", f"{name}_high"))
-
-
-def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Columns of the ends of intervals."""
-    names = {end: column for column in columns.values() for end in column.ends or ()}
-    return {end: Column(f"{c.title}: {end}", c.digits, about=c.about) for end, c in names.items()}
 
 
 @dataclass(frozen=True)
@@ -119,8 +111,8 @@ class Plot(NamedTuple):
     heading: str = ""
 
 
-Drawing = tuple["Figure", str] | tuple["Figure", str, str]
-"""Figure, caption and possibly heading: the fields after a plot's name."""
+Drawing = tuple["Figure", str]
+"""Figure and caption: the fields after a plot's name."""
 
 
 @dataclass(frozen=True)

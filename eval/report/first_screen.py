@@ -12,7 +12,6 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.protocol.aligner_names import identity_of, renamed
-from kvalign.eval.protocol.conclusions import listed, spread
 from kvalign.eval.protocol.evaluation import Column, Document, Plot, Row, Table
 from kvalign.eval.protocol.tables import METHOD, grouped, label_of
 from kvalign.eval.protocol.verdicts import (
@@ -189,17 +188,17 @@ class _Model:
             for label in labels
         ]
         others = dict.fromkeys(label_of(r) for r in self.scored if label_of(r) not in labels)
-        note = f"Other sinks, so not compared: {listed([*others])}." if others else ""
+        note = f"Other sinks, so not compared: {', '.join(others)}." if others else ""
         title = f"{self.model}: verdicts" + f", sinks as {self.reference}" * bool(self.reference)
         return Table(title, [METHOD, *(column for column, _ in columns)], lines, note)
 
     def _judged(self, rows: Sequence[Row]) -> str:
         """Verdict on a method at all its cache sizes, and its ratios."""
         if not self.reference:
-            return spread((row["perplexity"] for row in rows), 1)
+            return _spread((row["perplexity"] for row in rows), 1)
         if is_reference(rows[0], self.reference):
             return "reference"
-        ratios = spread((row["ratio"] for row in rows), 2)
+        ratios = _spread((row["ratio"] for row in rows), 2)
         worst = min(map(verdict, rows), key=[*Verdict].index)
         at = [row["cache_size"] for row in rows if verdict(row) is worst]
         where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
@@ -217,12 +216,18 @@ MEANS = (
 )
 
 
+def _spread(values: Iterable[float], digits: int) -> str:
+    """The smallest and the largest of figures, or the one that all equal."""
+    texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
+    return " to ".join([*texts][:: max(1, len(texts) - 1)])
+
+
 def _by_label(rows: Iterable[Row], text: Callable[[list[Row]], str]) -> dict[str, str]:
     return {label: text(group) for label, group in grouped(rows, label_of).items()}
 
 
 def _spans(rows: Iterable[Row], key: str, digits: int, scale: float = 1) -> dict[str, str]:
-    return _by_label(rows, lambda group: spread((scale * row[key] for row in group), digits))
+    return _by_label(rows, lambda group: _spread((scale * row[key] for row in group), digits))
 
 
 def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
@@ -237,7 +242,7 @@ def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
         is_apart = base and row in fair and readable_apart(row, base)
         word = "less: " if base and row["readable"] < base["readable"] else "more: "
         words.add(word if is_apart else "")
-    text = spread((100 * row["readable"] for row in rows), 0)
+    text = _spread((100 * row["readable"] for row in rows), 0)
     return words.pop() + text if len(words) == 1 else text
 
 

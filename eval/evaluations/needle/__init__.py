@@ -16,18 +16,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.conclusions import farthest
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    ends_of,
-    share_column,
-)
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
@@ -130,18 +122,15 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
 
 
 COLUMNS = {
-    "kind": Column(
-        "kind", None, weight=7, about="of question, RULER's", is_optional=True, is_key=True
-    ),
+    "kind": Column("kind", None, about="of question, RULER's", is_key=True),
     "distance": Column(
-        "distance", weight=6, about="from the code to its question, in cache sizes", is_key=True
+        "distance", about="from the code to its question, in cache sizes", is_key=True
     ),
     "accuracy": share_column(
         "accuracy",
         "found",
         "codes that greedy decoding writes with all digits; of other kinds, expected answers that "
         "48 tokens of it contain",
-        5,
     ),
     "distance_tokens": Column("tokens back", about="from the code to its question"),
 }
@@ -159,8 +148,6 @@ class NeedleEvaluation(Evaluation):
     )
     in_summary = ("accuracy",)
     columns = COLUMNS
-    more_columns = ends_of(COLUMNS)
-    row_options = (("kind", Literal[tuple(KINDS)]),)
 
     def figure(self, document: Document) -> Drawing | None:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
@@ -185,7 +172,7 @@ class NeedleEvaluation(Evaluation):
             panels[name] = shares, [f"{d} C" for d in distances]
         what = "Answers found" if rows[0].get("kind") else "Codes found"
         figure = draw_shares(panels, x=f"from what is hidden to its question; {what.lower()} in %")
-        return figure, f"{what}, %: {title}", farthest(rows, "distance", f"{what} {{}} C on")
+        return figure, f"{what}, %: {title}"
 
 
 EVALUATION = NeedleEvaluation()

@@ -17,16 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.conclusions import farthest
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    ends_of,
-    share_column,
-)
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
@@ -105,12 +97,12 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
 
 CHANCE = "0.125 by chance"
 COLUMNS = {
-    "talk": Column("other talk", weight=6, about="tokens, in cache sizes", is_key=True),
+    "talk": Column("other talk", about="tokens, in cache sizes", is_key=True),
     "accuracy": share_column(
-        "accuracy", "right of eight", f"answers whose word is the likeliest of eight, {CHANCE}", 5
+        "accuracy", "right of eight", f"answers whose word is the likeliest of eight, {CHANCE}"
     ),
     "exact": share_column(
-        "exact", "right of all", "answers whose word is the likeliest of all tokens", 3
+        "exact", "right of all", "answers whose word is the likeliest of all tokens"
     ),
     "num_tokens": Column("tokens", about="mean length of the conversation before the questions"),
 }
@@ -127,7 +119,6 @@ class Told(Evaluation):
     )
     in_summary = ("accuracy",)
     columns = COLUMNS
-    more_columns = ends_of(COLUMNS)
 
     def figure(self, document: Document) -> Drawing | None:
         """Right answers against other talk, in a panel for each cache size."""
@@ -140,9 +131,7 @@ class Told(Evaluation):
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
         x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
         figure = draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
-        caption = f"Right answers against other talk, 95 %: {title}"
-        line = "After {} C of other talk the word that was told is the likeliest of eight"
-        return figure, caption, farthest(rows, "talk", line)
+        return figure, f"Right answers against other talk, 95 %: {title}"
 
 
 EVALUATION = Told()
