@@ -1,26 +1,24 @@
 """Test of networks on streams of the text that follows their training text.
 
 The error of one move is not enough, since a network continues from its own output. Its recording
-has only chunks, so the text is read again, beyond the recorded tokens. `kvalign train` judges in
-place, `kvalign judge` leaves the aligner as it is and saves a copy.
+has only chunks, so the text is read again, beyond the recorded tokens. `kvalign train` judges what
+it saves, `kvalign judge` leaves the aligner as it is and saves a copy.
 """
 
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.config import CONFIG
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import locked, read_checked
+from kvalign.foundation.files import locked
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import is_of
 from kvalign.models.loading import LoadedModel, load_model
@@ -64,21 +62,15 @@ def judge_aligner(settings: JudgeSettings) -> dict[str, Any]:
     return verdict
 
 
-def judge_networks(out: Path, accelerator: str) -> None:
-    """Keep the networks that `judge` chooses in the aligner's folder, with its findings. If the
-    model or more text is not available, keep all of them, with a line that says why.
+def judge_networks(aligner: Aligner, accelerator: str) -> None:
+    """Leave the networks that `judge` chooses in an aligner, with its findings. If the model or
+    more text is not available, keep all of them, with a line that says why.
     """
-    config = read_checked(AlignerConfig, out / CONFIG)
-    if not _kvs_of(config) or all("judged" in part for part in config.training.values()):
-        return
-    aligner = Aligner.from_pretrained(out)
-    try:
-        _judge(aligner, accelerator)
-    except UserError as error:
-        progress.say(f"not judged by streams: {error}")
-        return
-    with locked(out):
-        save(aligner, out)
+    if _kvs_of(aligner.config):
+        try:
+            _judge(aligner, accelerator)
+        except UserError as error:
+            progress.say(f"not judged by streams: {error}")
 
 
 @progress.shown_as("judge")

@@ -19,26 +19,28 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
-from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
+from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.config import CONFIG
+from kvalign.aligners.network import new_net
 from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import Store, check_model, newest_recording, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
-from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.files import locked, read_checked, read_json, sha256
 from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
-from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
+from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_devices import is_helper
-from kvalign.training.network_fit import BEST, LAST, best_weights, fit, losses, planned_rows
+from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
 _FREE = (
+    "aligner_kind",
     "data",
     "model",
     "out",
@@ -49,15 +51,19 @@ _FREE = (
     "overwrite",
     "judge",
 )
-_JUDGED = ("judged", "judged_by", "val_nll")  # what streams say of all networks of an aligner
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
-def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """Train a network, as `kvalign.training.train_network` does."""
+def train(settings: NetworkSettings) -> NetworkAligner | None:
+    """Train the networks of `kvalign.training.train_network` that are not trained yet.
+
+    Returns:
+        an aligner with all networks of the folder, to be judged and saved. None on devices other
+        than the first, and if the saved aligner is the one that is asked for.
+    """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    out = settings.folder(NetworkAligner.kind)
+    out = settings.folder
     data = settings.data or newest_recording(settings.model or DEFAULT_MODEL)
     if settings.data is None:
         progress.say(f"recording: {data}")
@@ -68,53 +74,64 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         raise UserError(f"--model is {settings.model}, but {data} was recorded with {recorded}")
     check_model(store)
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
-    has_aligner = (out / CONFIG).exists()
-    trained = networks_in(out) if has_aligner else {}
-    done = {}
-    if settings.resume and not settings.overwrite:
-        done = {kv: trained[kv] for kv, run in runs.items() if _is_of(run, trained.get(kv))}
-        if not settings.judge:  # what was judged is not what was trained
-            done = {kv: one for kv, one in done.items() if "judged" not in one}
-        runs = {kv: run for kv, run in runs.items() if kv not in done}
-    if not runs:
-        progress.say(f"{out} already has this, finished: nothing to do")
-        return done
+    partner = _partner(runs, out)
+    saved = read_checked(AlignerConfig, out / CONFIG) if (out / CONFIG).exists() else None
+    records = saved.training if saved else {}
+    done = [kv for kv, run in runs.items() if _is_of(run, records.get(kv, {}), settings)]
+    if saved and not settings.overwrite:
+        if lost := [kv for kv in records if kv not in (*done, *partner)]:
+            what = f"a trained {' and '.join(lost)} {saved.kind}"
+            raise ExistsError(f"{out} already holds {what}: {OVERWRITE}")
+        if done == [*runs]:
+            progress.say(f"{out} already has this, finished: nothing to do")
+            unjudged = [part for part in records.values() if part["used"] and "judged" not in part]
+            if not (settings.judge and unjudged):
+                return None
     torch.manual_seed(settings.seed)
     aligner = new_aligner(NetworkAligner, config_for(store, settings))
-    if has_aligner:
-        _join_other(aligner, settings, [*runs], out)
-        others = {kv: one for kv, one in trained.items() if kv not in runs}
-        trained |= _unjudged(aligner, others, out)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     lock = nullcontext() if is_helper() else locked(out, lambda: _summary(runs))
     with lock, keeping(lambda: _summary(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
-        results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
-        plans = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
-        progress.expect(sum(plans.values()), "rows")
         for kv, run in runs.items():
-            net = getattr(aligner, kv)
-            if results[kv]:
-                best_weights(net, run.folder)
-            else:
-                progress.phase(f"{kv} network")
-                trainer = fit(net, rows[kv], settings, run.folder)
-                if trainer.is_global_zero:
-                    results[kv] = _result(settings, run, trainer, net, rows[kv])
-                    run.finish(results[kv])
-            if results[kv] and not results[kv]["used"]:
-                net.clear()
-        if not all(results.values()):
-            return {}
-        training = _without(_JUDGED, trained) | results
-        aligner.config = aligner.config.model_copy(update={"training": training})
-        save(aligner, out)
-    return {kv: {**done, **results}[kv] for kv in settings.kvs}
+            _begin(run, settings, kv in done)
+        left = [kv for kv, run in runs.items() if not run.result()]
+        progress.expect(sum(planned_rows(rows[kv], settings) for kv in left), "rows")
+        for kv in left:
+            progress.phase(f"{kv} network")
+            net, run = getattr(aligner, kv), runs[kv]
+            trainer = fit(net, rows[kv], settings, run.folder)
+            if trainer.is_global_zero:
+                run.finish(_result(settings, run, trainer, net, rows[kv]))
+    return None if is_helper() else _of_runs(aligner, {**runs, **partner}, settings)
+
+
+def _of_runs(
+    aligner: NetworkAligner, runs: dict[str, ResumableRun], settings: NetworkSettings
+) -> NetworkAligner:
+    """The aligner with the weights and results of finished runs, by kv. A network that does no
+    better than none is cleared, unless all are to be kept.
+    """
+    config, records = aligner.config, {}
+    for kv in filter(runs.__contains__, TARGETS):
+        run, result = runs[kv], runs[kv].result()
+        sizes = {
+            name: size for name, size in run.config["settings"].items() if name in config.sizes
+        }
+        config = config.model_copy(update={"sizes": config.sizes | sizes})
+        if kv not in settings.kvs:
+            setattr(aligner, kv, new_net(config, kv, config.num_positions))
+        best_weights(getattr(aligner, kv), run.folder)
+        records[kv] = result | {"used": result["used"] or not settings.judge}
+        if not records[kv]["used"]:
+            getattr(aligner, kv).clear()
+    aligner.config = config.model_copy(update={"training": records})
+    return aligner
 
 
 def networks_in(out: Path) -> dict[str, dict[str, Any]]:
-    """The record of the networks in an aligner's folder, by `key` and `value`."""
-    return read_checked(AlignerConfig, out / CONFIG).training
+    """Records of the networks in an aligner's folder, by kv; none if there is no aligner."""
+    return read_checked(AlignerConfig, out / CONFIG).training if (out / CONFIG).exists() else {}
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
@@ -170,92 +187,55 @@ def _summary(runs: dict[str, ResumableRun]) -> str:
     return f"{' and '.join(parts)} in {folder}" if parts else ""
 
 
-def _is_of(run: ResumableRun, trained: dict[str, Any] | None) -> bool:
-    """Return whether a network of the saved aligner is from this very run."""
-    return bool(trained) and _are_one(run.result(), trained) and not run.difference()
-
-
-def _are_one(result: dict[str, Any], trained: dict[str, Any] | None) -> bool:
-    """Return whether two results are of one run: what streams say of it comes later."""
-    of_run = [_without((*_JUDGED, "used"), {"": one or {}}) for one in (result, trained)]
-    return of_run[0] == of_run[1]
-
-
-def _without(names: tuple[str, ...], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {kv: {n: x for n, x in one.items() if n not in names} for kv, one in results.items()}
-
-
-def _begin(
-    run: ResumableRun, settings: NetworkSettings, trained: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Make a run's folder ready: new, or as an unfinished run of the same settings left it.
-
-    The result of a run that was finished but is not in the aligner yet, else nothing; `trained` is
-    that of the run that the saved aligner's network is from, if any.
+def _is_of(run: ResumableRun, record: dict[str, Any], settings: NetworkSettings) -> bool:
+    """Return whether a saved network is the one of a run; what was judged is not all that was
+    trained.
     """
-    exists, result = run.config_path.exists(), run.result()
-    is_new = not result or not _are_one(result, trained)
-    if exists and settings.resume and not run.difference() and is_new:
-        return result
-    if not settings.overwrite and not (exists and (result or not settings.resume)):
+    is_same = all(record.get(name) == value for name, value in run.config.items())
+    return settings.resume and is_same and (settings.judge or "judged" not in record)
+
+
+def _begin(run: ResumableRun, settings: NetworkSettings, is_saved: bool) -> None:
+    """Make a run's folder ready: new, or as a run of the same settings left it. What is saved is
+    trained again only if it is to be overwritten.
+    """
+    result, is_redone = run.result(), is_saved and settings.overwrite
+    is_same = run.config_path.exists() and not run.difference()
+    if settings.resume and is_same and not (result and is_redone):
+        return
+    if settings.resume and not settings.overwrite and not result:
         run.state()  # refuses what is not ours to replace
     if rank_zero_only.rank == 0:
         shutil.rmtree(run.folder, ignore_errors=True)
         run.begin()
-    return {}
 
 
-def _join_other(new: NetworkAligner, settings: NetworkSettings, kvs: list[str], out: Path) -> None:
-    """Put the network that `out` already holds for the other kv into `new`, in which `kvs` are to
-    be trained.
+def _partner(runs: dict[str, ResumableRun], out: Path) -> dict[str, ResumableRun]:
+    """The finished run of the other kv in the folder, which joins the aligner, if there is one;
+    UserError if it is for another model or of other sizes.
     """
-    saved = Aligner.from_pretrained(out)
-    config = saved.config
-    others = [kv for kv in TARGETS if kv in config.training and kv not in kvs]
-    clash = [kv for kv in kvs if kv in config.training]
-    if (clash or not others) and not settings.overwrite:
-        what = f"another aligner, of kind {config.kind}"
-        if clash:
-            what = f"a trained {' and '.join(clash)} network"
-        raise ExistsError(f"{out} already holds {what}: {OVERWRITE}")
-    if not others:
-        return
-    (other,) = others
-    expected, here = _shared(config), _shared(new.config)
-    for name in expected:
-        if expected[name] != here[name]:
-            is_print = name == "embedding_fingerprint"
-            values = "another" if is_print else f"{expected[name]}, here {here[name]}"
-            raise UserError(
-                f"{out} holds a {other} network made for {config.base_model}: "
-                f"{name} is {values}; name another --out"
-            )
-    hidden = {name: size for name, size in config.sizes.items() if name.startswith(f"{other}_")}
-    new.config = new.config.model_copy(update={"sizes": {**new.config.sizes, **hidden}})
-    setattr(new, other, getattr(saved, other))
-
-
-def _unjudged(
-    new: NetworkAligner, trained: dict[str, dict[str, Any]], out: Path
-) -> dict[str, dict[str, Any]]:
-    """Records of networks that streams left out, as they were before: with a new partner, they are
-    judged again. Their weights are put into `new` from their runs; without those they stay out.
-    """
-    before = {}
-    for kv, one in trained.items():
+    ours, partner = next(iter(runs.values())), {}
+    for kv in TARGETS:
         run = ResumableRun(out / "training" / kv, {})
-        is_left_out = "judged" in one and not one["used"]
-        if is_left_out and _are_one(run.result(), one) and (run.folder / BEST).exists():
-            before[kv] = run.result()
-            if before[kv]["used"]:
-                best_weights(getattr(new, kv), run.folder)
-    return before
+        if kv in runs or not run.result():
+            continue
+        run.config = read_json(run.config_path)
+        expected, here = _shared(run.config), _shared(ours.config)
+        for name, value in expected.items():
+            if here.get(name, value) != value:
+                raise UserError(
+                    f"{out} holds a {kv} network made for {expected['model']}: {name} is {value}, "
+                    f"here {here[name]}; name another --out"
+                )
+        partner[kv] = run
+    return partner
 
 
-def _shared(config: AlignerConfig) -> dict[str, Any]:
+def _shared(config: dict[str, Any]) -> dict[str, Any]:
     """Return what the networks of an aligner have in common."""
-    sizes = {name: config.sizes.get(name) for name in SHARED_SIZES}
-    return config.model_dump(exclude={"base_model", "sizes", "training"}) | sizes
+    data, sizes = config["data"], {name: config["settings"][name] for name in SHARED_SIZES}
+    names = {"model", IDENTITY, "chunk_len", "num_sinks"} & data.keys()
+    return {**{n: data[n] for n in names}, "num_evicted": min(data["num_evicted"]), **sizes}
 
 
 def _result(
@@ -278,10 +258,10 @@ def _result(
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
-        "used": val_loss < unchanged or not settings.judge,
+        "used": val_loss < unchanged,
         "objective": "rollout" if len(data["num_evicted"]) > 1 else "mse",
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
         "settings": run.config["settings"],
-        **record_of("train --aligner-kind network", settings, data, device, packages),
+        **record_of("train", settings, data, device, packages),
     }

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvalign.aligners.kinds import KINDS
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.foundation.errors import UserError
@@ -30,10 +31,21 @@ from kvalign.foundation.settings import (
 HEAD_DIM = 64  # of a reference language model
 
 
+def kind_of(kind: str) -> str:
+    """Field of the settings of a kind of aligner."""
+    return option(
+        kind,
+        help="what to train: each kind has its own flags, which imply it; --target or --data alone "
+        "imply network",
+        choices=tuple(KINDS),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """Base of the settings of `kvalign train`, for every kind of aligner."""
+    """Base of the settings of `kvalign train`; a subclass sets the kind (`kind_of`)."""
 
+    aligner_kind: str = kind_of("table")
     out: Path | None = option(
         None,
         help="folder of the aligner (default: kvalign-data/MODEL/KIND, for another corpus "
@@ -54,9 +66,13 @@ class TrainSettings(Settings):
         """Vectors to realign: key, value or both."""
         return TARGETS if self.target == "both" else (self.target,)
 
-    def folder(self, kind: str) -> Path:
-        """The folder of an aligner of this kind."""
+    @property
+    def folder(self) -> Path:
+        """The folder of the aligner."""
         raise NotImplementedError
+
+    def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
+        return super().command_line(f"{command} --aligner-kind {self.aligner_kind}", leave_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +93,9 @@ class TextSettings(TrainSettings):
         at_most=MOST_ROWS,
     )
 
-    def folder(self, kind: str) -> Path:
-        return self.out or folder_of(self.model) / of_corpus(kind, self.corpus)
+    @property
+    def folder(self) -> Path:
+        return self.out or folder_of(self.model) / of_corpus(self.aligner_kind, self.corpus)
 
 
 def _size(name: str, help: str) -> int:

@@ -80,9 +80,8 @@ def train_on_text(
     """
     if loaded is not None:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
-    out = settings.folder(kind.kind)
-    command = f"train --aligner-kind {kind.kind}"
-    former = _in_aligner(out, command, settings)
+    out = settings.folder
+    former = _in_aligner(out, settings)
     if former is None:
         check_free(out, settings.overwrite)
     if settings.num_threads:
@@ -130,7 +129,7 @@ def train_on_text(
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
     data |= {"text_sha256": text_sha256(corpora), IDENTITY: identity(model)}
     start = time.perf_counter()
-    record = record_of(command, settings, data, model.device)
+    record = record_of("train", settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
     num_judged = num_judged_tokens(aligner, text, settings.kvs) if settings.judge else 0
     progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
@@ -154,12 +153,12 @@ def train_on_text(
     return results
 
 
-def _in_aligner(out: Path, command: str, settings: TextSettings) -> AlignerConfig | None:
+def _in_aligner(out: Path, settings: TextSettings) -> AlignerConfig | None:
     """The config of the aligner in `out` if it was made by these settings, of the same texts."""
     if settings.overwrite or not (out / CONFIG).exists():
         return None
     config = read_checked(AlignerConfig, out / CONFIG)
-    same = record_of(command, settings, {})["command"], text_sha256(settings.corpus)
+    same = record_of("train", settings, {})["command"], text_sha256(settings.corpus)
     sources = [
         (part.get("command"), part.get("data", {}).get("text_sha256"))
         for part in map(config.training.get, settings.kvs)

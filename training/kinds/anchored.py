@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.foundation.settings import keywords_of, option
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.settings import NetworkSizes
+from kvalign.training.settings import NetworkSizes, kind_of
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -22,6 +22,7 @@ class AnchoredSettings(NetworkSizes, TableSettings):
         kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
     """  # noqa: E501
 
+    aligner_kind: str = kind_of("anchored")
     objective: str = option(
         "mse",
         help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "

@@ -14,7 +14,7 @@ from kvalign.foundation.settings import (
     keywords_of,
     option,
 )
-from kvalign.training.settings import NetworkSizes, TrainSettings
+from kvalign.training.settings import NetworkSizes, TrainSettings, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class NetworkSettings(NetworkSizes, TrainSettings):
         kvalign train --data caches --max-steps 200 --out my-network
     """
 
+    aligner_kind: str = kind_of("network")
     data: Path | None = option(
         None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
     )
@@ -46,18 +47,20 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     devices: int = option(1, help="number of devices", at_least=1, at_most=MOST_PROCESSES)
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
-    def folder(self, kind: str) -> Path:
+    @property
+    def folder(self) -> Path:
         recording = recording_or_default(self.data, self.model or DEFAULT_MODEL)
-        return self.out or beside(recording, kind)
+        return self.out or beside(recording, self.aligner_kind)
 
 
 @keywords_of(NetworkSettings)
 def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """Train networks for keys, values or both, and save the aligner in `out`. Then stream the text
-    that follows the recorded one, and keep the networks that help.
+    """Train networks for keys, values or both, judge them by streams of the text that follows the
+    recorded one, and save an aligner in `out` with those that help.
 
     Called again, an interrupted run continues from its last validation report. Networks in `out`
-    with the same settings and data are not trained again.
+    with the same settings and data are not trained again. That of the other kv joins the aligner,
+    and is judged again.
 
     Returns:
         for `key` and `value` the record in the aligner's config and card: `val_loss` and
@@ -71,22 +74,30 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         NotFoundError: no recorded data.
         ExistsError: `out` has a network of other settings or data, or another unfinished run, and
             `overwrite` is not set.
-        UserError: data of another model, unfinished data, an aligner in `out` that cannot take
-            another network, a non-finite loss, a launcher that starts the command several times.
+        UserError: data of another model, unfinished data, a network in `out` that no other can
+            join, a non-finite loss, a launcher that starts the command several times.
     """
+    from kvalign.foundation.files import locked
+    from kvalign.foundation.runs import keeping
+    from kvalign.training.aligner_folder import save
     from kvalign.training.network_devices import is_helper, leading
     from kvalign.training.network_judge import judge_networks
     from kvalign.training.network_run import networks_in, train
 
+    out = settings.folder
     if is_helper():
-        return train(settings)
+        train(settings)
+        return {}
     with leading(), progress.shown_as("train"):
-        done = train(settings)
-    if not done or not settings.judge:
-        return done
-    out = settings.folder("network")
-    judge_networks(out, settings.accelerator)
-    return {kv: networks_in(out)[kv] for kv in settings.kvs}
+        aligner = train(settings)
+    if aligner is not None:
+        with locked(out), keeping(lambda: f"trained networks are kept in {out / 'training'}"):
+            if settings.judge:
+                judge_networks(aligner, settings.accelerator)
+            if networks_in(out) != aligner.config.training:
+                save(aligner, out)
+    records = networks_in(out)
+    return {kv: records[kv] for kv in settings.kvs}
 
 
 SETTINGS, train = NetworkSettings, train_network

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.foundation.settings import MOST_RATE, MOST_SIZE, keywords_of, option
 from kvalign.training.kinds.table import TableSettings
+from kvalign.training.settings import kind_of
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -19,6 +20,7 @@ class TableNetworkSettings(TableSettings):
         kvalign train --aligner-kind table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
     """  # noqa: E501
 
+    aligner_kind: str = kind_of("table-network")
     objective: str = option(
         "context",
         help="context: divergence from the LM that sees its whole context; kl: from the LM that "

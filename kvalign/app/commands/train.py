@@ -14,7 +14,8 @@ from kvalign.aligners.network_sizes import TARGETS
 from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import Settings, option
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import Settings
 from kvalign.training.kinds import trainer_of
 from kvalign.training.settings import TrainSettings
 
@@ -26,71 +27,70 @@ OF_NETWORKS = {"--target", "--data"}
 """Flags that imply a network if no kind is named."""
 
 
-def settings_for(args: Sequence[str] = ()) -> type[Settings]:
-    """The settings class of the kind that the arguments name, and `--aligner-kind`. Without that
-    flag it is the first kind that has all the given flags, beginning with the default; or
-    `network`, if its data or a target is given. UserError names the kind that has a flag which this
-    one lacks.
+def settings_for(args: Sequence[str] = ()) -> type[TrainSettings]:
+    """The settings class of the kind that `--aligner-kind` names. Without that flag it is the first
+    kind that has all the given flags, beginning with the default; or `network`, if its data or a
+    target is given. UserError names the kind that has a flag which this one lacks.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
     parser.add_argument("--aligner-kind")
-    kind = parser.parse_known_args(args)[0].aligner_kind
     words = (word.partition("=")[0].replace("--no-", "--") for word in args)
     names = {word for word in words if word.startswith("--")}
-    kind = kind or _kind_of(names)
-    cls = _with_kind(kind)
-    for flag in sorted(names - cls.flags()):
-        others = [other for other in KINDS if flag in trainer_of(other).SETTINGS.flags()]
-        if others:
-            raise UserError(f"{flag} is for --aligner-kind {' or '.join(others)}, not {kind}")
-    return cls
+    classes = all_settings()
+    flags = {kind: cls.flags() for kind, cls in classes.items()}
+    kind = parser.parse_known_args(args)[0].aligner_kind
+    if kind is None:
+        first = "network" if names & OF_NETWORKS else DEFAULT_KIND
+        own = names & set().union(*flags.values())
+        kind = next((kind for kind in (first, *flags) if own <= flags[kind]), first)
+    if kind not in KINDS:
+        raise UserError(unknown(KINDS.what, kind, KINDS))
+    for name in sorted(names - flags[kind]):
+        if others := [other for other in KINDS if name in flags[other]]:
+            raise UserError(f"{name} is for --aligner-kind {' or '.join(others)}, not {kind}")
+    return classes[kind]
 
 
-def all_settings() -> dict[str, type[Settings]]:
+def all_settings() -> dict[str, type[TrainSettings]]:
     """The settings class of every kind, by name."""
-    return {kind: _with_kind(kind) for kind in KINDS}
+    return {kind: trainer_of(kind).SETTINGS for kind in KINDS}
 
 
-def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
-    values = dict(vars(settings))
-    kind = values.pop("aligner_kind")
-    trainer = trainer_of(kind)
-    one = trainer.SETTINGS(**values)
-    results = trainer.train(one)
+def run(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
+    kind = settings.aligner_kind
+    results = trainer_of(kind).train(settings)
     if as_json or not results:  # of a process that helps another
         return results or None
     for kv, result in results.items():
         ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
+        use = "" if result["used"] else f"; not used: {kv}s stay unchanged"
         print(
-            (
-                f"{kv}: val loss {result['val_loss']:.6g}, input-label MSE "
-                f"{result['input_label_mse']:.6g}, ratio {ratio} (lower is better; 1 is no "
-                "improvement)"
-            )
-            + ("" if result["used"] else f"; not used: {kv}s stay unchanged")
+            f"{kv}: val loss {result['val_loss']:.6g}, input-label MSE "
+            f"{result['input_label_mse']:.6g}, ratio {ratio} (lower is better; 1 is no "
+            f"improvement){use}"
         )
     if "judged" in result:
         print(*verdict_lines(result["judged"]), sep="\n")
     elif kind == "network":
         print("judged only by the error of one move: measure streams with kvalign eval perplexity")
-    print(f"aligner: {one.folder(kind)}")
-    _say_next(one, kind)
+    print(f"aligner: {settings.folder}")
+    _say_next(settings)
     return results
 
 
-def _say_next(settings: TrainSettings, kind: str) -> None:
+def _say_next(settings: TrainSettings) -> None:
     """Name the other network, if one is left to train; then `generate`."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.config import CONFIG
     from kvalign.foundation.files import read_checked
 
-    out = settings.folder(kind)
-    config = read_checked(AlignerConfig, out / CONFIG)
+    config = read_checked(AlignerConfig, settings.folder / CONFIG)
     for kv in TARGETS:
-        if kind == "network" and kv not in config.training:
+        if config.kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
-            say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
-    say_use_of(config, out)
+            words = Settings.command_line(other, "train", ("overwrite",))  # --target says the kind
+            say_next(*shlex.split(words)[1:])
+    say_use_of(config, settings.folder)
 
 
 def say_use_of(config: AlignerConfig, out: Path) -> None:
@@ -144,32 +144,3 @@ def _beside(judged: dict[str, Any]) -> str:
     """Figure of the shipped aligner, if there is one."""
     shipped = judged.get("shipped")
     return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
-
-
-def _kind_of(names: set[str]) -> str:
-    """Kind that the flags imply."""
-    first = "network" if names & OF_NETWORKS else DEFAULT_KIND
-    flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
-    own = names & set().union(*flags.values())
-    return next((kind for kind in flags if own <= flags[kind]), first)
-
-
-def _with_kind(kind: str) -> type[Settings]:
-    """Settings of a kind with the choice of it."""
-    cls = trainer_of(kind).SETTINGS
-    note = "each kind has its own flags, which imply it; --target or --data alone imply network"
-    field = option(kind, help=f"what to train: {note}", choices=tuple(KINDS))
-    return dataclasses.make_dataclass(
-        cls.__name__,
-        [("aligner_kind", str, field)],
-        bases=(cls,),
-        namespace={"__doc__": cls.__doc__, "command_line": _command_line},
-        frozen=True,
-        kw_only=True,
-    )
-
-
-def _command_line(settings: Settings, command: str, leave_out: tuple[str, ...] = ()) -> str:
-    """Shell command that always names the kind."""
-    words = Settings.command_line(settings, command, leave_out)
-    return f"{words} --aligner-kind {getattr(settings, 'aligner_kind')}"  # noqa: B009
