@@ -3,12 +3,10 @@
 import math
 import platform
 from importlib.metadata import version
-from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from kvalign.aligners.config import Count, Text
 from kvalign.aligners.network_sizes import TARGETS
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
@@ -19,26 +17,24 @@ from kvalign.models.loading import LoadedModel
 SPLITS = ("train", "val")
 PAIRS = tuple(f"{kv}_{state}" for kv in TARGETS for state in ("stale", "aligned"))
 
-Positive = Annotated[Count, Field(ge=1)]
-
 
 class RecordedSettings(BaseModel):
     """Settings of a recording that its bytes depend on; see `RecordSettings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: Text
-    corpus: tuple[Text, ...]
-    num_tokens: Positive
-    chunk_len: Positive
-    num_sinks: Count
-    num_evicted: Annotated[tuple[Positive, ...], Field(min_length=1)]  # ascending, each once
-    stride: Positive
+    model: str
+    corpus: tuple[str, ...]
+    num_tokens: int
+    chunk_len: int
+    num_sinks: int
+    num_evicted: tuple[int, ...]  # ascending, each once
+    stride: int
     val_share: float
-    dtype: Literal["float16", "float32", "bfloat16"]
+    dtype: str
     shard_mb: float
-    batch_size: Positive
-    device: Text
+    batch_size: int
+    device: str
     seed: int
 
 
@@ -47,36 +43,24 @@ class RecordingConfig(BaseModel):
 
     Attributes:
         identity: of the model (`kvalign.models.identity`); None in older recordings.
-        embedding_fingerprint: of the model (`probe` in recordings of version 0.1), for the config
-            of an aligner.
+        embedding_fingerprint: of the model, for the config of an aligner.
         stale: description of the stale keys and values.
         shapes: of a chunk's tensors, by number evicted: L, H, S, D.
         chunks_per_shard: chunks in each shard but the last of a split.
         versions: of Python and packages.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
+    format: int = 1
     settings: RecordedSettings
     model: ModelSpec
-    identity: Text | None = None
-    embedding_fingerprint: Annotated[
-        tuple[float, ...], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
-    ]
-    stale: Text
-    shapes: dict[int, tuple[Positive, Positive, Positive, Positive]]
-    chunks_per_shard: Positive
+    identity: str | None = None
+    embedding_fingerprint: tuple[float, ...]
+    stale: str
+    shapes: dict[int, tuple[int, int, int, int]]
+    chunks_per_shard: int
     versions: dict[str, str]
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        shifts = self.settings.num_evicted
-        if sorted(set(shifts)) != list(shifts):
-            raise ValueError("settings.num_evicted must be ascending")
-        if self.shapes != shapes_of(self.settings, self.model):
-            raise ValueError("shapes must be those that follow from settings and model")
-        return self
 
     def num_bytes(self, num_chunks: int) -> int:
         """Bytes of all pairs of so many chunks."""
@@ -87,15 +71,6 @@ class RecordingConfig(BaseModel):
     def num_rows(self, num_evicted: int, num_chunks: int) -> int:
         """Number of pairs of each kv in so many chunks: num_chunks * L * H * S."""
         return num_chunks * math.prod(self.shapes[num_evicted][:3])
-
-
-def shapes_of(settings: RecordedSettings, spec: ModelSpec) -> dict[int, tuple[int, int, int, int]]:
-    """Shape of a chunk's tensors by number evicted: L, H, S, D."""
-    num_slots = settings.chunk_len - settings.num_sinks
-    return {
-        shift: (spec.num_layers, spec.num_kv_heads, num_slots - shift, spec.head_dim)
-        for shift in settings.num_evicted
-    }
 
 
 def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig:
@@ -111,7 +86,11 @@ def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig
         "num_evicted": sorted(set(settings.num_evicted)),
     }
     recorded = RecordedSettings(**{name: values[name] for name in RecordedSettings.model_fields})
-    shapes = shapes_of(recorded, spec)
+    num_slots = recorded.chunk_len - recorded.num_sinks
+    shapes = {
+        shift: (spec.num_layers, spec.num_kv_heads, num_slots - shift, spec.head_dim)
+        for shift in recorded.num_evicted
+    }
     itemsize = getattr(torch, settings.dtype).itemsize
     chunk_bytes = len(PAIRS) * math.prod(shapes[recorded.num_evicted[0]]) * itemsize
     versions = {name: version(name) for name in ("kvalign", "torch", "transformers")}

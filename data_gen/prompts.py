@@ -12,8 +12,11 @@ text, for models that continue texts instead of answering.
 """
 
 from pathlib import Path
+from typing import Any
 
-from kvalign.foundation.errors import UserError
+from kvalign.data_gen.hub_dataset import rows_of
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import parse_json, text_of
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import typed
 
@@ -31,15 +34,35 @@ def conversations(spec: str) -> list[list[str]]:
             work offline), or a row without a turn (the message names its line).
         NotFoundError: no such file.
     """
-    from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
-
     spec = typed("prompts", spec, str)
     if spec == "mt-bench":
-        turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, talk, PATH.jsonl")
+        offline = "prompts that work offline: own, talk, PATH.jsonl"
+        rows = enumerate(rows_of(MT_BENCH, None, "train", offline))
+        turns = [_turns(row, f"{MT_BENCH} row {number}") for number, row in rows]
     elif spec in OURS or spec.endswith(".jsonl"):
-        turns = prompt_rows.of_file(OURS.get(spec) or Path(spec).expanduser())
+        path = OURS.get(spec) or Path(spec).expanduser()
+        if not path.is_file():
+            raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
+        # As bytes: JSON may hold characters that end a line for str.splitlines.
+        lines = [(f"{path}:{n}", x) for n, x in enumerate(path.read_bytes().splitlines(), 1)]
+        turns = [
+            _turns(parse_json(text_of(line, where), where), where)
+            for where, line in lines
+            if line.strip()
+        ]
     else:
         raise UserError(unknown("prompts", spec, NAMES))
     if not turns:
         raise UserError(f"no prompt in {spec}: at least one is needed")
+    return turns
+
+
+def _turns(row: Any, where: str) -> list[str]:
+    """The turns of a row, whose other fields are left aside."""
+    found = row.get("turns", row.get("prompt")) if isinstance(row, dict) else None
+    turns = [found] if isinstance(found, str) and "turns" not in row else found
+    are_texts = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
+    if not (are_texts and turns):
+        needed = '"turns" (a list of texts) or "prompt" (a text or a list of them)'
+        raise UserError(f"{where} needs {needed}, got {found!r:.80}")
     return turns

@@ -139,9 +139,13 @@ def _record_shards(
             expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
             shards.extend(expected)
             num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
-            if new_shards := [
-                shard for shard in expected if not _is_recorded(shard, config, tokens)
-            ]:
+            # Those that are written, whole, and of these tokens, stay: a corpus may have changed.
+            new_shards = [
+                shard
+                for shard in expected
+                if find_damage(shard, config) or shard.notes()["tokens_sha256"] != tokens
+            ]
+            if new_shards:
                 yield of_shard, new_shards
             else:
                 progress.skip(of_shard.ids.numel())
@@ -152,7 +156,7 @@ def _record_shards(
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
-    return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
+    return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.file))
 
 
 def _num_expected(settings: RecordSettings, config: RecordingConfig) -> int:
@@ -170,23 +174,13 @@ def _summary(folder: Path) -> str:
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""
 
 
-def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> bool:
-    """Return whether the shard is written, whole, and of these tokens (a corpus may have
-    changed).
-    """
-    try:
-        return not find_damage(shard, config) and shard.notes().tokens_sha256 == tokens_sha256
-    except UserError:
-        return False
-
-
 def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
     progress.phase("checksums")
     shifts, mse = config.settings.num_evicted, {kv: dict[int, float]() for kv in TARGETS}
     for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
         num_numbers = sum(shard.num_rows for shard in of_shift) * config.model.head_dim
-        squares = [shard.notes().squared_error for shard in of_shift]
+        squares = [shard.notes()["squared_error"] for shard in of_shift]
         for kv in TARGETS:
             mse[kv][shift] = sum(square[kv] for square in squares) / num_numbers
     num_chunks, num_rows, entries = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), []
@@ -194,8 +188,11 @@ def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
         num_rows[shard.split] += shard.num_rows
         if shard.num_evicted == shifts[0]:  # each shift has the same chunks
             num_chunks[shard.split] += shard.num_chunks
-        about = {name: value for name, value in vars(shard).items() if name != "path"}
-        entries.append(about | {"file": shard.path.name, "sha256": sha256(shard.path)})
-    values = {"num_chunks": num_chunks, "num_rows": num_rows, "input_label_mse": mse}
-    texts = text_sha256(config.settings.corpus)
-    return Manifest.model_validate({**values, "shards": entries, "text_sha256": texts})
+        entries.append(shard.model_copy(update={"sha256": sha256(shard.path)}))
+    return Manifest(
+        num_chunks=num_chunks,
+        num_rows=num_rows,
+        input_label_mse=mse,
+        shards=entries,
+        text_sha256=text_sha256(config.settings.corpus),
+    )

@@ -12,16 +12,15 @@ int64, the chunks' indices in the corpus.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.aligners.config import Text
 from kvalign.data_gen.chunks import ShardChunks
-from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
+from kvalign.data_gen.config import PAIRS, RecordingConfig
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_whole
@@ -34,57 +33,36 @@ _DTYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}  # torch's an
 _NOTES = "kvalign"  # one entry, because safetensors writes several in random order
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file of the store."""
+class Shard(BaseModel):
+    """One file of the store, and its line of the manifest. `num_rows` is num_chunks * L * H * S,
+    the pairs of each kv.
+    """
 
-    path: Path
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
     split: str
     num_evicted: int
     num_chunks: int
-    num_rows: int  # num_chunks * L * H * S, the pairs of each kv
+    num_rows: int
+    sha256: str = ""
+    folder: Path = Field(Path(), exclude=True)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.file
 
     def tensors(self, kv: str) -> tuple[Tensor, Tensor]:
         """Stale and aligned `key` or `value`, memory-mapped: [num_chunks, L, H, S, D] each."""
         with safe_open(self.path, "pt") as file:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
-    def notes(self) -> "ShardNotes":
-        """Return the notes written with the shard; UserError if there are none."""
+    def notes(self) -> dict[str, Any]:
+        """Return the notes written with the shard: `squared_error`, the sum of squared differences
+        by kv, and `tokens_sha256`.
+        """
         with safe_open(self.path, "pt") as file:
-            text = (file.metadata() or {}).get(_NOTES, "")
-        try:
-            return ShardNotes.model_validate_json(text)
-        except ValidationError:
-            raise UserError(
-                f"{self.path} is not a shard of kvalign gen-data: it has no metadata"
-            ) from None
-
-
-class ShardNotes(BaseModel):
-    """Notes in the header of a shard: sum of squared differences by kv, and the tokens' hash."""
-
-    squared_error: dict[str, float]
-    tokens_sha256: str
-
-
-class ShardEntry(BaseModel):
-    """Line of the manifest; the name of its file never leads out of the folder."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    file: Annotated[str, Field(pattern=r"^(train|val)-k[0-9]{1,9}-[0-9]{5,9}\.safetensors$")]
-    split: Literal["train", "val"]
-    num_evicted: Positive
-    num_chunks: Positive
-    num_rows: Positive
-    sha256: Text
-
-    @model_validator(mode="after")
-    def _name_fits(self) -> Self:
-        if not self.file.startswith(f"{self.split}-k{self.num_evicted}-"):
-            raise ValueError("file must be named after split and num_evicted")
-        return self
+            return json.loads(file.metadata()[_NOTES])
 
 
 class Manifest(BaseModel):
@@ -95,7 +73,7 @@ class Manifest(BaseModel):
         input_label_mse: mean squared difference of stale and aligned entries over both splits,
             by kv and number evicted.
         shards: by split and number evicted, then in the order of the corpus.
-        text_sha256: of the recorded local texts; missing in recordings of 0.1.
+        text_sha256: of the recorded local texts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -103,8 +81,8 @@ class Manifest(BaseModel):
     num_chunks: dict[str, int]
     num_rows: dict[str, int]
     input_label_mse: dict[str, dict[int, float]]
-    shards: Annotated[list[ShardEntry], Field(min_length=1)]
-    text_sha256: dict[str, str] = Field(default_factory=dict)
+    shards: list[Shard]
+    text_sha256: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -117,11 +95,8 @@ class Store:
 
     def shards(self, split: str | None = None) -> list[Shard]:
         """Shards of `train` or `val`, or all, in the manifest's order."""
-        return [
-            Shard(self.folder / e.file, e.split, e.num_evicted, e.num_chunks, e.num_rows)
-            for e in self.manifest.shards
-            if split in (None, e.split)
-        ]
+        shards = (x.model_copy(update={"folder": self.folder}) for x in self.manifest.shards)
+        return [shard for shard in shards if split in (None, shard.split)]
 
     @property
     def shifts(self) -> tuple[int, ...]:
@@ -149,9 +124,9 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         raise UserError(f"{folder} is unfinished: run the same gen-data command again")
     manifest = read_checked(Manifest, folder / MANIFEST)
     store = Store(folder, read_checked(RecordingConfig, folder / CONFIG), manifest)
-    for shard, entry in zip(store.shards(), manifest.shards, strict=True):
+    for shard in store.shards():
         damage = find_damage(shard, store.config)
-        if not damage and verify and sha256(shard.path) != entry.sha256:
+        if not damage and verify and sha256(shard.path) != shard.sha256:
             damage = "its SHA-256 differs from the manifest's"
         if damage:
             raise UserError(
@@ -199,33 +174,32 @@ def expected_shard(
     folder: Path, config: RecordingConfig, chunks: ShardChunks, num_evicted: int
 ) -> Shard:
     """The shard of these chunks, written or not."""
-    path = folder / f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors"
-    num_rows = config.num_rows(num_evicted, len(chunks.ids))
-    return Shard(path, chunks.split, num_evicted, len(chunks.ids), num_rows)
+    return Shard(
+        file=f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors",
+        split=chunks.split,
+        num_evicted=num_evicted,
+        num_chunks=len(chunks.ids),
+        num_rows=config.num_rows(num_evicted, len(chunks.ids)),
+        folder=folder,
+    )
 
 
-def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> None:
+def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
     """Write `PAIRS` and `chunk`, with the notes."""
-    metadata = {_NOTES: json.dumps(notes.model_dump(), sort_keys=True)}
+    metadata = {_NOTES: json.dumps(notes, sort_keys=True)}
     write_whole(shard.path, lambda path: save_file(tensors, path, metadata=metadata))
 
 
 def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
-    """Return the fault of a shard, by its manifest, its file's header and length, or None."""
-    if shard.num_evicted not in config.shapes:
-        return f"num_evicted {shard.num_evicted} was not recorded"
-    num_rows = config.num_rows(shard.num_evicted, shard.num_chunks)
-    if shard.num_rows != num_rows:
-        return f"num_rows must be {num_rows}, the manifest has {shard.num_rows}"
+    """Return the fault of a shard, by its file's header and length, or None."""
     shape = [shard.num_chunks, *config.shapes[shard.num_evicted]]
     expected = dict.fromkeys(PAIRS, (shape, _DTYPES[config.settings.dtype]))
     expected["chunk"] = ([shard.num_chunks], "I64")
-    if not shard.path.is_file():  # a pipe would be waited for
+    if not shard.path.exists():
         return "it is missing"
     try:
         with safe_open(shard.path, "pt") as file:
-            names = file.keys()
-            slices = {name: file.get_slice(name) for name in names}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             header = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
         return str(error)

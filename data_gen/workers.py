@@ -17,7 +17,7 @@ from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.data_gen.store import Shard, ShardNotes, write_shard
+from kvalign.data_gen.store import Shard, write_shard
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.device import AUTO
@@ -69,7 +69,7 @@ def record_chunks(
         squares = {
             kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in TARGETS
         }
-        notes = ShardNotes(squared_error=squares, tokens_sha256=chunks.sha256())
+        notes = {"squared_error": squares, "tokens_sha256": chunks.sha256()}
         write_shard(shard, {**tensors, "chunk": chunks.chunk_indices}, notes)
 
 

@@ -3,20 +3,30 @@
 OUT/sweep.json         written first: settings and data
 OUT/trials             Ray's state of the sweep, a folder a trial
 OUT/aligner            a run of `kvalign train` with the best trial's settings
-OUT/trials.csv, ...    tables and plots, see `sweep_report`
+OUT/trials.csv         a row for each trial, the best first
+OUT/reports.csv        a row for each validation report
 OUT/result.json        written last
 """
 
 import dataclasses
+import logging
+import math
+import os
 import shutil
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from kvalign.data_gen.store import check_model, newest_recording, open_store
 from kvalign.foundation import progress
-from kvalign.foundation.errors import RunError
-from kvalign.foundation.files import locked
+from kvalign.foundation.cluster import ray_session
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.files import locked, write_text
 from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
@@ -25,13 +35,15 @@ from kvalign.training.network_devices import check_runs_once
 from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import describe_data
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_ray import TRIALS, run_trials
-from kvalign.training.sweep_report import ranked, write
-from kvalign.training.sweep_trial import settings_at
+from kvalign.training.sweep_trial import Trial, settings_at
 
-_ALIGNER = "aligner"
+_TRIALS, _ALIGNER = "trials", "aligner"
 # What may differ between a sweep and its resumption.
 _FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
+
+# Read by Ray Tune: its new output, which would be printed beside ours, and how often it writes down
+# where the sweep is, in seconds.
+_ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
 
 
 @keywords_of(TuneSettings)
@@ -75,25 +87,28 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         keeping(lambda: _summary(out) if settings.resume else ""),
     ):
         if state == "new":
-            for name in (TRIALS, _ALIGNER):
+            for name in (_TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
             run.begin()
         with progress.shown_as("tune"):
             progress.phase("trials on Ray")
             progress.expect(settings.num_trials, "trials")
             trials = ranked(run_trials(out, settings, base))
-        best = trials[0]
-        if best.state == "failed":
+        best, rows = trials[0], [trial.row for trial in trials]
+        if rows[0]["state"] == "failed":
             reason = best.error or "no finite validation loss"
             raise RunError(f"all trials failed, trial {best.name} with: {reason}")
-        write(out, trials, settings.target)
+        names = ("report", "epochs", "val_loss", "seconds")
+        reports = [{"trial": t.name} | {n: r[n] for n in names} for t in trials for r in t.reports]
+        write_text(out / "trials.csv", pd.DataFrame(rows).to_csv(index=False))
+        write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
         best_settings = dataclasses.replace(settings_at(base, best.point), judge=True)
         (trained,) = train_network(best_settings).values()
         result: dict[str, Any] = {
             "target": settings.target,
-            "best": best.row,
-            "trials": [trial.row for trial in trials],
-            "num_stopped": sum(trial.state == "stopped" for trial in trials),
+            "best": rows[0],
+            "trials": rows,
+            "num_stopped": sum(row["state"] == "stopped" for row in rows),
             "aligner": str(out / _ALIGNER),
             "aligner_val_loss": trained["val_loss"],
             **{x: trained[x] for x in ("input_label_mse", "used", "judged") if x in trained},
@@ -104,10 +119,52 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     return result
 
 
+def ranked(trials: list[Trial]) -> list[Trial]:
+    """Trials by validation loss, lowest first, failed ones last."""
+    losses = {t.name: math.inf if t.val_loss is None else t.val_loss for t in trials}
+    return sorted(trials, key=lambda t: (t.row["state"] == "failed", losses[t.name]))
+
+
+def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list[Trial]:
+    """Run all trials, which share `base`, or those that a killed sweep in `out` has not finished.
+
+    Raises:
+        UserError: no such Ray cluster, or a trial that this machine is too small for.
+        KeyboardInterrupt: stopped by the user.
+    """
+    with _quiet(), ray_session(settings.ray_address) as ray:
+        from kvalign.training.sweep_ray import trial_of, tuner
+
+        for name in ("CPU", "GPU"):
+            needed = getattr(settings, f"{name.lower()}s_per_trial")
+            has = ray.cluster_resources().get(name, 0)
+            if settings.ray_address is None and needed > has:
+                raise UserError(f"--{name.lower()}s-per-trial {needed}: this machine has {has:g}")
+        results = tuner(out / _TRIALS, settings, base).fit()
+        if results.num_terminated + results.num_errors < len(results):
+            raise KeyboardInterrupt  # Ray took it for itself
+        return [trial_of(result) for result in results]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray Tune without its messages; it also leaves Ctrl-C switched off, which is undone."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logger, interrupt = logging.getLogger("ray.tune"), signal.getsignal(signal.SIGINT)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def _summary(out: Path) -> str:
     """Return what an interrupted sweep has."""
-    num_trials = len(list((out / TRIALS).glob("*/last.ckpt")))
-    return f"{num_trials} trials are kept in {out / TRIALS}" if num_trials else ""
+    num_trials = len(list((out / _TRIALS).glob("*/last.ckpt")))
+    return f"{num_trials} trials are kept in {out / _TRIALS}" if num_trials else ""
 
 
 def base_settings(settings: TuneSettings) -> NetworkSettings:
@@ -128,8 +185,6 @@ def base_settings(settings: TuneSettings) -> NetworkSettings:
 def _state(run: ResumableRun, settings: TuneSettings) -> State:
     """Return whether the sweep is to begin, to go on, or done."""
     is_ours = run.config_path.exists()
-    if is_ours and run.difference() and not (run.folder / TRIALS).exists():
-        return "new"  # nothing is lost
     if settings.overwrite and (not is_ours or run.difference() or run.result()):
         return "new"
     state = run.state()

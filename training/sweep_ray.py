@@ -3,66 +3,23 @@
 ASHA is Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning".
 """
 
-import logging
-import os
-import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from pathlib import Path
 from typing import Any
 
-from kvalign.foundation.cluster import ray_session
-from kvalign.foundation.errors import UserError
+from ray import tune
+from ray.tune.experiment import Trial as RayTrial
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.search import BasicVariantGenerator
+
+from kvalign.foundation import progress
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_report import Trial
-from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, run_trial
-
-TRIALS = "trials"
-# Read by Ray Tune: its new output, which would be printed beside ours, and how often it writes down
-# where the sweep is, in seconds.
-_ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
+from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, Trial, run_trial
 
 
-def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list[Trial]:
-    """Run all trials, which share `base`, or those that a killed sweep in `out` has not finished.
-
-    Raises:
-        UserError: no such Ray cluster, or a trial that this machine is too small for.
-        KeyboardInterrupt: stopped by the user.
-    """
-    with _quiet(), ray_session(settings.ray_address) as ray, _locks_in(out / ".ray.partial"):
-        if settings.ray_address is None:
-            _check_resources(settings, ray.cluster_resources())
-        from kvalign.training.sweep_watch import Watch
-
-        results = _tuner(out, settings, base, Watch()).fit()
-        if results.num_terminated + results.num_errors < len(results):
-            raise KeyboardInterrupt  # Ray took it for itself
-        return [_trial(result) for result in results]
-
-
-def scheduler(settings: TuneSettings) -> Any:
-    """Scheduler that stops trials, comparing them at the same amount of data."""
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
-
-    if settings.scheduler == "none":
-        return FIFOScheduler()
-    return ASHAScheduler(
-        time_attr=PLACE,
-        # Beyond the last report: at `max_t` itself every trial would be stopped.
-        max_t=settings.max_epochs * settings.vals_per_epoch + 1,
-        grace_period=settings.grace_reports,
-        reduction_factor=settings.reduction_factor,
-    )
-
-
-def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings, watch: Any) -> Any:
-    from ray import tune
-    from ray.tune.search import BasicVariantGenerator
-
-    folder = out / TRIALS
+def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.Tuner:
+    """All trials, which share `base`, or those that a killed sweep has not finished in a folder."""
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, base=base, folder=folder),
         {"cpu": settings.cpus_per_trial, "gpu": settings.gpus_per_trial},
@@ -89,15 +46,25 @@ def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings, watch: Any)
         trial_name_creator=_name,
         trial_dirname_creator=_name,
     )
-    run = tune.RunConfig(name=TRIALS, storage_path=str(out), callbacks=[watch], verbose=0)
+    place = dict(name=folder.name, storage_path=str(folder.parent))
+    run = tune.RunConfig(**place, callbacks=[Watch()], verbose=0)
     return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 
-def _name(trial: Any) -> str:
-    return f"{int(trial.trial_id.rpartition('_')[2]):03d}"
+def scheduler(settings: TuneSettings) -> TrialScheduler:
+    """Scheduler that stops trials, comparing them at the same amount of data."""
+    if settings.scheduler == "none":
+        return FIFOScheduler()
+    return ASHAScheduler(
+        time_attr=PLACE,
+        # Beyond the last report: at `max_t` itself every trial would be stopped.
+        max_t=settings.max_epochs * settings.vals_per_epoch + 1,
+        grace_period=settings.grace_reports,
+        reduction_factor=settings.reduction_factor,
+    )
 
 
-def _trial(result: Any) -> Trial:
+def trial_of(result: tune.Result) -> Trial:
     """A trial's own records, without what was reported again after a kill."""
     table = result.metrics_dataframe
     reports = []
@@ -109,37 +76,42 @@ def _trial(result: Any) -> Trial:
     return Trial(Path(result.path).name, point, reports, error[-1] if error else "")
 
 
-def _check_resources(settings: TuneSettings, available: dict[str, float]) -> None:
-    for name in ("CPU", "GPU"):
-        needed, has = getattr(settings, f"{name.lower()}s_per_trial"), available.get(name, 0)
-        if needed > has:
-            raise UserError(f"--{name.lower()}s-per-trial {needed}: this machine has {has:g}")
+def _name(trial: RayTrial) -> str:
+    return f"{int(trial.trial_id.rpartition('_')[2]):03d}"
 
 
-@contextmanager
-def _locks_in(folder: Path) -> Iterator[None]:
-    """Let Ray Tune, which leaves its lock files, make them where they are removed."""
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ["RAY_TMPDIR"]
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
-        shutil.rmtree(folder, ignore_errors=True)
+class Watch(tune.Callback):
+    """Counter of trials that writes a line to stderr for each. It has no state, because Ray pickles
+    it and restores it with a sweep.
+    """
+
+    def on_trial_complete(self, trials: list[RayTrial], trial: RayTrial, **_: Any) -> None:
+        is_last = (trial.last_result or {}).get("is_last")
+        progress.say(line(trials, trial, "finished" if is_last else "stopped"))
+        progress.advance(1)
+
+    def on_trial_error(self, trials: list[RayTrial], trial: RayTrial, **_: Any) -> None:
+        progress.say(line(trials, trial, f"failed (see error.txt in {trial.path})"))
+        progress.advance(1)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray Tune without its messages; it also leaves Ctrl-C switched off, which is undone."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    logger, interrupt = logging.getLogger("ray.tune"), signal.getsignal(signal.SIGINT)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        signal.signal(signal.SIGINT, interrupt)
+def line(trials: list[RayTrial], trial: RayTrial, state: str) -> str:
+    """End of a trial in one line."""
+    last, point = trial.last_result or {}, trial.config
+    reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
+    measured = "no val loss"
+    if (lowest := _best_loss(trial)) < math.inf:
+        measured = f"val loss {lowest:.4g} (best so far {min(map(_best_loss, trials)):.4g})"
+    start = f"trial {trial} {state}{reached}: "
+    if "lr" not in point:  # it failed before it was given any
+        return start + measured
+    return (
+        f"{start}hidden {point['hidden1']}, {point['hidden2']}; "
+        f"batch size {point['batch_size']}; lr {point['lr']:.3g}; {measured}"
+    )
+
+
+def _best_loss(trial: RayTrial) -> float:
+    """Lowest loss; infinite without one."""
+    lowest = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
+    return lowest if math.isfinite(lowest) else math.inf

@@ -1,11 +1,13 @@
-"""Trial of a sweep: `kvalign train` with the trial's settings, reported to Ray.
+"""Trial of a sweep: `kvalign train` with the trial's settings, reported to Ray, and what is left.
 
 A killed trial continues from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint.
 Reports that it may have missed are in that file, too, and are sent again.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,38 @@ POINT = (*HIDDEN, "batch_size", "lr")
 # Which report it would be, had an epoch exactly as many as asked: large batches are few, so an
 # epoch of them has some more reports, and equal numbers are not equal amounts of data.
 PLACE = "place"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Trial of a sweep, as it ended."""
+
+    name: str
+    point: Mapping[str, Any]  # by the names of `POINT`
+    reports: list[dict[str, Any]]  # of `Reports`, in order, each once
+    error: str = ""  # one line, of a failed trial
+
+    @property
+    def val_loss(self) -> float | None:
+        """Lowest validation loss; None if none is finite."""
+        finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
+        return min(finite, default=None)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Row of tables. The state is `finished` (early stopping included), `stopped` by the
+        scheduler, or `failed`.
+        """
+        last = self.reports[-1] if self.reports else {}
+        state = "finished" if last.get("is_last") else "stopped"
+        return {
+            "trial": self.name,
+            **self.point,
+            "num_reports": len(self.reports),
+            "state": "failed" if self.error or self.val_loss is None else state,
+            "val_loss": self.val_loss,
+            **{name: last.get(name) for name in ("num_parameters", "seconds")},
+        }
 
 
 def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:

@@ -36,11 +36,11 @@ def test_files_hold_turns_or_a_prompt(tmp_path):
         assert conversations(str(path)) == expected[: text.count("{")]
 
 
-NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\): '
+NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\), got '
 BAD = [
-    (b'{"prompt": "\xff"}', "must be JSON: 'utf-8' codec can't decode"),
-    ('{"turns": "x"}', NEEDED + "turns: .* valid list, got 'x'"),
-    ('{"turns": ["x", " "]}', NEEDED + r"turns.1: .*, got ' '"),
+    (b'{"prompt": "\xff"}', "is not UTF-8 text: 'utf-8' codec can't decode"),
+    ('{"turns": "x"}', NEEDED + "'x'"),
+    ('{"turns": ["x", " "]}', NEEDED + r"\['x', ' '\]"),
 ]
 
 

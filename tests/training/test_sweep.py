@@ -58,7 +58,7 @@ def test_a_trial_is_the_training_run_of_its_settings(base, tmp_path, batch_size,
 
 
 def test_a_trial_that_fails_before_it_has_settings_has_a_line():
-    from kvalign.training.sweep_watch import line  # which imports Ray
+    from kvalign.training.sweep_ray import line  # which imports Ray
 
     trial = SimpleNamespace(config={}, last_result=None, metric_analysis={})
     assert line([trial], trial, "failed").endswith(" failed: no val loss")
