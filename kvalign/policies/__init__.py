@@ -1,4 +1,4 @@
-"""Policies: which entry of a full cache is evicted. Each has one file and one line here."""
+"""Policies: which entry of a full cache is evicted. Each is a class, and has one line here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OLDEST = "oldest"
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     {
-        OLDEST: "kvalign.policies.oldest:Oldest",
-        "random": "kvalign.policies.random:Random",
-        "key-norm": "kvalign.policies.key_norm:KeyNorm",
-        "keydiff": "kvalign.policies.keydiff:KeyDiff",
-        "tova": "kvalign.policies.tova:Tova",
-        "h2o": "kvalign.policies.h2o:H2O",
-        "second-chance": "kvalign.policies.second_chance:SecondChance",
+        OLDEST: "kvalign.policies.of_entries:Oldest",
+        "random": "kvalign.policies.of_entries:Random",
+        "key-norm": "kvalign.policies.of_entries:KeyNorm",
+        "keydiff": "kvalign.policies.of_entries:KeyDiff",
+        "tova": "kvalign.policies.of_attention:Tova",
+        "h2o": "kvalign.policies.of_attention:H2O",
+        "second-chance": "kvalign.policies.of_attention:SecondChance",
     },
 )
 """Policy classes by their names on the command line."""

@@ -118,7 +118,7 @@ def changed(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("fc2.bias"), r"missing ['fc2.bias'], unknown none"),
+        (without("fc2.bias"), "holds no KV-Align network: missing fc2.bias"),
         (changed("fc3.bias", lambda x: x[1:]), "fc3.bias is (15,), needed (16,)"),
         (changed("emb_pos.weight", lambda x: x[:34]), "has 34 positions, needed 35 for"),
     ],
