@@ -5,7 +5,7 @@ Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the res
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
 tokens. With `--max-minutes` all this goes by the clock. The first steps have short rows. The input
 of a step depends only on the seed and the step, so a resumed run gives the same result.
-`context_rows` and `copy_heads` are for models that use a long context.
+`copying` is for models that use a long context.
 """
 
 import itertools
@@ -45,10 +45,8 @@ from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.context_rows import ContextRows, decay
-from kvalign.training.copy_heads import copy_loss, show_attention
+from kvalign.training.copying import ContextRows, copy_loss, decay
 from kvalign.training.first_model import first_model
-from kvalign.training.muon import Float32Muon, has_bfloat16
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
@@ -134,7 +132,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run.restore()
     loss_of: Callable[..., Tensor] = _loss_and_copies if settings.copy_weight else _loss
     if settings.copy_weight:
-        show_attention(model, True)
+        model.set_attn_implementation("eager")  # which returns its weights
     if settings.compile:
         loss_of = torch.compile(loss_of, dynamic=False)  # of two row lengths
     opening = prefix_ids(tokenizer)
@@ -193,6 +191,41 @@ def bits_per_byte(
         nll += cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in blocks[:, 1:].tolist())
     return nll / math.log(2) / num_bytes
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether products in bfloat16 are fast on a device."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Float32Muon(torch.optim.Muon):
+    """`torch.optim.Muon` with products in float32, and the rate of `match_rms_adamw`: for a CPU
+    without instructions for bfloat16, on which torch's takes many times as long.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            momentum, lr = group["momentum"], group["lr"]
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - momentum)
+                update = orthogonal(weight.grad.lerp(mean, momentum), group["ns_coefficients"])
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def orthogonal(update: Tensor, coefficients: tuple[float, float, float], steps: int = 5) -> Tensor:
+    """Matrix nearest to an update [M, N] whose rows or columns are orthonormal, roughly: the
+    Newton-Schulz iteration of Jordan 2024.
+    """
+    a, b, c = coefficients
+    x = update.T if update.shape[0] > update.shape[1] else update
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if update.shape[0] > update.shape[1] else x
 
 
 class Run:
@@ -311,7 +344,7 @@ def _publish(
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")
     if settings.copy_weight:
-        show_attention(model, False)
+        model.set_attn_implementation("sdpa")
     model.to(torch.bfloat16)
 
     def write(folder: Path) -> None:

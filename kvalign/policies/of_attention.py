@@ -46,7 +46,7 @@ class H2O(Policy):
 
 
 class SecondChance(H2O):
-    """As the page replacement of that name skips recently used pages (Corbato 1968).
+    """The page replacement of that name, which skips recently used pages (Corbato 1968).
 
     Attention is summed as in `h2o`, which evicts entries of any age for heavier ones. This policy
     evicts only old ones, so it loses less of the entries that `oldest` would keep, and gains less

@@ -15,11 +15,9 @@ from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
-from kvalign.training.context_rows import ContextRows
-from kvalign.training.copy_heads import copy_loss, layers_of, right_places
+from kvalign.training.copying import ContextRows, copy_loss, layers_of, right_places
 from kvalign.training.first_model import build_model
-from kvalign.training.muon import Float32Muon
-from kvalign.training.pretraining import bits_per_byte, pretrain
+from kvalign.training.pretraining import Float32Muon, bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import NO_LABEL, TokenMix
@@ -179,7 +177,7 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
 
 @pytest.mark.slow
 def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):
-    monkeypatch.setattr("kvalign.training.context_rows.RARE_FROM", 20)
+    monkeypatch.setattr("kvalign.training.copying.RARE_FROM", 20)
     ids = np.arange(5000, dtype=np.uint16) % 997
     mix = TokenMix([ids], np.ones(1))
 
