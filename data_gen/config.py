@@ -7,7 +7,7 @@ from importlib.metadata import version
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec, rotation_of

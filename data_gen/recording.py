@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
 from kvalign.data_gen.corpora import text_sha256, token_pieces

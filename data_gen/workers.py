@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.entries import KV, cat
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realign import FromBirth, realigner_of
 from kvalign.cache.sizes import CacheSizes

@@ -1,5 +1,5 @@
-"""What makes a small model copy what it has read far back: rows that reward it, mixed into natural
-ones at first, and a loss of the heads that copy.
+"""Rows that reward a small model for copying what it has read far back, mixed into natural ones at
+first, and a loss of the heads that copy.
 
 In a share of the rows a passage occurs a second time. In a share, rare tokens trade places, each
 with the same other one everywhere in its row: a name then cannot be known from earlier epochs, only

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.methods import make_method

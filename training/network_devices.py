@@ -11,14 +11,8 @@ from contextlib import contextmanager
 from kvalign.foundation.errors import UserError
 
 _LEADER = "KVALIGN_LEADER"  # tells a process that the command started which one did
-# Variables by which launchers say how many processes they start, the more exact first.
-_COUNTS = {
-    "SLURM_STEP_NUM_TASKS": "as one task: srun --ntasks=1 kvalign ...",
-    "SLURM_NTASKS": "as one task: srun --ntasks=1 kvalign ...",
-    "OMPI_COMM_WORLD_SIZE": "without mpirun",
-    "PMI_SIZE": "without mpirun",
-    "WORLD_SIZE": "without torchrun",
-}
+# Variables by which launchers say how many processes they start.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 _OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
     *("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -41,7 +35,7 @@ def check_runs_once() -> None:
         if number != "1":
             raise UserError(
                 f"{name} is {number}, but training starts the processes of --devices itself: run "
-                f"it once, {_COUNTS[name]}"
+                "it once, without torchrun or mpirun, in SLURM as one task: srun --ntasks=1"
             )
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.config import CONFIG
+from kvalign.aligners.kinds import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.aligners.network import new_net
-from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import Store, check_model, newest_recording, open_store
 from kvalign.foundation import progress

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet, new_config
-from kvalign.aligners.network_sizes import SHARED_SIZES, TARGETS
+from kvalign.aligners.kinds import SHARED_SIZES, TARGETS
 from kvalign.foundation import progress
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import sha256

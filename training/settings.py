@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.aligners.kinds import KINDS
-from kvalign.aligners.network_sizes import NETWORK_SIZES as S
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import KINDS, TARGETS
+from kvalign.aligners.kinds import NETWORK_SIZES as S
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import (
     DEFAULT_CORPUS,

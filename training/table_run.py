@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners import Aligner, TableAligner
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes

@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner, AlignerConfig, Move, TableAligner, new_config
+from kvalign.aligners import KINDS, Aligner, AlignerConfig, Move, TableAligner, new_config
 from kvalign.aligners.config import CONFIG
 from kvalign.aligners.entries import KV
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
@@ -41,9 +41,10 @@ LAST_SHARE = 15 / 16
 """Of a learned context, the positions that a table's entries are written at in a full cache: few
 queries have read what lies behind (eval/results/realignment.md)."""
 
-A = TypeVar("A", bound=Aligner)
-S = TypeVar("S", bound=TextSettings)
-Fit = Callable[[A, S, LoadedModel, Text], dict[str, Any]]
+Fit = Callable[[Any, Any, LoadedModel, Text], dict[str, Any]]
+"""Training of an aligner in place, on its device: of the aligner, its settings, the model and text
+to fields for the record. None of its parameters requires a gradient before and after.
+"""
 
 
 def _last_position(kind: type[Aligner], chunk_len: int, spec: ModelSpec) -> int | None:
@@ -56,15 +57,11 @@ def _last_position(kind: type[Aligner], chunk_len: int, spec: ModelSpec) -> int 
 
 @progress.shown_as("train")
 def train_on_text(
-    kind: type[A], fit: Fit[A, S], settings: S, loaded: LoadedModel | None = None
+    fit: Fit, settings: TextSettings, loaded: LoadedModel | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Train an aligner of a kind, measure it on validation text, and save it with a card in `out`.
-
-    Args:
-        kind: its class, which starts from the original form of entries (`recursive = False`). The
-            sizes in its `default_sizes` are read from the settings of the same names.
-        fit: trains an aligner of the kind in place, on its device, and returns fields for the
-            record. None of its parameters requires a gradient before and after.
+    """Train an aligner, measure it on validation text, and save it with a card in `out`. Its kind
+    starts from the original form of entries (`recursive = False`); the sizes in its `default_sizes`
+    are read from the settings of the same names.
 
     Returns:
         for `key` and `value` the record in the aligner's config and card: `val_loss` and
@@ -80,7 +77,7 @@ def train_on_text(
     """
     if loaded is not None:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
-    out = settings.folder
+    kind, out = KINDS[settings.aligner_kind], settings.folder
     former = _in_aligner(out, settings)
     if former is None:
         check_free(out, settings.overwrite)
@@ -115,7 +112,7 @@ def train_on_text(
     text = read(corpora, loaded.tokenizer, num_tokens, settings.chunk_len)
     torch.manual_seed(settings.seed)
     config = new_config(
-        kind.kind,
+        settings.aligner_kind,
         model,
         loaded.spec,
         chunk_len=settings.chunk_len,

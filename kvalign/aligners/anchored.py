@@ -11,8 +11,8 @@ from torch import Tensor
 from kvalign.aligners.base import Aligner, Birth, Flags, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
+from kvalign.aligners.kinds import NETWORK_SIZES, TARGETS
 from kvalign.aligners.network import RealignNet, new_net
-from kvalign.aligners.network_sizes import NETWORK_SIZES, TARGETS
 from kvalign.aligners.table import TableAligner
 
 

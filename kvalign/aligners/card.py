@@ -30,21 +30,19 @@ def card_text(config: AlignerConfig) -> str:
     parts = {name: part for name, part in config.training.items() if isinstance(part, dict)}
     data = [part["data"] for part in parts.values() if isinstance(part.get("data"), dict)]
     imported = any("licence" in entry for entry in data)
+    datasets = {name for entry in data for name in entry.get("datasets", ()) if _is_hub_id(name)}
     metadata = ModelCardData(
         license="other" if imported else "apache-2.0",
         library_name="kvalign",
         tags=["kv-cache", "kvalign"],
         base_model=config.base_model if _is_hub_id(config.base_model) else None,
-        datasets=sorted({name for entry in data for name in _datasets(entry)}) or None,
+        datasets=sorted(datasets) or None,
     )
-    # Aligners of 0.1 were judged as a whole, against a stream without sinks.
-    losses = {(p["val_nll_stale"], p["val_nll"]) for p in parts.values() if "val_nll_stale" in p}
     judged = next((part["judged"] for part in parts.values() if "judged" in part), None)
     return _TEMPLATES.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         config=config,
         parts=parts,
-        losses=losses,
         judged=judged,
         set_name=_set_name,
         imported=imported,
@@ -60,15 +58,6 @@ def _set_name(parts: list[str]) -> str:
 
 def _listing(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
-
-
-def _datasets(data: dict[str, Any]) -> list[str]:
-    """Hub data sets of a part's training; for older records, those that a corpus names itself."""
-    if "datasets" in data:
-        return [name for name in map(str, data["datasets"]) if _is_hub_id(name)]
-    specs = [str(spec).removeprefix("marked:") for spec in data.get("corpus") or ()]
-    names = [spec.split(":")[1] for spec in specs if spec.startswith("hub:")]
-    return [name for name in names if _is_hub_id(name)]
 
 
 def _is_hub_id(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from kvalign.models.architectures import Family
 from kvalign.models.identity import FINGERPRINT_LEN
@@ -20,8 +20,8 @@ class AlignerConfig(BaseModel):
         kind: name in `kvalign.aligners.kinds.KINDS`.
         base_model: the model's name at the time of training. Informative, since a folder may have
             moved.
-        embedding_fingerprint: of the base model and of what was trained from it (`probe` in folders
-            of version 0.1); why that, and not the model's identity: `kvalign.models.identity`.
+        embedding_fingerprint: of the base model and of what was trained from it; why that, and not
+            the model's identity: `kvalign.models.identity`.
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
         num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
             did best, and a stream's default.
@@ -31,7 +31,7 @@ class AlignerConfig(BaseModel):
         training: data, settings and versions of each part; informative.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Text
     base_model: Text
@@ -42,7 +42,6 @@ class AlignerConfig(BaseModel):
     embedding_fingerprint: Annotated[
         tuple[FiniteFloat, ...],
         Field(min_length=FINGERPRINT_LEN, max_length=FINGERPRINT_LEN),
-        Field(validation_alias=AliasChoices("embedding_fingerprint", "probe")),
     ]
     chunk_len: Annotated[Size, Field(ge=2)]
     num_sinks: Count

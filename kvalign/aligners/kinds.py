@@ -1,4 +1,5 @@
-"""Kinds of aligner, one line each. The command line, reports and tests read this registry.
+"""Kinds of aligner, one line each, and the sizes of networks, without importing torch. The command
+line, reports and tests read the registry.
 
 The module of the same name in `kvalign.training.kinds` trains a kind. It may also define the
 aligner.
@@ -18,3 +19,16 @@ KINDS: Registry[Any] = Registry(
     },
 )
 """Classes under `Aligner` by the names in `AlignerConfig.kind`."""
+
+TARGETS = ("key", "value")
+SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
+NETWORK_SIZES = {
+    "key_hidden1": 256,
+    "key_hidden2": 64,
+    "value_hidden1": 64,
+    "value_hidden2": 128,
+    "position_dim": 32,
+    "layer_dim": 8,
+    "head_embed_dim": 4,
+}
+"""Default sizes of realignment networks, which the paper's sweep found for DistilGPT2."""

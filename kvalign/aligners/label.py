@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 
 
 def label_of(kind: str, training: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners.base import Aligner, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
-from kvalign.aligners.network_sizes import NETWORK_SIZES, SHARED_SIZES, TARGETS
+from kvalign.aligners.kinds import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,15 +1,12 @@
 """Aligner folders: exact round trip, refusals that name what is wrong."""
 
-import json
-
 import pytest
 import torch
 from helpers.hub_cache import COMMIT, put_into_cache
 from helpers.methods import network
 from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
 
-from kvalign import checkpoints
-from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.aligners.label import label_of, often
 
 
@@ -56,14 +53,6 @@ def test_other_folders_are_refused(tmp_path, monkeypatch):
         Aligner.from_pretrained("someone/something")
 
 
-def test_configs_of_version_0_1_are_read():
-    """They call the embedding's fingerprint `probe`; so do those that ship."""
-    path = checkpoints.aligner_path("kvalign-gpt2-mini-table") / "config.json"
-    values = json.loads(path.read_text())
-    config = AlignerConfig.model_validate(values)
-    assert list(config.embedding_fingerprint) == values["probe"]
-
-
 def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     """With a card that the hub can read; the hub is its cache here."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -82,8 +71,7 @@ def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     data = {"corpus": corpus, "datasets": ["Salesforce/wikitext"]}
     data |= {"text_sha256": {"text:a.txt": "beef"}}
     part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
-    older = {"data": {"corpus": ["marked:hub:me/stories:en:text"]}}  # without `datasets`
-    training = {"key": part, "value": older}
+    training = {"key": part, "value": {"data": {"datasets": ["me/stories"]}}}
     changes = {"base_model": "distilbert/distilgpt2", "training": training}
     aligner.config = aligner.config.model_copy(update=changes)
     aligner.push_to_hub(name)

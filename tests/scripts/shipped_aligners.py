@@ -14,7 +14,7 @@ import torch
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.models.loading import load_model
 from kvalign.training.judge import judge

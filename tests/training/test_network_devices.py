@@ -23,8 +23,8 @@ SEVERAL = {
         SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"},
         "SLURM_STEP_NUM_TASKS is 2",
     ),
-    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "without mpirun"),
-    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, "without torchrun"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "COMM_WORLD_SIZE is 2"),
+    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, "once, without torchrun"),
 }
 ONE = [
     {},

@@ -35,22 +35,13 @@ class AnchoredSettings(NetworkSizes, TableSettings):
 def train_anchored(
     settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Train position tables as `train_table` does, then networks beside them, and save the aligner
-    in `out`.
-
-    Returns:
-        for `key` and `value` the result of `train_table`; only the tables decide `used`. With `kl`
-        or `nll`, also the result of `kvalign.training.anchored_run.tune_networks`.
-
-    Raises:
-        ExistsError: `out` has an aligner, and `overwrite` is not set.
-        UserError: as of `train_table`.
+    """Train position tables and networks beside them, and save the aligner in `out`, as
+    `train_table` does; only the tables decide `used`.
     """
-    from kvalign.aligners import AnchoredAligner
     from kvalign.training.anchored_run import fit
     from kvalign.training.text_run import train_on_text
 
-    return train_on_text(AnchoredAligner, fit, settings, loaded)
+    return train_on_text(fit, settings, loaded)
 
 
 SETTINGS, train = AnchoredSettings, train_anchored

@@ -46,28 +46,17 @@ class TableSettings(TextSettings):
 def train_table(
     settings: TableSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Train position tables with `objective`, and save the aligner in `out`.
-
-    Returns:
-        for `key` and `value` the result of `kvalign.training.text_run.train_on_text`; with `nll` or
-        `kl`, also that of `kvalign.training.table_objectives.tune`.
-
-    Raises:
-        ExistsError: `out` has an aligner, and `overwrite` is not set.
-        UserError: an unknown model, a corpus that is too short, an objective that the model cannot
-            be trained on, or an initial table that does not fit.
+    """Train position tables with `objective`, and save the aligner in `out`; results and errors are
+    those of `kvalign.training.text_run.train_on_text`.
     """
-    from kvalign.aligners import TableAligner
     from kvalign.training.table_run import fit
     from kvalign.training.text_run import train_on_text
 
     idle = sorted({"lr", "max_steps", "seed"} & settings.changed().keys())
     if settings.objective in ("mse", "projected") and idle:
-        names = ", ".join(idle)
-        log.warning(
-            "%s has no effect with --objective %s, which has no steps", names, settings.objective
-        )
-    return train_on_text(TableAligner, fit, settings, loaded)
+        what = "%s has no effect with --objective %s, which has no steps"
+        log.warning(what, ", ".join(idle), settings.objective)
+    return train_on_text(fit, settings, loaded)
 
 
 SETTINGS, train = TableSettings, train_table

@@ -40,20 +40,13 @@ class TableNetworkSettings(TableSettings):
 def train_table_network(
     settings: TableNetworkSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Train tables and a network beside them with `objective`, and save the aligner in `out`.
-
-    Returns:
-        for `key` and `value` the result of `train_table`.
-
-    Raises:
-        ExistsError: `out` has an aligner, and `overwrite` is not set.
-        UserError: as of `train_table`; positions that are not learned.
+    """Train tables and a network beside them with `objective`, and save the aligner in `out`, as
+    `train_table` does.
     """
-    from kvalign.aligners import TableNetworkAligner
     from kvalign.training.table_run import fit
     from kvalign.training.text_run import train_on_text
 
-    return train_on_text(TableNetworkAligner, fit, settings, loaded)
+    return train_on_text(fit, settings, loaded)
 
 
 SETTINGS, train = TableNetworkSettings, train_table_network

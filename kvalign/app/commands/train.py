@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.aligners.kinds import KINDS
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import KINDS, TARGETS
 from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from kvalign.aligners import Aligner, AlignerConfig, Move
 from kvalign.aligners.entries import KV
-from kvalign.aligners.network_sizes import TARGETS
+from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.pairs import positionless
 from kvalign.models.loading import LoadedModel
-from kvalign.training.settings import TextSettings
+from kvalign.training.settings import TextSettings, kind_of
 from kvalign.training.text import Text
 from kvalign.training.text_run import train_on_text
 
@@ -23,6 +23,8 @@ class CentredSettings(TextSettings):
     Example:
         kvalign train --aligner-kind centred --num-tokens 20000 --chunk-len 64 --out my-aligner
     """
+
+    aligner_kind: str = kind_of("centred")
 
 
 class CentredAligner(Aligner):
@@ -59,7 +61,7 @@ def fit(
 
 
 def train(settings: CentredSettings, loaded: LoadedModel | None = None) -> dict[str, Any]:
-    return train_on_text(CentredAligner, fit, settings, loaded)
+    return train_on_text(fit, settings, loaded)
 
 
 SETTINGS = CentredSettings
