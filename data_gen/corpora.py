@@ -31,7 +31,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
         "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
-        "marked:SPEC": "kvalign.data_gen.marked:Marked",
+        "marked:SPEC": "kvalign.data_gen.corpus:Marked",
     },
 )
 CORPORA: dict[str, Corpus] = {**{form: kind() for form, kind in _KINDS.items()}, **HUB}

@@ -2,9 +2,11 @@
 
 import glob
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import TEXT
@@ -13,6 +15,7 @@ PIECE_LEN = 1 << 20  # characters in memory at once
 # Of the corpus `recall`, in tokens.
 RECALL_LEN = {"train": 1_000_000, "test": 200_000}
 RECALL_LINE_LEN = 64
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 class Corpus(Protocol):
@@ -109,3 +112,37 @@ class Recall:
         num_lines = RECALL_LEN[split] // RECALL_LINE_LEN
         lines = (stream.take(RECALL_LINE_LEN)[0] for _ in range(num_lines))
         return in_pieces(" ".join(WORDS[i] for i in line) + "\n" for line in lines)
+
+
+class Marked:
+    """The corpora `marked:SPEC`: any other corpus in WikiText's tokenised form."""
+
+    about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """Text of the corpus `rest`, marked a piece at a time; UserError for a corpus that is
+        already marked.
+        """
+        from kvalign.data_gen.corpora import texts  # whose registry names this module
+
+        if rest.startswith("marked:"):
+            raise UserError("marked: takes another corpus, got marked: again")
+        return map(_mark, texts(rest, split))
+
+
+@lru_cache(maxsize=1)
+def _moses() -> Any:
+    try:
+        import sacremoses
+    except ImportError as error:
+        raise UserError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
+    return sacremoses.MosesTokenizer("en")
+
+
+def _mark(text: str) -> str:
+    """Text as WikiText has it: Moses tokens, `@-@` in words, `@,@` and `@.@` in numbers."""
+    lines = []
+    for line in text.translate(_QUOTES).split("\n"):
+        line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)
+        lines.append(f" {line} " if line else " ")
+    return re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", "\n".join(lines))

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet
+from kvalign.aligners.base import OF_MODEL
 from kvalign.aligners.config import CONFIG
 from kvalign.aligners.kinds import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.aligners.network import new_net
@@ -51,7 +52,6 @@ _FREE = (
     "overwrite",
     "judge",
 )
-_OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
 def train(settings: NetworkSettings) -> NetworkAligner | None:
@@ -140,7 +140,7 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
     return AlignerConfig(
         kind=NetworkAligner.kind,
         base_model=model.name,
-        **{name: getattr(model, name) for name in _OF_MODEL},
+        **{name: getattr(model, name) for name in OF_MODEL},
         embedding_fingerprint=store.config.embedding_fingerprint,
         **store.config.settings.model_dump(include={"chunk_len", "num_sinks"}),
         shifts=store.shifts[:1],  # larger ones are several of the smallest

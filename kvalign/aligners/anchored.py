@@ -17,7 +17,7 @@ from kvalign.aligners.table import TableAligner
 
 
 class AnchoredAligner(Aligner):
-    """AnchoredAligner"""
+    """Position tables, and a `RealignNet` for keys and for values."""
 
     kind = "anchored"
     recursive = False
@@ -27,9 +27,6 @@ class AnchoredAligner(Aligner):
         super().__init__(config)
         self.table = TableAligner(config)
         self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in TARGETS)
-
-    def check_weights(self, where: str) -> None:
-        self.table.check_weights(where)
 
     def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         return self.table.anchor(layer, entries, birth)

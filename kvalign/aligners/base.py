@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 REVISION_LEN = 12
-_OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
+OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Birth = Tensor | slice
 """Original positions of entries: [S] int64, or a slice of length S."""
@@ -121,15 +121,12 @@ class Aligner(
             entries of the same shape.
         """
 
-    def check_weights(self, where: str) -> None:
-        """Raise UserError, beginning with `where`, for finite weights that the kind cannot use."""
-
     def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
         """Raise UserError, which names the field, unless the aligner fits this model and cache."""
         spec = spec_of(model.config)
         named = f"the aligner {self.source}" if self.source else "this aligner"
         made_for = f"{named} was made for {self.config.base_model}"
-        for name in _OF_MODEL:
+        for name in OF_MODEL:
             expected, actual = getattr(self.config, name), getattr(spec, name)
             if expected != actual:
                 raise UserError(f"{made_for}: {name} must be {expected}, this model has {actual}")
@@ -187,10 +184,6 @@ class Aligner(
         from kvalign.aligners.kinds import KINDS
 
         kind = KINDS.find(config.kind)
-        if unknown := sorted(config.sizes.keys() - kind.default_sizes.keys()):
-            names = ", ".join(kind.default_sizes) or "none"
-            named = f"sizes do not make a {config.kind}"
-            raise UserError(f"{where}: {named}, which has {names}: got {unknown[0]!r:.80}")
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
                 aligner = kind(config)
@@ -199,14 +192,13 @@ class Aligner(
         shapes = {name: tuple(x.shape) for name, x in aligner.state_dict().items()}
         weights = read_weights(folder / WEIGHTS, shapes, where)
         aligner.load_state_dict(weights, strict=True, assign=True)
-        aligner.check_weights(where)
         aligner.source, aligner.revision = str(model_id), _revision(folder)
         return aligner.requires_grad_(False).eval()
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
     """The config of an untrained aligner for `model`."""
-    of_model = {name: getattr(spec, name) for name in _OF_MODEL}
+    of_model = {name: getattr(spec, name) for name in OF_MODEL}
     fingerprint = embedding_fingerprint(model)
     return AlignerConfig(
         kind=kind, base_model=spec.name, embedding_fingerprint=fingerprint, **of_model, **fields

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from kvalign.models.architectures import Family
 from kvalign.models.identity import FINGERPRINT_LEN
@@ -49,12 +49,6 @@ class AlignerConfig(BaseModel):
     last_position: Size | None = None
     sizes: dict[str, Size] = {}
     training: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _leaves_a_place(self) -> "AlignerConfig":
-        if self.num_positions < 1:
-            raise ValueError("num_sinks leaves no entry of chunk_len to align")
-        return self
 
     @property
     def largest_cache(self) -> int:

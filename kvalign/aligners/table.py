@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from kvalign.aligners.base import Aligner, Birth, Flags, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
-from kvalign.foundation.errors import UserError
 
 TABLES = ("key", "value", "key_scale", "value_scale")
 
@@ -52,11 +51,6 @@ class TableAligner(Aligner):
         for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
             nn.init.zeros_(means)
             nn.init.ones_(scales)
-
-    def check_weights(self, where: str) -> None:
-        for name in ("key_scale", "value_scale"):
-            if not getattr(self, name).reciprocal().isfinite().all():
-                raise UserError(f"{where}: {name} must not be 0: entries are divided by it")
 
     def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
