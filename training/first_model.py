@@ -1,12 +1,32 @@
-"""The model that pretraining begins with: random, or with the weights of another one."""
+"""Tokenizer and model that pretraining begins with: new, or those of another model."""
+
+import itertools
+from collections.abc import Iterator
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from kvalign.foundation.errors import UserError
+from kvalign import checkpoints
+from kvalign.data_gen.corpora import texts
+from kvalign.data_gen.facts import END, recall_tokenizer
+from kvalign.foundation import progress
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import write_together
 from kvalign.models.loading import load_model
 from kvalign.training.settings import HEAD_DIM, PretrainSettings
+from kvalign.training.token_mix import parse_mix
+
+SINK = "<|sink|>"
+_TOKENIZER = "tokenizer.json"
+_TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
 
 def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -53,3 +73,62 @@ def first_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
             )
     model.load_state_dict(weights)
     return model
+
+
+def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
+    """The shared tokenizer, that of the first weights, the one already in `out`, or a new
+    byte-level BPE of the mix; the corpus `recall` has its own. With a sink token if one is wanted.
+    """
+    folder = settings.tokenizer or settings.init or settings.out
+    if settings.is_recall:
+        tokenizer: PreTrainedTokenizerBase = recall_tokenizer(settings.context_len)
+    elif folder != settings.out or (folder / _TOKENIZER).exists():
+        folder = checkpoints.model_path(str(folder)) or folder
+        if not (folder / _TOKENIZER).exists():
+            raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    else:
+        tokenizer = _new_tokenizer(settings)
+    if settings.sink_token and SINK not in tokenizer.get_vocab():
+        add_sink(tokenizer)
+    return tokenizer
+
+
+def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add a token to a tokenizer, which puts it before every text."""
+    tokenizer.add_special_tokens({"bos_token": SINK})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SINK} $A",
+        pair=f"{SINK} $A $B",
+        special_tokens=[(SINK, tokenizer.bos_token_id)],
+    )
+
+
+def _new_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
+    progress.phase("training a tokenizer")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_sample(parse_mix(settings.corpus)), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END, eos_token=END, model_max_length=settings.context_len
+    )
+    write_together(settings.out, tokenizer.save_pretrained, last=_TOKENIZER)
+    return tokenizer
+
+
+def _sample(mix: dict[str, float]) -> Iterator[str]:
+    """Text of each corpus by its share, a small corpus as often as it takes."""
+    for spec, share in mix.items():
+        num_left = int(_TOKENIZER_CHARS * share)
+        for text in itertools.cycle(filter(None, texts(spec, "train"))):
+            yield text[:num_left]
+            num_left -= len(text)
+            if num_left <= 0:
+                break

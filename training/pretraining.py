@@ -46,10 +46,15 @@ from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.copying import ContextRows, copy_loss, decay
-from kvalign.training.first_model import first_model
-from kvalign.training.recall_rows import RecallRows, accuracy_by_age
+from kvalign.training.first_model import first_model, open_tokenizer
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
+from kvalign.training.token_mix import (
+    RecallRows,
+    TokenMix,
+    accuracy_by_age,
+    open_mix,
+    parse_mix,
+)
 
 log = logging.getLogger(__name__)
 

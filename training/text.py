@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.facts import ages
 from kvalign.foundation.errors import UserError
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
-from kvalign.training.recall_rows import answers
 
 VAL_SHARE = 0.1
 
@@ -100,3 +100,25 @@ def read(
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])
     return Text(train, val, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+
+
+def row_ages(ids: Tensor) -> Tensor:
+    """`ages` of each row of ids [B, T]."""
+    return torch.tensor([ages(row) for row in ids.tolist()])
+
+
+def answers(ids: Tensor, cache_size: int) -> Tensor:
+    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache: [B *
+    labels] bool, row by row.
+
+    Raises:
+        UserError: there is none.
+    """
+    ages = row_ages(ids)[:, cache_size + 1 :].flatten()
+    in_cache = (ages > 0) & (ages <= cache_size)
+    if not in_cache.any():
+        raise UserError(
+            f"this text has no question about facts in a cache of {cache_size}: use more text "
+            "(--num-tokens)"
+        )
+    return in_cache

@@ -1,8 +1,6 @@
-"""Text of pretraining: corpora with shares, a tokenizer trained on them, token files, batches."""
+"""Rows of pretraining: text of corpora with shares, in token files, or facts and questions."""
 
 import hashlib
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,23 +8,20 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign import checkpoints
-from kvalign.data_gen.corpora import texts, token_pieces
-from kvalign.data_gen.facts import recall_tokenizer
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.facts import FactStreams
 from kvalign.foundation import progress
-from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.files import write_together, write_whole
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import write_whole
 from kvalign.training.settings import PretrainSettings
+from kvalign.training.text import row_ages
 
-END = "<|endoftext|>"
-SINK = "<|sink|>"
-_TOKENIZER = "tokenizer.json"
 NO_LABEL = -100  # what torch's cross entropy leaves out
-_TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
+NUM_EVAL_ROWS = 2000
+NUM_EIGHTHS = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,30 @@ class TokenMix:
             rows.append(self.ids[which][start : start + row_len + 1].astype(np.int64))
         ids = torch.from_numpy(np.stack(rows))
         return Rows(ids[:, :-1], ids[:, 1:])
+
+
+class RecallRows:
+    """Rows of the corpus `recall`, endless streams of facts and questions, with the loss of answers
+    only. The input of a step depends only on the seed and the step.
+
+    Rows begin anywhere in a stream. If all rows began alike, a model would learn the contents of
+    each position, and an aligner trained on its entries would carry content. The first, short rows
+    lie at random positions, so that all positions are trained from the beginning.
+    """
+
+    short_by = 4
+
+    def __init__(self, context_len: int):
+        self.context_len = context_len
+
+    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Rows:
+        """Rows of streams whose questions are for facts within a row."""
+        stream = FactStreams((seed, step), num_rows, row_len, ask_oldest=True)
+        ids = torch.from_numpy(stream.take(row_len + 1))
+        rng = np.random.default_rng((seed, step, 1))
+        first = int(rng.integers(self.context_len - row_len, endpoint=True))
+        labels = ids.masked_fill(row_ages(ids) == 0, NO_LABEL)
+        return Rows(ids[:, :-1], labels[:, 1:], first)
 
 
 def parse_mix(specs: tuple[str, ...]) -> dict[str, float]:
@@ -107,60 +126,19 @@ def open_mix(
     return TokenMix(ids, np.array(list(mix.values())))
 
 
-def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The shared tokenizer, that of the first weights, the one already in `out`, or a new
-    byte-level BPE of the mix; the corpus `recall` has its own. With a sink token if one is wanted.
+@torch.no_grad()
+def accuracy_by_age(model: PreTrainedModel, context_len: int, seed: int = 1) -> list[float]:
+    """Share of right answers in rows of `context_len` tokens, each read whole, by the age of the
+    fact: up to an eighth of the context length, up to two, ...
     """
-    folder = settings.tokenizer or settings.init or settings.out
-    if settings.is_recall:
-        tokenizer: PreTrainedTokenizerBase = recall_tokenizer(settings.context_len)
-    elif folder != settings.out or (folder / _TOKENIZER).exists():
-        folder = checkpoints.model_path(str(folder)) or folder
-        if not (folder / _TOKENIZER).exists():
-            raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    else:
-        tokenizer = _new_tokenizer(settings)
-    if settings.sink_token and SINK not in tokenizer.get_vocab():
-        add_sink(tokenizer)
-    return tokenizer
-
-
-def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add a token to a tokenizer, which puts it before every text."""
-    tokenizer.add_special_tokens({"bos_token": SINK})
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SINK} $A",
-        pair=f"{SINK} $A $B",
-        special_tokens=[(SINK, tokenizer.bos_token_id)],
-    )
-
-
-def _new_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    progress.phase("training a tokenizer")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(_sample(parse_mix(settings.corpus)), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=END, eos_token=END, model_max_length=settings.context_len
-    )
-    write_together(settings.out, tokenizer.save_pretrained, last=_TOKENIZER)
-    return tokenizer
-
-
-def _sample(mix: dict[str, float]) -> Iterator[str]:
-    """Text of each corpus by its share, a small corpus as often as it takes."""
-    for spec, share in mix.items():
-        num_left = int(_TOKENIZER_CHARS * share)
-        for text in itertools.cycle(filter(None, texts(spec, "train"))):
-            yield text[:num_left]
-            num_left -= len(text)
-            if num_left <= 0:
-                break
+    streams = FactStreams(seed, NUM_EVAL_ROWS, context_len, ask_oldest=True)
+    ids = torch.from_numpy(streams.take(context_len))
+    right, total = torch.zeros(2, NUM_EIGHTHS, dtype=torch.float32)
+    for rows in ids.split(16):
+        logits = model(input_ids=rows.to(model.device), use_cache=False).logits
+        hits = (logits[:, :-1].argmax(-1).cpu() == rows[:, 1:]).float()
+        age = row_ages(rows)[:, 1:]
+        of = (age[age > 0] * NUM_EIGHTHS - 1) // context_len
+        right.index_add_(0, of, hits[age > 0])
+        total.index_add_(0, of, torch.ones(len(of), dtype=torch.float32))
+    return (right / total).tolist()

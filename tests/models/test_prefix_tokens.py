@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
-from kvalign.training.token_mix import SINK, add_sink
+from kvalign.training.first_model import SINK, add_sink
 
 
 @pytest.fixture

@@ -18,16 +18,15 @@ from kvalign.training import pretraining as recipe
 from kvalign.training.copying import ContextRows, copy_loss, layers_of, right_places
 from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import Float32Muon, bits_per_byte, pretrain
-from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import NO_LABEL, TokenMix
+from kvalign.training.token_mix import NO_LABEL, RecallRows, TokenMix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
+    monkeypatch.setattr("kvalign.training.first_model._TOKENIZER_CHARS", 100_000)
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return f"text:{path}"
@@ -141,7 +140,7 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
 
 
 def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.training.recall_rows.NUM_EVAL_ROWS", 40)
+    monkeypatch.setattr("kvalign.training.token_mix.NUM_EVAL_ROWS", 40)
     rows = RecallRows(64).batch(0, 3, 5, 16)
     again, other = (RecallRows(64).batch(0, step, 5, 16) for step in (3, 4))
     assert torch.equal(rows.ids, again.ids) and not torch.equal(rows.ids, other.ids)

@@ -7,9 +7,8 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.training.recall_rows import answers
 from kvalign.training.table_objectives import stream_loss
-from kvalign.training.text import Text
+from kvalign.training.text import Text, answers
 
 CACHE_SIZE = 30
 
