@@ -6,11 +6,15 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvalign.data_gen.config import SPLITS, RecordedSettings
+if TYPE_CHECKING:
+    from kvalign.data_gen.store import RecordedSettings
+
+SPLITS = ("train", "val")
 
 BLOCK_CHUNKS = 4  # overlapping chunks are split by blocks of text this many chunks long
 
@@ -53,7 +57,7 @@ def cut_chunks(pieces: Iterable[list[int]], chunk_len: int, stride: int) -> Iter
 
 
 def by_shard(
-    chunks: Iterable[list[int]], settings: RecordedSettings, chunks_per_shard: int
+    chunks: Iterable[list[int]], settings: "RecordedSettings", chunks_per_shard: int
 ) -> Iterator[ShardChunks]:
     """Chunks, in order, gathered into shards of their split; the last may be smaller."""
     waiting: dict[str, list[tuple[int, list[int]]]] = {split: [] for split in SPLITS}

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _KINDS: Registry[type[Corpus]] = Registry(
     "corpus",
     {
-        "python-docs": "kvalign.data_gen.python_docs:PythonDocs",
-        "python-source": "kvalign.data_gen.python_source:PythonSource",
-        "python-source:MB": "kvalign.data_gen.python_source:PythonSource",
+        "python-docs": "kvalign.data_gen.python_texts:PythonDocs",
+        "python-source": "kvalign.data_gen.python_texts:PythonSource",
+        "python-source:MB": "kvalign.data_gen.python_texts:PythonSource",
         "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",

@@ -12,17 +12,18 @@ from itertools import chain, islice
 from pathlib import Path
 
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
-from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
+from kvalign.data_gen.chunks import SPLITS, by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
     CONFIG,
     Manifest,
+    RecordingConfig,
     Shard,
     Store,
     expected_shard,
     find_damage,
+    new_config,
     open_store,
 )
 from kvalign.data_gen.workers import Work, write_shards

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.chunks import ShardChunks
-from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.data_gen.store import Shard, write_shard
+from kvalign.data_gen.store import PAIRS, Shard, write_shard
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.device import AUTO

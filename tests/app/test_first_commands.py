@@ -22,7 +22,7 @@ def kvalign(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
-    documentation = "kvalign.data_gen.python_docs.python_docs"
+    documentation = "kvalign.data_gen.python_texts.python_docs"
     monkeypatch.setattr(documentation, lambda split: [{"text": TEXT[:24_000]}])
 
     def run(command, code=0):

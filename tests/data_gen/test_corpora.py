@@ -11,7 +11,7 @@ from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
 from kvalign.data_gen.corpora import text_sha256, texts, token_pieces
-from kvalign.data_gen.python_source import files_of
+from kvalign.data_gen.python_texts import files_of
 from kvalign.foundation.errors import UserError
 
 ODD = "a\r\nb\x0bc\u2028d\x0ce\n\n\nü €\n  f"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen import workers
-from kvalign.data_gen.config import SPLITS
+from kvalign.data_gen.chunks import SPLITS
 from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings

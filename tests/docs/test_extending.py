@@ -181,7 +181,7 @@ def test_an_evaluation_is_a_file_and_a_line(copy):
 def add_corpus(copy):
     copy.add("numbers.py", "data_gen/numbers.py")
     line = '        "numbers": "kvalign.data_gen.numbers:Numbers",'
-    copy.insert("data_gen/corpora.py", '"kvalign.data_gen.python_docs:PythonDocs",\n', line)
+    copy.insert("data_gen/corpora.py", '"kvalign.data_gen.python_texts:PythonDocs",\n', line)
 
 
 def test_a_corpus_is_a_file_and_a_line(copy):

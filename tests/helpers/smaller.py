@@ -72,7 +72,7 @@ INSIDE = {
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
     "kvalign.training.judge.ROW_LABELS": 30,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
-    "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
+    "kvalign.data_gen.python_texts.python_docs": lambda split: [{"text": TEXT}],
 }
 ENOUGH_LABELS = 220
 """`ROW_LABELS` where there is to be a verdict."""

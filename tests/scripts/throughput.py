@@ -125,17 +125,17 @@ def _batches(settings: ThroughputSettings, folder: Path):
         settings.num_positions,
         settings.head_dim,
     )
-    path = folder / "shard.safetensors"
+    name = "shard.safetensors"
     save_file(
         {f"key_{state}": torch.randn(shape, dtype=torch.float16) for state in ("stale", "aligned")},
-        path,
+        folder / name,
     )
     num_rows = (
         settings.num_chunks * settings.num_layers * settings.num_heads * settings.num_positions
     )
-    shuffled = Shuffled(
-        [Shard(path, "train", 1, settings.num_chunks, num_rows)], "key", settings.batch_size, seed=0
-    )
+    about = dict(split="train", num_evicted=1, num_chunks=settings.num_chunks, num_rows=num_rows)
+    shard = Shard(file=name, folder=folder, **about)
+    shuffled = Shuffled([shard], "key", settings.batch_size, seed=0)
     while True:
         yield from shuffled
 

@@ -157,7 +157,7 @@ def aligners() -> Iterator[Check]:
 def corpora() -> Iterator[Check]:
     from kvalign.data_gen.corpora import SPECS
     from kvalign.data_gen.hub_dataset import HUB
-    from kvalign.data_gen.python_docs import python_docs
+    from kvalign.data_gen.python_texts import python_docs
 
     next(python_docs("train"))
     yield Check("python-docs", "ok", SPECS["python-docs"])
