@@ -1,4 +1,4 @@
-"""Training: aligners of every kind (`kinds/`), sweeps over the networks' sizes, the import of the
+"""Training: aligners of every kind (`kinds.py`), sweeps over the networks' sizes, the import of the
 authors' networks, and the reference language models.
 
 `__init__.pyi` lists the public functions, which are imported at first use.

@@ -31,7 +31,7 @@ from kvalign.foundation import progress
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
-from kvalign.training.kinds.anchored import AnchoredSettings
+from kvalign.training.kinds import AnchoredSettings
 from kvalign.training.table_objectives import SMALLEST_CACHE, adam, divergence, draw
 from kvalign.training.text import Text, val_sizes
 

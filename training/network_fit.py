@@ -29,7 +29,7 @@ from kvalign.aligners import RealignNet
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_whole
-from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_rows import Batch, RecordedRows
 
 BEST, LAST = "best.ckpt", "last.ckpt"

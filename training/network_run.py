@@ -33,7 +33,7 @@ from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of
-from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_devices import is_helper
 from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows

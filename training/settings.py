@@ -1,4 +1,4 @@
-"""Settings of training; `kinds/` has those of a single kind of aligner."""
+"""Settings of training; `kinds.py` has those of a single kind of aligner."""
 
 import math
 from dataclasses import dataclass

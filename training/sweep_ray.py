@@ -13,7 +13,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 
 from kvalign.foundation import progress
-from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.kinds import NetworkSettings
 from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, Trial, run_trial
 

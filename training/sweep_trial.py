@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Timer
 
 from kvalign.aligners import NetworkAligner
 from kvalign.data_gen.store import open_store
-from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import fit
 from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import config_for

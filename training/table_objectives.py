@@ -31,7 +31,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation import progress
 from kvalign.models.architectures import spec_of
-from kvalign.training.kinds.table import TableSettings
+from kvalign.training.kinds import TableSettings
 from kvalign.training.text import Text, val_sizes
 
 ROW_LEN = 512  # tokens of a row at least, or three times the cache size if that is less

@@ -25,7 +25,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.loading import LoadedModel
-from kvalign.training.kinds.table import TableSettings
+from kvalign.training.kinds import TableSettings
 from kvalign.training.table_objectives import tune, tuning_tokens
 from kvalign.training.text import Text
 from kvalign.training.text_run import BATCH_SIZE

@@ -1,8 +1,7 @@
 """Kinds of aligner, one line each, and the sizes of networks, without importing torch. The command
 line, reports and tests read the registry.
 
-The module of the same name in `kvalign.training.kinds` trains a kind. It may also define the
-aligner.
+`kvalign.training.kinds.TRAINERS` has the function that trains each.
 """
 
 from typing import Any

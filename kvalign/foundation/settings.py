@@ -272,6 +272,7 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
         hints, of_class = typing.get_type_hints(cls), inspect.signature(cls).parameters.values()
         parameters = [p.replace(annotation=hints[p.name]) for p in of_class]
+        call.settings_type = cls  # type: ignore[attr-defined]
         call.__signature__ = inspect.Signature([*parameters, *more_parameters])  # type: ignore[attr-defined]
         lines = [f"    {field.name}: {field.metadata['help']}" for field in fields(cls)]
         about = inspect.cleandoc(function.__doc__ or "")
@@ -279,6 +280,11 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
         return call
 
     return decorate
+
+
+def settings_of(function: Callable[..., Any]) -> Any:
+    """The settings class of a function under `keywords_of`."""
+    return function.settings_type  # type: ignore[attr-defined]
 
 
 OF_WEIGHTS = (

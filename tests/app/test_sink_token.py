@@ -20,7 +20,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run
 from kvalign.training.first_model import add_sink
-from kvalign.training.kinds.table import TableSettings, train_table
+from kvalign.training.kinds import TableSettings, train_table
 
 SINK = VOCAB - 1
 

@@ -142,12 +142,14 @@ def test_a_policy_is_a_file_and_a_line(copy):
 
 
 def add_aligner(copy):
-    copy.add("centred.py", "training/kinds/centred.py")
-    line = '        "centred": "kvalign.training.kinds.centred:CentredAligner",'
+    copy.add("centred.py", "training/centred.py")
+    line = '        "centred": "kvalign.training.centred:CentredAligner",'
     copy.insert("aligners/kinds.py", '"kvalign.aligners.table:TableAligner",\n', line)
+    line = '        "centred": "kvalign.training.centred:train",'
+    copy.insert("training/kinds.py", '"kvalign.training.kinds:train_table",\n', line)
 
 
-def test_an_aligner_kind_is_a_file_and_a_line(copy):
+def test_an_aligner_kind_is_a_file_and_a_line_in_each_registry(copy):
     sizes, trials = "--cache-sizes 32", "--aligner-kinds centred --num-trials 1 --trial-len 2"
     about, _, document, _ = copy.run(
         "train --aligner-kind centred --help",

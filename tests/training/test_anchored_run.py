@@ -8,7 +8,7 @@ from helpers.tiny_models import VOCAB
 from kvalign.aligners import AnchoredAligner
 from kvalign.methods import make_method
 from kvalign.training.anchored_run import Streams, loss_of, new_streams, tune_networks
-from kvalign.training.kinds.anchored import AnchoredSettings
+from kvalign.training.kinds import AnchoredSettings
 from kvalign.training.text import Text
 
 CHUNK_LEN = 32

@@ -1,4 +1,4 @@
-"""Each kind of aligner has flags, a trainer and a line in the registry; a new one needs no more."""
+"""Each kind of aligner has flags, a trainer and a line in two registries."""
 
 import dataclasses
 import json
@@ -15,9 +15,11 @@ from kvalign.aligners import KINDS, Aligner
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.main import main
 from kvalign.app.commands import train
+from kvalign.foundation.settings import settings_of
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
-from kvalign.training import kinds, train_anchored
+from kvalign.training import train_anchored
+from kvalign.training.kinds import TRAINERS
 
 
 @pytest.mark.parametrize(
@@ -36,8 +38,8 @@ def test_flags_of_another_kind_are_refused(words, message, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_default_sizes_of_settings_are_those_of_the_kind(kind):
-    cls = kinds.trainer_of(kind).SETTINGS
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    fields = dataclasses.fields(settings_of(TRAINERS[kind]))
+    defaults = {field.name: field.default for field in fields}
     sizes = KINDS[kind].default_sizes
     assert sizes.items() <= defaults.items()
 

@@ -19,7 +19,7 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
-from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.kinds import NetworkSettings
 from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
 

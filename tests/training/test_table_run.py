@@ -20,7 +20,7 @@ from kvalign.data_gen.pairs import encode
 from kvalign.memory.plan import find_plan
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
-from kvalign.training.kinds.table import TableSettings
+from kvalign.training.kinds import TableSettings
 from kvalign.training.table_objectives import stream_loss, tune, validate
 from kvalign.training.table_run import standardise
 from kvalign.training.text import Text

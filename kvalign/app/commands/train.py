@@ -14,8 +14,8 @@ from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
-from kvalign.foundation.settings import Settings
-from kvalign.training.kinds import trainer_of
+from kvalign.foundation.settings import Settings, settings_of
+from kvalign.training.kinds import TRAINERS
 from kvalign.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ def settings_for(args: Sequence[str] = ()) -> type[TrainSettings]:
 
 def all_settings() -> dict[str, type[TrainSettings]]:
     """The settings class of every kind, by name."""
-    return {kind: trainer_of(kind).SETTINGS for kind in KINDS}
+    return {kind: settings_of(TRAINERS[kind]) for kind in KINDS}
 
 
 def run(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
     kind = settings.aligner_kind
-    results = trainer_of(kind).train(settings)
+    results = TRAINERS[kind](settings)
     if as_json or not results:  # of a process that helps another
         return results or None
     for kv, result in results.items():

@@ -10,6 +10,7 @@ from kvalign.aligners import Aligner, AlignerConfig, Move
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.pairs import positionless
+from kvalign.foundation.settings import keywords_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TextSettings, kind_of
 from kvalign.training.text import Text
@@ -60,8 +61,6 @@ def fit(
     return {}
 
 
-def train(settings: CentredSettings, loaded: LoadedModel | None = None) -> dict[str, Any]:
+@keywords_of(CentredSettings)
+def train(settings: CentredSettings, *, loaded: LoadedModel | None = None) -> dict[str, Any]:
     return train_on_text(fit, settings, loaded)
-
-
-SETTINGS = CentredSettings

@@ -1,0 +1,242 @@
+"""Training of each kind of aligner: its settings, from those in `kvalign.training.settings`, and a
+function of them that trains and saves. If it loads a model it also takes `loaded`.
+
+A kind that is trained on text calls `kvalign.training.text_run.train_on_text`, which does
+everything except the training itself.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvalign.foundation import progress
+from kvalign.foundation.folders import beside, recording_or_default
+from kvalign.foundation.registry import Registry
+from kvalign.foundation.settings import (
+    DEFAULT_MODEL,
+    MOST_PROCESSES,
+    MOST_RATE,
+    MOST_ROWS,
+    MOST_SIZE,
+    keywords_of,
+    option,
+)
+from kvalign.training.settings import NetworkSizes, TextSettings, TrainSettings, kind_of
+
+if TYPE_CHECKING:
+    from kvalign.models.loading import LoadedModel
+
+log = logging.getLogger(__name__)
+
+TRAINERS: Registry[Callable[..., dict[str, dict[str, Any]]]] = Registry(
+    "aligner kind",
+    {
+        "network": "kvalign.training.kinds:train_network",
+        "table": "kvalign.training.kinds:train_table",
+        "table-network": "kvalign.training.kinds:train_table_network",
+        "anchored": "kvalign.training.kinds:train_anchored",
+    },
+)
+"""Functions under `keywords_of` by the names in `kvalign.aligners.KINDS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(NetworkSizes, TrainSettings):
+    """Train the paper's networks on recorded caches; run the same command again to resume.
+
+    --aligner-kind table trains an aligner on a model and text instead: in a minute, without a
+    recording, and its errors do not accumulate.
+
+    Example:
+        kvalign train --data caches --max-steps 200 --out my-network
+    """
+
+    aligner_kind: str = kind_of("network")
+    data: Path | None = option(
+        None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
+    )
+    model: str | None = option(
+        None, help=f"base model of the caches (default: {DEFAULT_MODEL}, or that of --data)"
+    )
+    batch_size: int = option(
+        1024, help="rows per step on each device", at_least=1, at_most=MOST_ROWS
+    )
+    lr: float = option(7e-4, help="learning rate", above=0, at_most=MOST_RATE)
+    weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0, at_most=MOST_RATE)
+    max_epochs: int = option(3, help="epochs at most", at_least=1)
+    max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
+    patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
+    devices: int = option(1, help="number of devices", at_least=1, at_most=MOST_PROCESSES)
+    resume: bool = option(True, help="resume an unfinished run of the same settings")
+
+    @property
+    def folder(self) -> Path:
+        recording = recording_or_default(self.data, self.model or DEFAULT_MODEL)
+        return self.out or beside(recording, self.aligner_kind)
+
+
+@keywords_of(NetworkSettings)
+def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
+    """Train networks for keys, values or both, judge them by streams of the text that follows the
+    recorded one, and save an aligner in `out` with those that help.
+
+    Called again, an interrupted run continues from its last validation report. Networks in `out`
+    with the same settings and data are not trained again. That of the other kv joins the aligner,
+    and is judged again.
+
+    Returns:
+        for `key` and `value` the record in the aligner's config and card: `val_loss` and
+        `input_label_mse` (mean squared errors per number, with and without realignment), their
+        `ratio`, `used` (a network without benefit is saved as one that adds nothing), `judged` and
+        `val_nll` (the result of `kvalign.training.judge.judge`; absent without `judge`, or if
+        nothing can be judged), steps, seconds, settings, data. Empty on devices other than the
+        first.
+
+    Raises:
+        NotFoundError: no recorded data.
+        ExistsError: `out` has a network of other settings or data, or another unfinished run, and
+            `overwrite` is not set.
+        UserError: data of another model, unfinished data, a network in `out` that no other can
+            join, a non-finite loss, a launcher that starts the command several times.
+    """
+    from kvalign.foundation.files import locked
+    from kvalign.foundation.runs import keeping
+    from kvalign.training.aligner_folder import save
+    from kvalign.training.network_devices import is_helper, leading
+    from kvalign.training.network_judge import judge_networks
+    from kvalign.training.network_run import networks_in, train
+
+    out = settings.folder
+    if is_helper():
+        train(settings)
+        return {}
+    with leading(), progress.shown_as("train"):
+        aligner = train(settings)
+    if aligner is not None:
+        with locked(out), keeping(lambda: f"trained networks are kept in {out / 'training'}"):
+            if settings.judge:
+                judge_networks(aligner, settings.accelerator)
+            if networks_in(out) != aligner.config.training:
+                save(aligner, out)
+    records = networks_in(out)
+    return {kv: records[kv] for kv in settings.kvs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(TextSettings):
+    """Train position tables, the mean and the scale of keys and values at each position, on text.
+
+    It takes a minute, and errors do not accumulate. The paper's networks are trained on recorded
+    caches (`kvalign gen-data`): use --aligner-kind network, which --target and --data imply.
+
+    Example:
+        kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
+    """
+
+    objective: str = option(
+        "mse",
+        help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
+        "the LM that re-encodes at each step; context: divergence from the LM that sees its whole "
+        "context; projected: no training, the layers' projections of the position embeddings",
+        choices=("mse", "nll", "kl", "context", "projected"),
+    )
+    init: str = option(
+        "means",
+        help="start from means and scales over the text, from nothing, or from the table in an "
+        "aligner's folder, shipped name or hub id",
+    )
+    lr: float = option(
+        2e-3, help="learning rate; mse and projected take no steps", above=0, at_most=MOST_RATE
+    )
+    max_steps: int = option(300, help="steps; mse and projected take none", at_least=1)
+
+
+@keywords_of(TableSettings)
+def train_table(
+    settings: TableSettings, *, loaded: "LoadedModel | None" = None
+) -> dict[str, dict[str, Any]]:
+    """Train position tables with `objective`, and save the aligner in `out`; results and errors are
+    those of `kvalign.training.text_run.train_on_text`.
+    """
+    from kvalign.training.table_run import fit
+    from kvalign.training.text_run import train_on_text
+
+    idle = sorted({"lr", "max_steps", "seed"} & settings.changed().keys())
+    if settings.objective in ("mse", "projected") and idle:
+        what = "%s has no effect with --objective %s, which has no steps"
+        log.warning(what, ", ".join(idle), settings.objective)
+    return train_on_text(fit, settings, loaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableNetworkSettings(TableSettings):
+    """Train position tables on text, and with them, through the streaming LM, a network that
+    corrects an entry once, when it is written. For learned positions.
+
+    Example:
+        kvalign train --aligner-kind table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
+    """  # noqa: E501
+
+    aligner_kind: str = kind_of("table-network")
+    objective: str = option(
+        "context",
+        help="context: divergence from the LM that sees its whole context; kl: from the LM that "
+        "re-encodes at each step; nll: the LM's own loss on the text",
+        choices=("context", "kl", "nll"),
+    )
+    lr: float = option(
+        1e-3,
+        help="learning rate of the tables; the network's is twice that",
+        above=0,
+        at_most=MOST_RATE,
+    )
+    hidden: int = option(64, help="hidden size of the network", at_least=1, at_most=MOST_SIZE)
+
+
+@keywords_of(TableNetworkSettings)
+def train_table_network(
+    settings: TableNetworkSettings, *, loaded: "LoadedModel | None" = None
+) -> dict[str, dict[str, Any]]:
+    """Train tables and a network beside them with `objective`, and save the aligner in `out`, as
+    `train_table` does.
+    """
+    from kvalign.training.table_run import fit
+    from kvalign.training.text_run import train_on_text
+
+    return train_on_text(fit, settings, loaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchoredSettings(NetworkSizes, TableSettings):
+    """Train position tables on text, then a network that adds to them.
+
+    With --objective mse the network is trained on pairs of encodings. With kl and nll it is trained
+    on streams, through the frozen model. The tables are estimated, or come from --init.
+
+    Example:
+        kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
+    """  # noqa: E501
+
+    aligner_kind: str = kind_of("anchored")
+    objective: str = option(
+        "mse",
+        help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "
+        "the text; kl: divergence from the LM that re-encodes at each step",
+        choices=("mse", "nll", "kl"),
+    )
+
+
+@keywords_of(AnchoredSettings)
+def train_anchored(
+    settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
+) -> dict[str, dict[str, Any]]:
+    """Train position tables and networks beside them, and save the aligner in `out`, as
+    `train_table` does; only the tables decide `used`.
+    """
+    from kvalign.training.anchored_run import fit
+    from kvalign.training.text_run import train_on_text
+
+    return train_on_text(fit, settings, loaded)
