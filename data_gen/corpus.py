@@ -120,13 +120,9 @@ class Marked:
     about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """Text of the corpus `rest`, marked a piece at a time; UserError for a corpus that is
-        already marked.
-        """
+        """Text of the corpus `rest`, marked a piece at a time."""
         from kvalign.data_gen.corpora import texts  # whose registry names this module
 
-        if rest.startswith("marked:"):
-            raise UserError("marked: takes another corpus, got marked: again")
         return map(_mark, texts(rest, split))
 
 

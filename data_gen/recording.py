@@ -1,22 +1,37 @@
 """Recording of the training pairs of a corpus, shard by shard.
 
 The content of a shard depends only on the settings and the corpus. So an interrupted run continues
-where it stopped and ends in the same bytes, with any number of workers. A worker keeps one shard
-for each number evicted in memory.
+where it stopped and ends in the same bytes, with any number of workers: this process, or several on
+Ray. Each computes on one thread, as sums in another order would change the last bits. A worker
+keeps one shard for each number evicted in memory.
 """
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.chunks import SPLITS, by_shard, cut_chunks, equal_shares, first_val_chunk
+from kvalign.data_gen.chunks import (
+    SPLITS,
+    ShardChunks,
+    by_shard,
+    cut_chunks,
+    equal_shares,
+    first_val_chunk,
+)
 from kvalign.data_gen.corpora import text_sha256, token_pieces
+from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
     CONFIG,
+    PAIRS,
     Manifest,
     RecordingConfig,
     Shard,
@@ -25,9 +40,10 @@ from kvalign.data_gen.store import (
     find_damage,
     new_config,
     open_store,
+    write_shard,
 )
-from kvalign.data_gen.workers import Work, write_shards
 from kvalign.foundation import progress
+from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.device import AUTO
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
@@ -41,6 +57,9 @@ from kvalign.models.prefix_tokens import prefix_ids
 
 log = logging.getLogger(__name__)
 
+Work = Iterable[tuple[ShardChunks, list[Shard]]]
+"""Chunks, and the shards to write of them, one for each number evicted."""
+
 _FREE = ("batch_size", "device")  # may change between the runs: they touch the last bits at most
 
 
@@ -50,7 +69,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     """Record stale and aligned keys and values of a corpus in `out`, or the missing part.
 
     Args:
-        loaded: the model, if it is already loaded; `model` is then only its name.
+        loaded: the model, if it is already loaded; `model` is then only its name. Several workers
+            load it themselves.
 
     Returns:
         the finished store.
@@ -59,8 +79,6 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         UserError: the model or the corpus is too short for the settings, the folder has another
             recording, or a number does not fit `dtype`.
     """
-    if loaded is not None and settings.workers > 1:
-        raise UserError("several workers load the model themselves: give none, or workers=1")
     device = "cpu" if settings.device == AUTO and settings.workers > 1 else settings.device
     loaded = loaded or load_model(settings.model, device, "float32")
     config = new_config(settings, loaded)
@@ -197,3 +215,92 @@ def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
         shards=entries,
         text_sha256=text_sha256(config.settings.corpus),
     )
+
+
+def write_shards(settings: RecordSettings, loaded: LoadedModel, work: Work) -> None:
+    """Write shards. A single worker is this process and uses the loaded model; several load it
+    themselves.
+
+    Raises:
+        UserError: numbers that do not fit the stored type.
+    """
+    if settings.workers > 1:
+        _write_on_ray(settings, work)
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for chunks, shards in work:
+            record_chunks(settings, loaded, chunks, shards)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def record_chunks(
+    settings: RecordSettings, loaded: LoadedModel, chunks: ShardChunks, shards: list[Shard]
+) -> None:
+    """Encode the chunks, a batch at a time, and write their shards."""
+    dtype = getattr(torch, settings.dtype)
+    parts: dict[int, list[list[Tensor]]] = {shard.num_evicted: [] for shard in shards}
+    for ids in chunks.ids.split(settings.batch_size):
+        for shift, pairs in record_pairs(loaded, ids, settings.num_sinks, tuple(parts)).items():
+            parts[shift].append([x.to("cpu", dtype) for x in pairs])
+        progress.advance(ids.numel())
+    for shard in shards:
+        batches = parts.pop(shard.num_evicted)
+        stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
+        if not all(x.isfinite().all() for x in stored):
+            raise UserError(
+                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: use "
+                "bfloat16 or float32"
+            )
+        tensors = dict(zip(PAIRS, stored, strict=True))
+        squares = {
+            kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in TARGETS
+        }
+        notes = {"squared_error": squares, "tokens_sha256": chunks.sha256()}
+        write_shard(shard, {**tensors, "chunk": chunks.chunk_indices}, notes)
+
+
+class _Worker:
+    """A process of its own: one model, one thread, one shard at a time."""
+
+    def __init__(self, settings: RecordSettings, folder: str):
+        os.chdir(folder)  # relative paths are those of the command
+        torch.set_num_threads(1)
+        device = "cpu" if settings.device == AUTO else settings.device
+        self.settings, self.loaded = settings, load_model(settings.model, device, "float32")
+
+    def write(self, chunks: ShardChunks, shards: list[Shard]) -> tuple[int, str]:
+        """Tokens encoded, and what went wrong."""
+        try:
+            record_chunks(self.settings, self.loaded, chunks, shards)
+        except UserError as error:
+            return 0, str(error)
+        return chunks.ids.numel(), ""
+
+
+def _write_on_ray(settings: RecordSettings, work: Work) -> None:
+    """Workers write as they become free; one that dies is started anew and its work redone."""
+    with ray_session(settings.ray_address) as ray:
+        from ray.util import ActorPool
+
+        num_gpus = int(settings.device.startswith("cuda"))
+        kind = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=-1, max_task_retries=-1)
+        actor: Any = kind(_Worker)
+        workers = ActorPool(
+            [actor.remote(settings, str(Path.cwd())) for _ in range(settings.workers)]
+        )
+
+        def wait_for_one() -> None:
+            num_tokens, error = workers.get_next_unordered()
+            if error:
+                raise UserError(error)
+            progress.advance(num_tokens)
+
+        for shard in work:
+            if not workers.has_free():
+                wait_for_one()
+            workers.submit(lambda worker, shard: worker.write.remote(*shard), shard)
+        while workers.has_next():
+            wait_for_one()

@@ -1,8 +1,8 @@
+from .judge import judge_aligner as judge_aligner
 from .kinds import train_anchored as train_anchored
 from .kinds import train_network as train_network
 from .kinds import train_table as train_table
 from .kinds import train_table_network as train_table_network
-from .network_judge import judge_aligner as judge_aligner
 from .pretraining import pretrain as pretrain
 from .published import import_published as import_published
 from .recall_tuning import tune_memory as tune_memory

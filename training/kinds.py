@@ -105,8 +105,8 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     from kvalign.foundation.files import locked
     from kvalign.foundation.runs import keeping
     from kvalign.training.aligner_folder import save
-    from kvalign.training.network_devices import is_helper, leading
-    from kvalign.training.network_judge import judge_networks
+    from kvalign.training.judge import judge_networks
+    from kvalign.training.network_fit import is_helper, leading
     from kvalign.training.network_run import networks_in, train
 
     out = settings.folder

@@ -3,10 +3,15 @@
 The paper's protocol: at most 3 epochs, 5 validation reports in each, weight decay 0.01. The weights
 with the best validation loss are kept. `last.ckpt` is written at each report, and a resumed run
 ends in the same weights.
+
+A command runs once, and starts the processes of `--devices` on this machine. Left to itself,
+Lightning takes what SLURM, mpirun or torchrun says in the environment for processes that they have
+started. With one task it then trains on one device, whatever `--devices` says.
 """
 
 import logging
 import math
+import os
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +39,13 @@ from kvalign.training.network_rows import Batch, RecordedRows
 
 BEST, LAST = "best.ckpt", "last.ckpt"
 LOG_EVERY = 50  # steps between reports of the training loss
+_LEADER = "KVALIGN_LEADER"  # tells a process that the command started which one did
+# Variables by which launchers say how many processes they start.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+_OF_LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 MAX_GRADIENT = 1.0  # its norm; one through many moves may explode
 
 
@@ -154,7 +166,7 @@ def _trainer(
         enable_progress_bar=False,  # Lightning's own writes to stdout
         enable_model_summary=False,
         default_root_dir=work_dir,
-        plugins=[_WholeFiles(), LightningEnvironment()],  # no cluster's: `network_devices`
+        plugins=[_WholeFiles(), LightningEnvironment()],  # no cluster's: `leading`
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
@@ -207,3 +219,39 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def is_helper() -> bool:
+    """Return whether the command that trains started this process, for another device."""
+    return os.environ.get(_LEADER) == str(os.getppid())
+
+
+def check_runs_once() -> None:
+    """Raise UserError if a launcher starts the command several times."""
+    counts = {name: os.environ[name] for name in _COUNTS if name in os.environ}
+    if "SLURM_STEP_NUM_TASKS" in counts:
+        counts.pop("SLURM_NTASKS", None)  # that of the whole job
+    if "RANK" not in os.environ:
+        counts.pop("WORLD_SIZE", None)  # of no launcher
+    for name, number in counts.items():
+        if number != "1":
+            raise UserError(
+                f"{name} is {number}, but training starts the processes of --devices itself: run "
+                "it once, without torchrun or mpirun, in SLURM as one task: srun --ntasks=1"
+            )
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Let this process start those of the other devices, until the end of the block. What other
+    launchers left in the environment does not count. UserError as of `check_runs_once`.
+    """
+    check_runs_once()
+    before = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
+    os.environ[_LEADER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        for name in (*_OF_LAUNCHERS, _LEADER):  # Lightning sets some of them, too
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -147,7 +147,7 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 class RecordedRows(pl.LightningDataModule):
     """Training and validation batches of `key` or `value` vectors, of all recorded shifts;
-    UserError if the store lacks one of the two, or a shift is not a multiple of the smallest.
+    UserError if a shift is not a multiple of the smallest.
     """
 
     def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
@@ -158,11 +158,6 @@ class RecordedRows(pl.LightningDataModule):
                 f"multiples of the smallest: record others with kvalign gen-data --num-evicted"
             )
         self.shards = {split: store.shards(split) for split in ("train", "val")}
-        for split, shards in self.shards.items():
-            if not shards:
-                raise UserError(
-                    f"{store.folder} has no {split} shards: record more with kvalign gen-data"
-                )
         self.kv, self.batch_size, self.seed = kv, batch_size, seed
 
     def num_batches(self, world_size: int) -> int:

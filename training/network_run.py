@@ -34,8 +34,7 @@ from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_devices import is_helper
-from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
+from kvalign.training.network_fit import LAST, best_weights, fit, is_helper, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
@@ -177,14 +176,10 @@ def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> Resumab
 
 def _summary(runs: dict[str, ResumableRun]) -> str:
     """Return what interrupted runs have."""
-    parts = []
-    for kv, run in runs.items():
-        if run.result():
-            parts.append(f"the {kv} network is trained")
-        elif (run.folder / LAST).exists():
-            parts.append(f"the {kv} network is kept as of its last validation")
+    kept = [kv for kv, run in runs.items() if (run.folder / LAST).exists()]
     folder = next(iter(runs.values())).folder.parent
-    return f"{' and '.join(parts)} in {folder}" if parts else ""
+    what = f"networks for {' and '.join(kept)}"
+    return f"{what} are kept as of their last validation in {folder}" if kept else ""
 
 
 def _is_of(run: ResumableRun, record: dict[str, Any], settings: NetworkSettings) -> bool:

@@ -310,8 +310,6 @@ class PretrainSettings(Settings):
         if self.init and self.tokenizer:
             raise UserError("--init brings its own tokenizer: leave out --tokenizer")
         for name in ("repeat_share", "rename_share", "copy_weight"):
-            if self.is_recall and getattr(self, name):
-                raise UserError(f"{flag(name)} is for text, the corpus is recall: leave it out")
             if self.max_minutes and getattr(self, name):
                 raise UserError(f"{flag(name)} falls by steps: leave it out, or --max-minutes")
         if self.copy_weight and self.num_layers < 2:

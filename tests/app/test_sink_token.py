@@ -8,7 +8,7 @@ from helpers.tiny_corpus import TEXT, byte_tokenizer
 from helpers.tiny_models import VOCAB, tiny_model
 
 import kvalign
-from kvalign.data_gen import workers
+from kvalign.data_gen import recording
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.evaluations.attention import AttentionSettings
@@ -87,8 +87,8 @@ def test_each_recorded_chunk_begins_with_it(pair, corpus, tmp_path, monkeypatch)
         seen.setdefault(loaded.tokenizer.bos_token_id, []).append(ids)
         return record_pairs(loaded, ids, *args)
 
-    record_pairs = workers.record_pairs
-    monkeypatch.setattr(workers, "record_pairs", noted)
+    record_pairs = recording.record_pairs
+    monkeypatch.setattr(recording, "record_pairs", noted)
     sizes = dict(corpus=(corpus,), num_tokens=240, chunk_len=24)
     for i, loaded in enumerate(pair):
         record(RecordSettings(out=tmp_path / str(i), **sizes), loaded=loaded)

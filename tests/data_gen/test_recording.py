@@ -11,7 +11,7 @@ from helpers.tiny_models import VOCAB, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.data_gen import workers
+from kvalign.data_gen import recording
 from kvalign.data_gen.chunks import SPLITS
 from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.recording import record
@@ -99,7 +99,7 @@ def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatc
     expected = _bytes(undisturbed.folder)
     assert len(undisturbed.shards("train")) > 4
     out = tmp_path / "b"
-    write_shard, written = workers.write_shard, []
+    write_shard, written = recording.write_shard, []
 
     def crash_at_third(shard, *args):
         if len(written) == 2:
@@ -107,14 +107,14 @@ def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatc
         written.append(shard.path.name)
         write_shard(shard, *args)
 
-    monkeypatch.setattr(workers, "write_shard", crash_at_third)
+    monkeypatch.setattr(recording, "write_shard", crash_at_third)
     with pytest.raises(KeyboardInterrupt):
         record(settings(out=out), loaded=gpt2)
     with pytest.raises(UserError, match="is unfinished: run the same gen-data command again"):
         open_store(out)
     assert not expected.keys() <= _bytes(out).keys()
     (out / ".train-k1-00001.partial.safetensors").write_bytes(b"left by a crash")
-    monkeypatch.setattr(workers, "write_shard", write_shard)
+    monkeypatch.setattr(recording, "write_shard", write_shard)
     record(settings(out=out), loaded=gpt2)
     assert _bytes(out) == expected
 

@@ -12,7 +12,7 @@ from helpers.tiny_store import record_tiny
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
-from kvalign.training.network_devices import is_helper, leading
+from kvalign.training.network_fit import is_helper, leading
 
 DATA = "gen-data --num-tokens 1000 --chunk-len 64 --out data"
 TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64 --no-judge"
@@ -66,7 +66,7 @@ def test_one_process_leads_whatever_is_in_the_environment(environment, data, tmp
 
 
 def test_only_a_process_of_the_leader_s_is_a_helper():
-    asks = "from kvalign.training.network_devices import is_helper; print(is_helper())"
+    asks = "from kvalign.training.network_fit import is_helper; print(is_helper())"
     with leading():
         assert not is_helper()
         said = subprocess.run([sys.executable, "-c", asks], capture_output=True, check=True)

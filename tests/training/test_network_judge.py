@@ -11,9 +11,9 @@ from kvalign import load_model
 from kvalign.aligners import Aligner
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation.errors import UserError
-from kvalign.training import network_judge, train_network
-from kvalign.training.judge import ROW_LABELS, use_parts
-from kvalign.training.network_judge import judge_aligner, judge_networks, text_after
+from kvalign.training import judge as judging
+from kvalign.training import train_network
+from kvalign.training.judge import ROW_LABELS, judge_aligner, judge_networks, text_after, use_parts
 
 CORPUS = "recall"
 
@@ -36,9 +36,9 @@ def told(monkeypatch, parts):
         sizes = {"num_labels": 9, "cache_sizes": [8], "streams": [], "without": nothing}
         return {"parts": [*parts], **figures, **sizes}
 
-    monkeypatch.setattr(network_judge, "judge", judge)
-    monkeypatch.setattr(network_judge, "text_after", lambda *args: None)
-    monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
+    monkeypatch.setattr(judging, "judge", judge)
+    monkeypatch.setattr(judging, "text_after", lambda *args: None)
+    monkeypatch.setattr(judging, "num_judged_tokens", lambda *args: 0)
 
 
 def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
@@ -81,9 +81,9 @@ def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
 def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
     """What was left out alone takes part again, with the weights of its training."""
     data, out = record_tiny(tmp_path / "caches").folder, tmp_path / "out"
-    monkeypatch.setattr(network_judge, "_model_of", lambda *args: load_model("gpt2-mini"))
-    monkeypatch.setattr(network_judge, "text_after", lambda *args: None)
-    monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
+    monkeypatch.setattr(judging, "_model_of", lambda *args: load_model("gpt2-mini"))
+    monkeypatch.setattr(judging, "text_after", lambda *args: None)
+    monkeypatch.setattr(judging, "num_judged_tokens", lambda *args: 0)
     tried = []
 
     def judge(aligner, untrained, model, text, kvs):
@@ -95,7 +95,7 @@ def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
         figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0}
         return {"parts": [*parts], **figures, **sizes}
 
-    monkeypatch.setattr(network_judge, "judge", judge)
+    monkeypatch.setattr(judging, "judge", judge)
     small = dict(data=data, accelerator="cpu", max_steps=3, batch_size=32)
     train_network(**small, target="key", out=tmp_path / "alone", judge=False)
     weights = Aligner.from_pretrained(tmp_path / "alone").key.state_dict()
