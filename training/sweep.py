@@ -132,7 +132,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         UserError: no such Ray cluster, or a trial that this machine is too small for.
         KeyboardInterrupt: stopped by the user.
     """
-    with _quiet(), ray_session(settings.ray_address) as ray:
+    with _quiet(), ray_session(settings.ray_address) as ray, _locks_in(out / ".ray.partial"):
         from kvalign.training.sweep_ray import trial_of, tuner
 
         for name in ("CPU", "GPU"):
@@ -144,6 +144,19 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         if results.num_terminated + results.num_errors < len(results):
             raise KeyboardInterrupt  # Ray took it for itself
         return [trial_of(result) for result in results]
+
+
+@contextmanager
+def _locks_in(folder: Path) -> Iterator[None]:
+    """Let Ray Tune, which leaves its lock files, make them where they are removed."""
+    before = {name: os.environ[name] for name in ("RAY_TMPDIR",) if name in os.environ}
+    os.environ["RAY_TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["RAY_TMPDIR"]
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

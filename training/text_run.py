@@ -156,12 +156,9 @@ def _in_aligner(out: Path, settings: TextSettings) -> AlignerConfig | None:
         return None
     config = read_checked(AlignerConfig, out / CONFIG)
     same = record_of("train", settings, {})["command"], text_sha256(settings.corpus)
-    sources = [
-        (part.get("command"), part.get("data", {}).get("text_sha256"))
-        for part in map(config.training.get, settings.kvs)
-        if isinstance(part, dict)
-    ]
-    return config if sources == [same] * len(settings.kvs) else None
+    parts = [config.training.get(kv, {}) for kv in settings.kvs]
+    sources = [(part.get("command"), part.get("data", {}).get("text_sha256")) for part in parts]
+    return config if sources == [same] * len(sources) else None
 
 
 @torch.no_grad()

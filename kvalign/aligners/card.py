@@ -27,8 +27,8 @@ _TEMPLATES.filters["exp"] = math.exp
 
 def card_text(config: AlignerConfig) -> str:
     """The whole card, with the metadata for the hub."""
-    parts = {name: part for name, part in config.training.items() if isinstance(part, dict)}
-    data = [part["data"] for part in parts.values() if isinstance(part.get("data"), dict)]
+    parts = config.training
+    data = [part["data"] for part in parts.values() if "data" in part]
     imported = any("licence" in entry for entry in data)
     datasets = {name for entry in data for name in entry.get("datasets", ()) if _is_hub_id(name)}
     metadata = ModelCardData(

@@ -48,7 +48,7 @@ class AlignerConfig(BaseModel):
     shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
     last_position: Size | None = None
     sizes: dict[str, Size] = {}
-    training: dict[str, Any] = {}
+    training: dict[str, dict[str, Any]] = {}
 
     @property
     def largest_cache(self) -> int:
