@@ -275,19 +275,19 @@ def _judge(
     progress.phase("reading")
     loaded = _model_of(config, accelerator)
     text = text_after(data["corpus"], data.get("num_tokens", 0), config.chunk_len, loaded.tokenizer)
-    aligner.to(loaded.model.device)
-    untrained = deepcopy(aligner)
+    tried = deepcopy(aligner).to(loaded.model.device)  # of which an error leaves any part
+    untrained = deepcopy(tried)
     for kv in kvs:
         getattr(untrained, kv).clear()
-    progress.expect(num_judged_tokens(aligner, text, kvs), "tokens")
-    verdict = judge(aligner, untrained.state_dict(), loaded.model, text, kvs)
+    progress.expect(num_judged_tokens(tried, text, kvs), "tokens")
+    verdict = judge(tried, untrained.state_dict(), loaded.model, text, kvs)
+    aligner.load_state_dict(tried.state_dict())
     records = {
         kv: record
         | {"used": kv in verdict["parts"], "val_nll": verdict["val_nll"], "judged": verdict}
         for kv, record in config.training.items()
     }
     aligner.config = config.model_copy(update={"training": records})
-    aligner.cpu()
     return verdict
 
 

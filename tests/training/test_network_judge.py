@@ -54,6 +54,18 @@ def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
         assert aligner.value.fc3.weight.any()
 
 
+def test_an_aligner_is_whole_after_a_failed_judgement(monkeypatch):
+    def judge(aligner, untrained, *_):
+        aligner.load_state_dict(untrained)
+        raise UserError("no question")
+
+    told(monkeypatch, ())
+    monkeypatch.setattr(judging, "judge", judge)
+    aligner = Aligner.from_pretrained("kvalign-gpt2-mini-network")
+    judge_networks(aligner, "cpu")
+    assert aligner.key.fc3.weight.any() and "judged" not in aligner.config.training["key"]
+
+
 def test_the_text_is_what_follows_the_recording(monkeypatch):
     monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer
@@ -81,9 +93,8 @@ def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
 def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
     """What was left out alone takes part again, with the weights of its training."""
     data, out = record_tiny(tmp_path / "caches").folder, tmp_path / "out"
+    told(monkeypatch, ())
     monkeypatch.setattr(judging, "_model_of", lambda *args: load_model("gpt2-mini"))
-    monkeypatch.setattr(judging, "text_after", lambda *args: None)
-    monkeypatch.setattr(judging, "num_judged_tokens", lambda *args: 0)
     tried = []
 
     def judge(aligner, untrained, model, text, kvs):
