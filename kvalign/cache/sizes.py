@@ -7,14 +7,13 @@ slots   0 1 2 3 | 4 5 6 ... C-1 C    where they lie: C + 1, of which the window'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from kvalign.cache.guests import GUESTS
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import unknown
-from kvalign.foundation.settings import typed
+from kvalign.foundation.settings import check_fields, option, typed
 from kvalign.policies import OLDEST, POLICIES
 
 if TYPE_CHECKING:
@@ -35,51 +34,62 @@ OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", *OF_MEMORY)
 class CacheSizes:
     """Sizes of a cache: how many entries it keeps and evicts, and which.
 
-    Attributes:
-        cache_size: entries stored between two steps, sinks included; a step sees one more.
-        num_sinks: first entries, never evicted.
-        num_evicted: entries evicted at once, right after the sinks, when the cache is full.
-        realign_every: number of evicted entries after which the others are moved; until then
-            positions run on. Several entries evicted at once count as many of these steps.
-        policy: key of `kvalign.policies.POLICIES`: which entries are evicted.
-        num_recent: newest entries, including the new one, that policies other than `oldest` never
-            evict; None: a quarter of the window.
-        positions: `compact`: an entry has the position of its place; `keep`: it keeps its
-            original position.
-        cache_dtype: of stored entries: the model's, or `int8` (`form.py`).
-        memory: number of evicted entries to store, from which each step takes back those that match
-            its queries; 0: none.
-        num_recalled: entries that each step takes back, in place of window entries; None: a quarter
-            of C, at most 32.
-        recall_places: positions of entries that are taken back: by `age` or by `rank`; None: by age
-            on rotary positions, by rank on learned ones.
-        recall_layers: layers that take entries back, counted from 0; the others keep their whole
-            window. `"0-14:-2,20"`: -2 nats are added to the scores in the first 15. None: all.
-
     Raises:
         UserError: sizes that are not whole numbers or do not fit together; an unknown policy.
     """
 
-    cache_size: int
-    num_sinks: int = 4
-    num_evicted: int = 1
-    realign_every: int = 1
-    policy: str = OLDEST
-    num_recent: int | None = None
-    positions: Positions = "compact"
-    cache_dtype: CacheDtype = "model"
-    memory: int = 0
-    num_recalled: int | None = None
-    recall_places: RecallBy | None = None
-    recall_layers: str | None = None
+    cache_size: int = option(
+        help="entries stored between two steps, sinks included; a step sees one more", at_least=1
+    )
+    num_sinks: int = option(4, help="first entries, never evicted", at_least=0)
+    num_evicted: int = option(
+        1, help="entries evicted at once, right after the sinks, when the cache is full"
+    )
+    realign_every: int = option(
+        1,
+        help="number of evicted entries after which the others are moved; until then positions run "
+        "on. Several entries evicted at once count as many of these steps",
+        at_least=1,
+    )
+    policy: str = option(OLDEST, help="which entries are evicted", choices=POLICIES)
+    num_recent: int | None = option(
+        None,
+        help="newest entries, including the new one, that policies other than `oldest` never "
+        "evict; None: a quarter of the window",
+    )
+    positions: Positions = option(
+        "compact",
+        help="compact: an entry has the position of its place; keep: its original position",
+        choices=get_args(Positions),
+    )
+    cache_dtype: CacheDtype = option(
+        "model", help="of stored entries: the model's, or int8", choices=get_args(CacheDtype)
+    )
+    memory: int = option(
+        0,
+        help="number of evicted entries to store, from which each step takes back those that "
+        "match its queries; 0: none",
+        at_least=0,
+    )
+    num_recalled: int | None = option(
+        None,
+        help="entries that each step takes back, in place of window entries; None: a quarter of "
+        "the cache, at most 32",
+    )
+    recall_places: RecallBy | None = option(
+        None,
+        help="positions of entries that are taken back; None: by age on rotary positions, by rank "
+        "on learned ones",
+        choices=get_args(RecallBy),
+    )
+    recall_layers: str | None = option(
+        None,
+        help="layers that take entries back, counted from 0; the others keep their whole window. "
+        "0-14:-2,20: -2 nats are added to the scores in the first 15. None: all",
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" or (field.type == "int | None" and value is not None):
-                object.__setattr__(self, field.name, typed(field.name, value, int))
-        if self.num_sinks < 0:
-            raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
+        check_fields(self)
         if self.cache_size <= self.num_sinks:
             raise UserError(
                 f"cache_size must be above num_sinks ({self.num_sinks}) to leave room for a "
@@ -90,45 +100,24 @@ class CacheSizes:
                 f"num_evicted must be between 1 and the window ({self.window_size} = cache_size "
                 f"{self.cache_size} less num_sinks {self.num_sinks}), got {self.num_evicted}"
             )
-        if self.realign_every < 1:
-            raise UserError(f"realign_every must be at least 1, got {self.realign_every}")
-        self._check_policy()
-        self._check_memory()
-
-    def _check_policy(self) -> None:
-        if not isinstance(self.policy, str):
-            raise UserError(f"policy must be a name, got {self.policy!r:.80}")
-        if self.policy not in POLICIES:
-            raise UserError(unknown("policy", self.policy, POLICIES))
-        if not isinstance(self.positions, str) or self.positions not in get_args(Positions):
-            raise UserError(f"positions must be compact or keep, got {self.positions!r:.80}")
-        if self.cache_dtype not in get_args(CacheDtype):
-            raise UserError(f"cache_dtype must be model or int8, got {self.cache_dtype!r:.80}")
-        if self.cache_dtype == "int8" and not self.is_oldest:
+        if not self.is_oldest and (self.cache_dtype == "int8" or self.realign_every > 1):
+            name = "cache_dtype int8" if self.cache_dtype == "int8" else "realign_every"
             raise UserError(
-                "cache_dtype int8 needs policy oldest with compact positions: other settings place "
-                "all entries at each step"
+                f"{name} needs policy oldest with compact positions: other settings place all "
+                "entries at each step"
             )
+        most = self.window_size + 1 - self.num_evicted
         if self.num_recent is None:
             num_recent = 0 if self.policy == OLDEST else self.window_size // 4
-            most = self.window_size + 1 - self.num_evicted
             object.__setattr__(self, "num_recent", min(num_recent, most))
-        elif not 0 <= self.num_recent <= self.window_size + 1 - self.num_evicted:
+        elif not 0 <= self.num_recent <= most:
             raise UserError(
-                f"num_recent must be between 0 and {self.window_size + 1 - self.num_evicted} with "
-                f"cache_size {self.cache_size}, num_sinks {self.num_sinks} and num_evicted "
-                f"{self.num_evicted}, got {self.num_recent}"
+                f"num_recent must be between 0 and {most} with cache_size {self.cache_size}, "
+                f"num_sinks {self.num_sinks} and num_evicted {self.num_evicted}, got "
+                f"{self.num_recent}"
             )
-        if self.realign_every > 1 and not self.is_oldest:
-            raise UserError(
-                "realign_every is for policy oldest with compact positions: other settings "
-                f"place all entries at each step, got {self.realign_every}"
-            )
-
-    def _check_memory(self) -> None:
         asks = any(getattr(self, name) for name in OF_MEMORY)
-        num_recalled = GUESTS["memory-sizes"](self) if asks else 0
-        object.__setattr__(self, "num_recalled", num_recalled)
+        object.__setattr__(self, "num_recalled", GUESTS["memory-sizes"](self) if asks else 0)
         if self.recall_layers == "all":
             object.__setattr__(self, "recall_layers", None)
 

@@ -82,21 +82,7 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), without_none(hints[field.name])
-            if value is None and hint is not hints[field.name]:
-                continue
-            name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-            if typing.get_origin(hint) is not tuple:
-                value = _check_value(name, value, hint, field)
-            else:
-                items = value if isinstance(value, tuple | list | set | range) else (value,)
-                if not items or value is None:
-                    raise UserError(f"{name} needs at least one value")
-                kind = typing.get_args(hint)[0]
-                value = tuple(_check_value(name, item, kind, field) for item in items)
-            object.__setattr__(self, field.name, value)
+        check_fields(self, flag)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -130,6 +116,27 @@ class Settings:
         return shlex.join(words)
 
 
+def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
+    """Check the fields of a frozen dataclass, which are `option`s, and put the checked values in
+    their places. UserError begins with the name of a field, as `name_of` writes it.
+    """
+    hints = typing.get_type_hints(type(values))
+    for field in fields(values):
+        value, hint = getattr(values, field.name), without_none(hints[field.name])
+        if value is None and hint is not hints[field.name]:
+            continue
+        name = field.name.upper() if field.metadata["positional"] else name_of(field.name)
+        if typing.get_origin(hint) is not tuple:
+            value = _check_value(name, value, hint, field)
+        else:
+            items = value if isinstance(value, tuple | list | set | range) else (value,)
+            if not items or value is None:
+                raise UserError(f"{name} needs at least one value")
+            kind = typing.get_args(hint)[0]
+            value = tuple(_check_value(name, item, kind, field) for item in items)
+        object.__setattr__(values, field.name, value)
+
+
 def flag(name: str) -> str:
     """The command-line flag of a field: `cache_size` is `--cache-size`."""
     return "--" + name.replace("_", "-")
@@ -138,7 +145,8 @@ def flag(name: str) -> str:
 def without_none(hint: Any) -> Any:
     """T of `T | None`; any other hint unchanged."""
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    return functools.reduce(operator.or_, arms) if isinstance(hint, types.UnionType) else hint
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)  # of a Literal, the other
+    return functools.reduce(operator.or_, arms) if is_union else hint
 
 
 def _has_bytes(x: str | Path) -> bool:

@@ -26,16 +26,10 @@ class MethodConfig(TypedDict, total=False):
     """Settings of a method, besides its name and its cache_size: the keywords of everything that
     streams.
 
+    Sizes are those of `CacheSizes`; None: the method's default. num_evicted may be `"half"`, half
+    of the entries after the sinks.
+
     Attributes:
-        num_sinks, num_evicted: see `CacheSizes`; None: the method's default. num_evicted may be
-            `"half"`, half of the entries after the sinks.
-        realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
-        policy, num_recent, positions: for methods with a cache: see `CacheSizes`; None: `oldest`,
-            compact.
-        cache_dtype: for methods with a cache: `"int8"` stores entries in 8 bits; None: in the
-            model's dtype.
-        memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
-            `kvalign`: see `CacheSizes`; None: no memory, the last two as the model's plan says.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the one that
             `kvalign.methods.choice.choose` finds.
     """
@@ -97,8 +91,6 @@ def make_method(
     inner = unwrapped(model)
 
     check_name(name)
-    if compile is not None:
-        compile = typed("compile", compile, bool)
     if cache_size is not None:
         cache_size = typed("cache_size", cache_size, int)
     sizes_asked: dict[str, Any] = {**config}
@@ -207,10 +199,6 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
             f"which needs none, or train one ({how_to_train(model)}) and give its folder "
             "(--aligner, aligner=)"
         )
-    if not isinstance(aligner, str | Path):
-        raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
-    if aligner == "":
-        raise UserError("aligner is empty: name one, or leave it out")
     return Aligner.from_pretrained(aligner)
 
 

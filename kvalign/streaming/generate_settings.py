@@ -1,9 +1,9 @@
-"""Every setting of transformers' `generate`: a stream obeys it, has no use for it, or refuses it.
+"""Settings of transformers' `generate` that a stream refuses.
 
 `generate` itself makes logits processors and stopping criteria of most settings, and the loop of a
 stream obeys those. It cannot obey a setting by which something else calls the model, or by which
-the model gets another cache or another input. A test compares the lists with the installed
-transformers, so that a new setting is not passed over.
+the model gets another cache or another input. A test goes through all settings of the installed
+transformers, so that a new one is not passed over.
 """
 
 import inspect
@@ -14,11 +14,11 @@ from transformers import GenerationConfig, GenerationMixin
 
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import nearest
-from kvalign.streaming.loop import NO_GUIDANCE
 
 _ASSISTED = "has no assisted generation"
 _BEAMS = "has no beam search"
 _CONSTRAINTS = "has no constrained beam search"
+_NO_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
 _ONLY_IDS = "gives the model its ids and no other input"
 _OWN_CACHE = "has its own cache"
 
@@ -31,12 +31,12 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "constraints": (_CONSTRAINTS, None),
     "dola_layers": ("has no DoLa generation", None),
     "force_words_ids": (_CONSTRAINTS, None),
-    "guidance_scale": (NO_GUIDANCE, 1),
+    "guidance_scale": (_NO_GUIDANCE, 1),
     "inputs_embeds": ("needs token ids, input_ids instead of inputs_embeds", None),
     "is_assistant": ("cannot assist another model", False),
     "max_cache_len": (_OWN_CACHE, None),
-    "negative_prompt_attention_mask": (NO_GUIDANCE, None),
-    "negative_prompt_ids": (NO_GUIDANCE, None),
+    "negative_prompt_attention_mask": (_NO_GUIDANCE, None),
+    "negative_prompt_ids": (_NO_GUIDANCE, None),
     "num_beam_groups": (_BEAMS, 1),
     "num_beams": (_BEAMS, 1),
     "past_key_values": (f"begins anew and {_OWN_CACHE}", None),
@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "return_dict_in_generate": ("returns only ids", False),
     "synced_gpus": ("does not wait for other processes", False),
     "token_healing": ("does not change the end of its prompt", False),
-    "token_type_ids": (_ONLY_IDS, None),
     "use_cache": (f"{_OWN_CACHE} (method='recompute' reads the window again at each step)", True),
     "use_mtp": (_ASSISTED, False),
 }
@@ -64,31 +63,12 @@ GIVE_WAY = (
 them: they choose a cache, and change no text.
 """
 
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p")
-OBEYED = {
-    *("input_ids", "inputs", "attention_mask", "num_return_sequences", "tokenizer"),
-    *("bos_token_id", "pad_token_id", "eos_token_id"),
-    *("max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "stop_strings"),
-    *(*_SAMPLING, "epsilon_cutoff", "eta_cutoff", "renormalize_logits", "remove_invalid_values"),
-    *("repetition_penalty", "encoder_repetition_penalty", "exponential_decay_length_penalty"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "sequence_bias"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "prefix_allowed_tokens_fn"),
-    *("forced_bos_token_id", "forced_eos_token_id", "watermarking_config"),
-    *("generation_config", "logits_processor", "stopping_criteria"),
-    *("custom_generate", "trust_remote_code", "streamer"),
-}
-"""Settings that act as they do without a stream."""
-
-NO_USE = {
-    *("early_stopping", "length_penalty", "diversity_penalty", "low_memory"),
-    *("assistant_tokenizer", "assistant_confidence_threshold", "assistant_ensemble_weight"),
-    *("assistant_lookbehind", "target_lookbehind", "speculation_type", "max_matching_ngram_size"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
-    *("continuous_batching_config", "disable_compile", "decoder_start_token_id"),
-    "transformers_version",
-}
-"""Settings without effect: details of what is refused, and what a decoder does not have."""
+OBEYED = (
+    *(name for name in vars(GenerationConfig()) if not name.startswith("_")),
+    *inspect.signature(GenerationMixin.generate).parameters,
+    *("input_ids", "attention_mask", "tokenizer", "assistant_tokenizer"),
+)
+"""All other settings: they act as they do without a stream, or have nothing to act on."""
 
 OWN_INPUTS = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
 """Inputs of the model that `generate` makes, whether or not its call has them."""
@@ -102,7 +82,7 @@ def check_call(function: Callable, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in REFUSED:
             _check(name, value)
-        elif value is not None and name not in own | NO_USE:
+        elif value is not None and name not in own:
             if near := nearest(name, own, cutoff=0.75):
                 raise KeywordError(
                     f"{function.__name__}() has no keyword {name!r}: did you mean {near}?"

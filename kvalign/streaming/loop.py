@@ -6,15 +6,11 @@ its own.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
@@ -25,8 +21,6 @@ from kvalign.models.input_ids import check_ids
 if TYPE_CHECKING:
     from kvalign.streaming.lookup import Lookup
     from kvalign.streaming.sampling import Sampling
-
-NO_GUIDANCE = "has no guidance, for which the model reads a second text in a cache that grows"
 
 
 class Row:
@@ -201,13 +195,12 @@ def stream_tokens(
             (`kvalign.streaming.lookup`). The tokens are the same, but come sooner. 0: none.
 
     Raises:
-        UserError: an empty prompt, or one with padding other than on the left; a processor that
-            calls the model; lookup for several rows, or with a method that cannot undo guesses.
+        UserError: an empty prompt, or one with padding other than on the left; lookup for several
+            rows, or with a method that cannot undo guesses.
         RunError: non-finite logits; the message says where they come from.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
-    check_processors(processors)
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     if lookup:
         from kvalign.streaming.lookup import check_lookup
@@ -230,15 +223,6 @@ def stream_tokens(
         if row.has_ended():
             return
         batch.step()
-
-
-def check_processors(processors: Any) -> None:
-    """Raise UserError for a logits processor of transformers that calls the model; `processors`: a
-    list of them, one, or None.
-    """
-    for processor in processors if isinstance(processors, list) else [processors]:
-        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            raise UserError(f"streaming {NO_GUIDANCE}: leave out {type(processor).__name__}")
 
 
 @torch.no_grad()  # of which generators are not made: one that is left complains as Python ends

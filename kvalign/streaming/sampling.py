@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords
-from kvalign.foundation.settings import flag, typed, without_none
+from kvalign.foundation.settings import MOST_SEED, check_fields, flag, option
 from kvalign.methods import MethodConfig
 
 if TYPE_CHECKING:
@@ -24,28 +23,6 @@ PENALTIES = ("repetition_penalty", "repetition_window", "no_repeat_ngram_size")
 # Beyond these logits overflow.
 COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_new_tokens": ("at least 1", lambda x: x >= 1),
-    "temperature": (
-        f"0, or at least {COLDEST:g} and at most {HOTTEST:g}",
-        lambda x: x == 0 or COLDEST <= x <= HOTTEST,
-    ),
-    "top_k": ("at least 0 (0 draws from all)", lambda x: x >= 0),
-    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
-    "repetition_penalty": (
-        f"at least {1 / MOST_PENALTY:g} and at most {MOST_PENALTY:g}",
-        lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
-    ),
-    "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
-    "repetition_window": ("at least 0 (0: all tokens)", lambda x: x >= 0),
-    "stop_strings": (
-        "texts that are not empty",
-        lambda x: all(isinstance(text, str) and text for text in x),
-    ),
-    "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
-    "lookup": (f"at least 0 and at most {MOST_GUESSED}", lambda x: 0 <= x <= MOST_GUESSED),
-}
 
 
 class SamplingConfig(TypedDict, total=False):
@@ -79,59 +56,74 @@ class Sampling:
     """Choice of the next token: penalties, then temperature, top_k, top_p and min_p, in the order
     and with the names of transformers.
 
-    Attributes:
-        max_new_tokens: tokens after each input; None: without end.
-        do_sample: draw; False takes the most likely token, as temperature 0 and top_k 1 do.
-        temperature: divides the logits.
-        top_k: draw from the k most likely; 0: from all.
-        top_p: draw from the fewest tokens whose probabilities add up to this; 1: from all.
-        min_p: draw from tokens with at least this share of the highest probability; 0: all.
-        repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
-            included; 1: off.
-        repetition_window: number of tokens that were generated last, to which that penalty is
-            limited: what was read may be said again; 0: all tokens.
-        no_repeat_ngram_size: over the whole history; 0: off.
-        stop_at_end: end at a token that ends a text or an answer of the model.
-        stop_strings: one or several texts; the first that is generated ends the text.
-        seed: of the draws; None: a random one, which can be read here.
-        lookup: most tokens that are guessed at a time, from earlier occurrences of the same words,
-            and checked in one pass. The text is the same, but repetitions come sooner. 0: none.
-
     Raises:
         UserError: a value of another type or out of range.
     """
 
-    max_new_tokens: int | None = None
-    do_sample: bool = True
-    temperature: float = 1.0
-    top_k: int = 20
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    repetition_window: int = 0
-    no_repeat_ngram_size: int = 0
-    stop_at_end: bool = False
-    stop_strings: str | Sequence[str] | None = ()
-    seed: int | None = None
-    lookup: int = 0
+    max_new_tokens: int | None = option(
+        None, help="tokens after each input; None: without end", at_least=1
+    )
+    do_sample: bool = option(
+        True, help="draw; False takes the most likely token, as temperature 0 and top_k 1 do"
+    )
+    temperature: float = option(1.0, help="divides the logits", at_least=0, at_most=HOTTEST)
+    top_k: int = option(20, help="draw from the k most likely; 0: from all", at_least=0)
+    top_p: float = option(
+        1.0,
+        help="draw from the fewest tokens whose probabilities add up to this; 1: from all",
+        above=0,
+        at_most=1,
+    )
+    min_p: float = option(
+        0.0,
+        help="draw from tokens with at least this share of the highest probability; 0: all",
+        at_least=0,
+        at_most=1,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        help="above 1, all earlier tokens become less likely, prompt and evicted ones included",
+        at_least=1 / MOST_PENALTY,
+        at_most=MOST_PENALTY,
+    )
+    repetition_window: int = option(
+        0,
+        help="number of tokens that were generated last, to which that penalty is limited: what "
+        "was read may be said again; 0: all tokens",
+        at_least=0,
+    )
+    no_repeat_ngram_size: int = option(0, help="over the whole history; 0: off", at_least=0)
+    stop_at_end: bool = option(
+        False, help="end at a token that ends a text or an answer of the model"
+    )
+    stop_strings: str | Sequence[str] | None = option(
+        (), help="one or several texts; the first that is generated ends the text"
+    )
+    seed: int | None = option(
+        None,
+        help="of the draws; None: a random one, which can be read here",
+        at_least=0,
+        at_most=MOST_SEED,
+    )
+    lookup: int = option(
+        0,
+        help="most tokens that are guessed at a time, from earlier occurrences of the same words, "
+        "and checked in one pass: the text is the same, but repetitions come sooner; 0: none",
+        at_least=0,
+        at_most=MOST_GUESSED,
+    )
 
     def __post_init__(self) -> None:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
         strings = () if self.stop_strings is None else self.stop_strings
-        if not isinstance(strings, str | Sequence):
-            raise UserError(f"stop_strings must be a text or several, got {strings!r:.80}")
-        strings = (strings,) * bool(strings) if isinstance(strings, str) else tuple(strings)
-        object.__setattr__(self, "stop_strings", strings)
-        for name, hint in typing.get_type_hints(Sampling).items():
-            value, kind = getattr(self, name), without_none(hint)
-            if value is None and kind is not hint:
-                continue
-            value = typed(name, value, kind)
-            needed, holds = _RANGES.get(name, ("", lambda x: True))
-            if not holds(value):
-                raise UserError(f"{name} must be {needed}, got {value}")
-            object.__setattr__(self, name, value)
+        strings = (strings,) * bool(strings) if isinstance(strings, str) else strings
+        if not isinstance(strings, Sequence) or not all(x and isinstance(x, str) for x in strings):
+            raise UserError(f"stop_strings must be texts that are not empty, got {strings!r:.80}")
+        object.__setattr__(self, "stop_strings", tuple(strings))
+        check_fields(self)
+        if 0 < self.temperature < COLDEST:
+            raise UserError(f"temperature must be 0, or at least {COLDEST:g}")
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:

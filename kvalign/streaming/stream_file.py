@@ -8,12 +8,12 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.memory.sizes import ALL, usual_places
@@ -30,26 +29,25 @@ from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
-from kvalign.policies import OLDEST
 from kvalign.streaming import memory_file
 from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.saved_file import checksum, open_saved
 
 _FORMAT = "kvalign stream 2"
-_BEFORE = "kvalign stream 1"
 _CHECKSUM = "sha256"
 STATE = "method."  # begins the names of the tensors of a method's state
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class SavedStream(BaseModel):
-    """Information about a stream in its file, beside the tensors.
+    """Information about a stream in its file, beside the tensors. The other sizes of its cache
+    (`CacheSizes`) are further fields.
 
     Attributes:
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
         identity: of the model (`kvalign.models.identity`); None in older files.
-        embedding_fingerprint: of the model, in older files (`probe` in those of version 0.1).
+        embedding_fingerprint: of the model, in older files.
         weights: form of the model's weights, as `load_model` names it; None in older files.
         tokenizer: SHA-256 of its vocabulary; None in older files.
         num_fed: tokens that the method has been fed.
@@ -60,27 +58,14 @@ class SavedStream(BaseModel):
             versions wrote it.
     """
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="allow")
 
     method: str
-    cache_size: Count
     num_sinks: Count
-    num_evicted: Count
-    realign_every: Count
-    policy: str = OLDEST
-    num_recent: Count = 0
-    positions: str = "compact"
-    cache_dtype: str = "model"
-    memory: Count = 0
-    num_recalled: Count = 0
-    recall_places: str | None = None
-    recall_layers: str | None = None
     aligner: str | None
     base_model: str
     identity: str | None = None
-    embedding_fingerprint: Annotated[
-        list[float], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
-    ] = []
+    embedding_fingerprint: list[float] = []
     sampling: dict[str, Any]
     device: str
     num_fed: Count
@@ -96,10 +81,10 @@ class SavedStream(BaseModel):
         """Return its sizes, as arguments of `make_method`: as when it was saved, whatever has been
         measured since on this model, of this family of positions.
         """
-        sizes = {field.name: getattr(self, field.name) for field in fields(CacheSizes)}
-        if self.memory:
-            sizes["recall_places"] = self.recall_places or usual_places(family)
-            sizes["recall_layers"] = self.recall_layers or ALL
+        sizes: dict[str, Any] = {"num_sinks": self.num_sinks, **(self.model_extra or {})}
+        if sizes.get("memory"):
+            sizes["recall_places"] = sizes.get("recall_places") or usual_places(family)
+            sizes["recall_layers"] = sizes.get("recall_layers") or ALL
         return sizes
 
 
@@ -250,11 +235,6 @@ def _read(
     wrong = f"{path} is not a stream that kvalign saved"
     with open_saved(path, "stream") as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") == _BEFORE:
-            raise UserError(
-                f"{path} was saved by kvalign 0.1 in another format: start the stream again from "
-                "its text"
-            )
         if metadata.get("format") != _FORMAT:
             raise UserError(wrong)
         document = parse_json(metadata.get("stream", ""), wrong)

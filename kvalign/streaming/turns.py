@@ -33,7 +33,7 @@ def turn_ids(
     *,
     special_tokens: bool = False,
 ) -> list[int]:
-    """Tokens of `turn_text`, as of `message_ids`."""
+    """Tokens to feed before the model answers a user's turn, as of `message_ids`."""
     how: dict[str, Any] = {"goes_on": not is_first, "special_tokens": special_tokens}
     return message_ids(tokenizer, [_message("user", turn)], system=system, **how)
 
@@ -150,24 +150,6 @@ def _num_alike(
     )
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return sum(1 for _ in alike)
-
-
-def turn_text(
-    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
-) -> str:
-    """Return the text to feed before the model answers a user's turn; the answer before it has been
-    fed.
-
-    Args:
-        tokenizer: of the model, with its chat template if it has one.
-        turn: what the user says.
-        is_first: the stream begins with it, so the template's opening is part of it.
-        system: instructions to the model before the first turn.
-
-    Raises:
-        UserError: a template that fails, or does not accept such a conversation.
-    """
-    return messages_text(tokenizer, [_message("user", turn)], goes_on=not is_first, system=system)
 
 
 def messages_text(

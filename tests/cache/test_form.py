@@ -118,7 +118,7 @@ def test_what_is_written_again_at_each_move_is_refused(models):
             make_method("kvalign", llama, aligner=make(llama), **SIZES, cache_dtype="int8")
     with pytest.raises(UserError, match="cache_dtype int8 needs policy oldest"):
         make_cache(llama, **SIZES, cache_dtype="int8", policy="key-norm", method="streaming-llm")
-    with pytest.raises(UserError, match="cache_dtype must be model or int8, got 'int4'"):
+    with pytest.raises(UserError, match="cache_dtype must be one of model, int8, got 'int4'"):
         make_cache(llama, **SIZES, cache_dtype="int4", method="streaming-llm")
 
 

@@ -15,7 +15,7 @@ from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
 from kvalign.streaming.ends import end_ids
-from kvalign.streaming.turns import answer_end, message_ids, messages_text, turn_ids, turn_text
+from kvalign.streaming.turns import answer_end, message_ids, messages_text, turn_ids
 
 TURNS = ("Who?", "Why is it so?", "When", "0", "And then?")
 
@@ -43,6 +43,10 @@ def name(request):
 def said(*contents):
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def turn_text(tokenizer, turn, is_first, system=None):
+    return messages_text(tokenizer, said(turn), goes_on=not is_first, system=system)
 
 
 def test_a_turn_is_what_a_template_writes_after_an_answer(name):

@@ -142,7 +142,7 @@ def test_a_loaded_stream_takes_other_sampling(gpt2, tmp_path):
     assert goes_on(max_new_tokens=5) == stream.token_ids[:5]
     assert goes_on(seed=5) == goes_on(seed=5) != stream.token_ids
     assert len(set(goes_on(repetition_penalty=50.0, max_new_tokens=50))) == 50
-    with pytest.raises(ValueError, match=r"top_k must be at least 0 \(0 draws from all\), got -1"):
+    with pytest.raises(ValueError, match="top_k must be at least 0, got -1"):
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, top_k=-1)
 
 
