@@ -10,21 +10,176 @@ that can be placed from their original form (rotations, tables). With `positions
 placed, and positions grow with the stream.
 """
 
-from typing import final
+from collections.abc import Sequence
+from functools import partial
+from typing import Self, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from kvalign.cache.any_slot_layer import AnySlotLayer
+from kvalign.aligners import Move, TableAligner
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
-from kvalign.models.attention import install
+from kvalign.models.attention import install, mark
 from kvalign.policies import POLICIES
+from kvalign.policies.base import Policy, Seen
+
+
+@final
+class AnySlotLayer(StreamingLayer):
+    """Entries in the order of time, with a score for each head from the policy. Rows are
+    right-aligned; missing entries of a shorter row are 0 and have token -1.
+
+    Attributes:
+        entries: [B, H, S, D], without their position, except sinks, which keep theirs.
+        index: [B, H, S] int64, their tokens' positions in the stream.
+        scores: [B, H, S] float32, the policy's last scores; 0 for entries without one.
+    """
+
+    def __init__(self, cache: Owner, layer_idx: int, policy: Policy, sizes: CacheSizes):
+        self.policy, self.sizes = policy, sizes
+        super().__init__(cache, layer_idx)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.entries = KV(key_states.detach(), value_states.detach()).slots(0, 0)
+        shape = self.entries.keys.shape[:3]
+        self.index = torch.empty(shape, dtype=torch.int64, device=self.device)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        super().reset()
+        self.entries = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+        self.index = torch.empty(0, 0, 0, dtype=torch.int64)
+        self.scores = torch.empty(0, 0, 0, dtype=torch.float32)
+
+    def take(self, step: Step, new: KV) -> KV:
+        # 1. What attention sees: entries placed by rank, and the new ones as they are.
+        entries = cat([*self.pieces(step), new])
+        # 2. What is kept of the new ones.
+        stored = self.without_position(step, new).map(Tensor.detach)
+        self.entries = cat([self.entries, stored])
+        new_tokens = torch.arange(step.num_new, device=self.device)
+        tokens = torch.tensor(step.seen, device=self.device)[:, None, None] + new_tokens
+        tokens = tokens.expand(-1, self.index.shape[1], -1)
+        self.index = torch.cat([self.index, tokens], 2)
+        self.scores = pad(self.scores, (0, step.num_new))
+        # 3. What they are worth, where the policy wants to know it or has to say who goes.
+        if self.policy.accumulates or step.evicts:
+            if self.policy.reads_weights:
+                mark(entries.keys, partial(self._attend, step))
+            else:
+                self._score(step, entries)
+        return entries
+
+    def _attend(
+        self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of queries [B, H, T, D], with weights for the policy: [B, T, H, D]."""
+        query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
+        scores = query @ keys.float()[:, :, None].mT
+        num_new, num = scores.shape[-2:]
+        if num_new > 1:
+            future = torch.ones(num_new, num, dtype=torch.bool, device=keys.device)
+            scores = scores.masked_fill(future.triu(num - num_new + 1), -torch.inf)
+        if step.hides:
+            visible = step.visible[:, None, None, None].to(keys.device)
+            scores = scores.masked_fill(~visible, -torch.inf)
+        weights = scores.softmax(-1)
+        self._score(step, KV(keys, values), weights.mean(2))
+        out = weights @ values.float()[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2)
+
+    def _score(self, step: Step, entries: KV, weights: Tensor | None = None) -> None:
+        num_fed = [n + step.num_new for n in step.seen]
+        before = self.scores[:, :, : self.scores.shape[2] - step.num_new]
+        seen = Seen(self.layer_idx, num_fed, *entries, weights, before)
+        self.scores = self.policy.score(seen).detach()
+
+    def evict(self, step: Step) -> None:
+        """Keep the entries with the highest scores: as many of each row as the step says."""
+        num, sizes = self.index.shape[2], self.sizes
+        if num == step.num_before:
+            return
+        seen = torch.tensor(step.seen, device=self.device)[:, None, None]
+        assert sizes.num_recent is not None
+        stays = (self.index < sizes.num_sinks) | (self.index >= seen - sizes.num_recent)
+        worth = self.policy.worth(self.scores)
+        scores = worth.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
+        if step.is_even and num == step.num_before + 1:
+            # The usual step, in one comparison; of equal scores argmin takes the first.
+            slots = torch.arange(num - 1, device=self.device)
+            kept_slots = slots + (slots >= scores.argmin(-1, keepdim=True))
+        else:
+            ranks = scores.argsort(dim=-1, stable=True).argsort(-1)
+            stored = torch.tensor(step.stored, device=self.device)[:, None, None]
+            is_kept = ranks >= num - stored
+            # Those that are kept behind those that are not, each in the order of time.
+            kept_slots = is_kept.long().argsort(dim=-1, stable=True)[:, :, num - step.num_before :]
+            self.index = self.index.masked_fill(~is_kept, -1)
+            self.entries = self.entries.map(lambda x: x.masked_fill(~is_kept[..., None], 0))
+        self.index, self.scores = (x.gather(2, kept_slots) for x in (self.index, self.scores))
+        slots = kept_slots[..., None]
+        self.entries = self.entries.map(lambda x: x.gather(2, slots.expand(-1, -1, -1, x.shape[3])))
+
+    def pieces(self, step: Step) -> list[KV]:
+        num = step.num_before
+        if step.is_even:
+            return self._place(self.entries, self.index)
+        rows = []
+        for row, num_own in enumerate(step.stored):
+            own = self.entries.slots(num - num_own, num_own).rows(slice(row, row + 1))
+            index = self.index[row : row + 1, :, num - num_own :]
+            rows.append(cat(self._place(own, index)).padded(num))
+        return [cat(rows, dim=0)]
+
+    def _place(self, entries: KV, index: Tensor) -> list[KV]:
+        """Sinks, and the others at their present positions: the r-th at position r."""
+        num, realigner = index.shape[2], self.realigner
+        num_sinks = min(num, self.sizes.num_sinks)
+        now, births = torch.arange(num_sinks, num, device=self.device), None
+        if not (realigner.aligner is None or isinstance(realigner.aligner, TableAligner)):
+            seen = index[:, :, num_sinks:]  # before each, of which so many were stored
+            births = seen - self.sizes.num_dropped(seen)
+        window, move = entries.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
+        placed = realigner.place(self.layer_idx, window, move)
+        return [entries.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
+
+    def select(self, rows: Tensor) -> None:
+        at = rows.to(self.device)
+        self.entries = self.entries.rows(at)
+        self.index, self.scores = self.index[at], self.scores[at]
+
+    def join(self, layers: Sequence[Self]) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(*layers[0].entries)
+        width = max(layer.index.shape[2] for layer in layers)
+        of_layers = [(layer, width - layer.index.shape[2]) for layer in layers]
+        index = torch.cat([pad(layer.index, (n, 0), value=-1) for layer, n in of_layers])
+        scores = torch.cat([pad(layer.scores, (n, 0)) for layer, n in of_layers])
+        entries = cat((layer.entries.padded(width) for layer in layers), dim=0)
+        self.index, self.scores, self.entries = index, scores, entries
+
+    def state(self) -> dict[str, Tensor]:
+        return self.entries._asdict() | {"index": self.index, "scores": self.scores}
+
+    def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
+        width = max(map(self.sizes.num_stored, seen))
+        entries = KV(*(read(name, (width, head_dim), dtype).clone() for name in KV._fields))
+        self.lazy_initialization(*entries)
+        self.entries = entries
+        self.index = read("index", (width,), torch.int64).clone()
+        self.scores = read("scores", (width,), torch.float32).clone()
 
 
 @final

@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvalign.cache.ring import Part
 from kvalign.cache.saved import expect_tensor
-from kvalign.models.eval_mode import in_eval_mode
+from kvalign.models.wrapped import in_eval_mode
 
 
 @final

@@ -23,9 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import Part, Ring
+from kvalign.cache.ring import Part, Ring, SinkKeys
 from kvalign.cache.segments import Segment
-from kvalign.cache.sinks import SinkKeys
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step, position_ids
 from kvalign.cache.window_layer import WindowLayer

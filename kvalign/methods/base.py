@@ -19,8 +19,7 @@ from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.stepper import STEPPERS, Stepper, last_logits, ready_stepper
 from kvalign.models.architectures import spec_of
-from kvalign.models.eval_mode import in_eval_mode
-from kvalign.models.wrapped import unwrapped
+from kvalign.models.wrapped import in_eval_mode, unwrapped
 
 if TYPE_CHECKING:  # a guest
     from kvalign.cache.edits import EncodedPart

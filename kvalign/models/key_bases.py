@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.models.architectures import spec_of
-from kvalign.models.eval_mode import in_eval_mode
+from kvalign.models.wrapped import in_eval_mode
 
 KeyBases = dict[int, Tensor]
 """Bases [H, 1, D] float32 by layer, of the layers that have one."""

@@ -23,8 +23,14 @@ from transformers.pytorch_utils import Conv1D
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
-from kvalign.models.levels import GROUP, has_levels
-from kvalign.models.packed_linear import CudaLinear, PackedLinear, RoundingLinear, TorchLinear
+from kvalign.models.packed_linear import (
+    GROUP,
+    CudaLinear,
+    PackedLinear,
+    RoundingLinear,
+    TorchLinear,
+    has_levels,
+)
 
 PACKED = ("int8", "int4")
 

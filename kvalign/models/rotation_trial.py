@@ -18,8 +18,8 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.rope import LAYOUTS, Rotation, RotationByLayer
+from kvalign.models.wrapped import in_eval_mode
 
 OFFSETS = (0, 37)
 # Of the largest number of a key: what counts as equal, by the precision that it is stored in.

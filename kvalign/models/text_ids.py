@@ -3,19 +3,30 @@
 Text in is text out: tokens of a text are those of its characters, wherever it comes from. So a text
 that goes on gets no space in front, one that begins with the tokenizer's prefix tokens gets them
 once, and none gets the tokens that some tokenizers put after a text, which would end it.
+
+Special tokens of a chat template steer the model, those in users' text are plain text, such as
+`<|im_end|>` here. Users' text goes through the template with a mask, one character, in place of
+each special token. So the template can process it like any text, and all special tokens in its
+output are the template's own. A copy of the tokenizer with only these special tokens then encodes
+the output.
 """
 
-from collections.abc import Callable, Mapping
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import count
 
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.foundation.escape import check_text
-from kvalign.models.control_tokens import encoder_of_masked
 from kvalign.models.prefix_tokens import prefix_ids
 
 # What may stand before a text that goes on. A tokenizer that merges one of them with the text's
 # first character does not merge another.
 _BEFORE = ("\n", ".", "a", "0")
+_PRIVATE = 0xF0000  # the first of the characters that mean nothing
 
 Encoder = Callable[[str], list[int]]
 
@@ -34,8 +45,7 @@ def ids_of(
         prefix: put the tokenizer's prefix tokens before it, unless it begins with them.
         goes_on: it continues another text, so a tokenizer that puts a space before each text
             (SentencePiece) puts none here.
-        masks: characters that stand for special tokens, to be read as plain text, and those tokens
-            (`kvalign.models.control_tokens`).
+        masks: as of `masked`.
 
     Raises:
         UserError: it has no UTF-8 form.
@@ -67,3 +77,109 @@ def _after_another(text: str, encode: Encoder) -> list[int]:
         if alone and both[: len(alone)] == alone:
             return both[len(alone) :]
     return encode(text)
+
+
+def masked(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], dict[str, str]]:
+    """Texts without special tokens: the masks in their place, and the token of each; none if the
+    tokenizer has no special tokens.
+
+    Raises:
+        UserError: a text that is not valid Unicode.
+    """
+    masks: dict[str, str] = {}
+    free, without = unused_in(texts), []
+    for text in texts:
+        check_text(text)
+        pieces, position = [], 0
+        for start, end, _ in _special_in(text, tokenizer):
+            if text[start:end] not in masks:
+                masks[text[start:end]] = next(free)
+            pieces += [text[position:start], masks[text[start:end]]]
+            position = end
+        without.append("".join([*pieces, text[position:]]))
+    return without, {mask: token for token, mask in masks.items()}
+
+
+def unused_in(texts: Sequence[str]) -> Iterator[str]:
+    """Characters that mean nothing and are in none of these texts, without end."""
+    return (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
+
+
+def encoder_of_masked(
+    masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str], list[int]]:
+    """Function from a text, in which masks stand for plain text and special tokens are special, to
+    its token ids.
+    """
+    splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
+
+    def encode(text: str) -> list[int]:
+        pieces, position = [], 0
+        for start, end, token in _special_in(text, tokenizer):
+            pieces += [text[position:start], placeholders[token]]
+            position = end
+        whole = "".join([*pieces, text[position:]])
+        for mask, stands_for in masks.items():
+            whole = whole.replace(mask, stands_for)
+        return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]
+
+    return encode
+
+
+def special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
+    """The tokens that it calls special, and those that its chat template writes."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    template = str(tokenizer.chat_template)
+    return {
+        number: token
+        for number, token in added.items()
+        if token.special or token.content in template
+    }
+
+
+def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
+    """Begin and end of the special tokens of a text, without the space that some take along, and
+    which they are.
+    """
+    special = special_of(tokenizer)
+    if not special:
+        return []
+    is_changed = tokenizer.backend_tokenizer.normalizer is not None
+    if not any(
+        (is_changed and token.normalized) or token.content in text for token in special.values()
+    ):
+        return []
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    spans = []
+    for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
+        inner = text[start:end].strip()
+        if inner and token in special and (is_changed or inner == special[token].content):
+            start += text[start:end].index(inner)
+            spans.append((start, start + len(inner), token))
+    return spans
+
+
+@lru_cache(maxsize=4)
+def _splitter_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str
+) -> tuple[Tokenizer, dict[int, str]]:
+    """A copy of a tokenizer of so many tokens that splits special ones as text, and the words that
+    it takes for each of them instead, which nobody can guess.
+    """
+    special = special_of(tokenizer)
+    about = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in about["added_tokens"]:
+        token["special"] = token["id"] in special
+    splitter = Tokenizer.from_str(json.dumps(about | {"truncation": None, "padding": None}))
+    splitter.encode_special_tokens = True
+    secret, placeholders = secrets.token_hex(16), {}
+    for number, token in special.items():
+        placeholders[number] = f"<{secret}.{number}>"
+        spaces = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+        splitter.add_tokens([AddedToken(placeholders[number], normalized=False, **spaces)])
+    return splitter, placeholders

@@ -1,11 +1,20 @@
-"""Model of transformers inside its wrappers. Only this module unwraps it."""
+"""Model as a user has it: inside wrappers, in training mode, or with fresh PEFT layers. Only this
+module unwraps it, and it streams without dropout.
+"""
 
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _ATTRIBUTES = ("_orig_mod", "module", "model")
 """Names of the inner model in `torch.compile`, wrappers like DDP, and PEFT."""
@@ -34,3 +43,28 @@ def unwrapped(model: Any) -> PreTrainedModel:
                 "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
             )
     return model
+
+
+@contextmanager
+def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which the modules are in eval mode. Afterwards each is in its former mode. If that
+    changes one, a line is logged, once.
+    """
+    trained = [*filter(attrgetter("training"), modules)]
+    if trained:
+        _say()
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@functools.cache
+def _say() -> None:
+    log.warning(
+        "the model is in training mode, at least in part: a stream runs it in eval mode, without "
+        "dropout, and then restores the mode (model.eval() avoids this line)"
+    )

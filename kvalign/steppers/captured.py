@@ -23,10 +23,9 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.stepper import Stepper, last_logits
-from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.snapshot import Snapshot
-from kvalign.steppers.caches import is_plain, may_be_static, stays
-from kvalign.steppers.compiled import Compiled, has_compiler
+from kvalign.models.wrapped import in_eval_mode
+from kvalign.steppers.compiled import Compiled, has_compiler, is_plain, may_be_static, stays
 from kvalign.steppers.regions import Regions
 
 log = logging.getLogger(__name__)

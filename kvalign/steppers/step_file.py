@@ -30,12 +30,12 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.models import attention, kernel, packed, packed_linear, rope
 from kvalign.models.architectures import rotation_of, spec_of
-from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.fetched import cache_dir
 from kvalign.models.key_bases import key_bases
-from kvalign.models.levels import GROUP
+from kvalign.models.packed_linear import GROUP
 from kvalign.models.rope import Rotation
 from kvalign.models.snapshot import names_of
+from kvalign.models.wrapped import in_eval_mode
 from kvalign.steppers.compiled import has_compiler
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from kvalign.methods.stepper import Stepper
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
 from kvalign.steppers import step_file
-from kvalign.steppers.caches import is_plain, stays
-from kvalign.steppers.compiled import Compiled
+from kvalign.steppers.compiled import Compiled, is_plain, stays
 from kvalign.steppers.step_file import Run, load_or_make, tensors_of
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.ends import end_ids
 from kvalign.streaming.loop import stream_rows
 from kvalign.streaming.sampling import Sampling, StreamConfig
+from kvalign.streaming.turns import end_ids
 
 
 @spelled_out(StreamConfig)

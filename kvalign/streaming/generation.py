@@ -27,7 +27,6 @@ from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.ends import ends_of
 from kvalign.streaming.generate_settings import (
     OWN_INPUTS,
     arguments_of_generate,
@@ -35,6 +34,7 @@ from kvalign.streaming.generate_settings import (
     check_config,
 )
 from kvalign.streaming.loop import stream_tokens
+from kvalign.streaming.turns import ends_of
 
 _PREPARED = "_eos_token_tensor"
 """What a generation_config has that a call of `generate` has prepared for its loop."""

@@ -36,7 +36,7 @@ from kvalign.models.packed import weights_of
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.saved_file import checksum, open_saved
+from kvalign.streaming.stream_file import checksum, open_saved
 
 _FORMAT = "kvalign piece 1"
 Count = Annotated[int, Field(strict=True, ge=0)]

@@ -7,7 +7,8 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.memory.sizes import ALL, usual_places
 from kvalign.methods.base import Method
@@ -32,7 +33,6 @@ from kvalign.models.weights import check_finite
 from kvalign.streaming import memory_file
 from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
 from kvalign.streaming.sampling import Sampling
-from kvalign.streaming.saved_file import checksum, open_saved
 
 _FORMAT = "kvalign stream 2"
 _CHECKSUM = "sha256"
@@ -296,3 +296,32 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
         raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
+
+
+def checksum(about: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of what a file says of its tensors, and of these with their names and shapes."""
+    digest = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
+        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def open_saved(path: Path, what: str) -> Iterator[Any]:
+    """Context with an open safetensors file that should have a stream or a piece.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is no safetensors file.
+    """
+    wrong = f"{path} is not a {what} that kvalign saved"
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(wrong)
+        with safe_open(path, "pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise NotFoundError(f"no saved {what} {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{wrong}: {error}") from None

@@ -33,12 +33,12 @@ from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.ends import end_ids
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.pieces import Piece, first_of, ids_of
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import Digests, SavedStream
+from kvalign.streaming.turns import end_ids
 
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import kvalign
 from kvalign.methods.registry import METHODS
-from kvalign.models import eval_mode
+from kvalign.models import wrapped
 from kvalign.steppers import compiled
 from kvalign.streaming.scoring import score
 
@@ -110,7 +110,7 @@ DROPOUT = dict.fromkeys(("attention_dropout", "attn_pdrop", "hidden_dropout", "d
 @pytest.mark.parametrize(("name", "kind"), one_of_each(METHODS, ("gpt2", "llama", "bloom")))
 def test_a_model_in_training_mode_streams_without_dropout(name, kind, ids, caplog):
     """Also while it is scored; afterwards each part of it is in the mode in which it was."""
-    eval_mode._say.cache_clear()
+    wrapped._say.cache_clear()
     model, ids = tiny_model(kind, **DROPOUT), ids[:1, :60]
 
     def found():

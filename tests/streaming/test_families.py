@@ -14,8 +14,7 @@ from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.streaming.ends import end_ids
-from kvalign.streaming.turns import answer_end, message_ids, messages_text, turn_ids
+from kvalign.streaming.turns import answer_end, end_ids, message_ids, messages_text, turn_ids
 
 TURNS = ("Who?", "Why is it so?", "When", "0", "And then?")
 

@@ -31,9 +31,9 @@ from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.ends import end_ids
 from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
+from kvalign.streaming.turns import end_ids
 
 log = logging.getLogger(__name__)
 MAX_NEW_TOKENS = 2048
