@@ -35,7 +35,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
-from kvalign.foundation.settings import expect, typed
+from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import Whole
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.input_ids import rows_of
@@ -199,9 +199,20 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """
         if not self._whole.is_changing:
             num_rows, num_new = len(new.keys), new.keys.shape[2]
-            self.check_caller()
+            if self._is_user_defined:
+                raise UserError(
+                    "model.generate counts its own positions, which are wrong once this cache "
+                    "evicts: pass custom_generate=kvalign.stream_generate, cache_size=... instead "
+                    "of the cache, or use kvalign.stream_tokens"
+                )
             self._check_takes(num_rows, num_new)
-            self._check_room(num_new)
+            if num_new > self.room:
+                most = "one token at a time" if self.room == 1 else f"{self.room} tokens at once"
+                raise UserError(
+                    f"with {self.num_stored} entries this cache takes {most}, got {num_new}: a "
+                    "call evicts nothing between its tokens. Feed fewer, or use "
+                    "kvalign.stream_tokens"
+                )
             if self.realigner.place_positions is not None:
                 raise UserError("this cache squeezes positions: use method.feed or stream_tokens")
             self._whole.begin()
@@ -252,15 +263,6 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         have been evicted before it, had they come one by one; at least 1.
         """
         return self.sizes.first_input_len - self.num_stored
-
-    def _check_room(self, num_new: int) -> None:
-        """Raise UserError for more tokens than there is room for."""
-        if num_new > self.room:
-            most = "one token at a time" if self.room == 1 else f"{self.room} tokens at once"
-            raise UserError(
-                f"with {self.num_stored} entries this cache takes {most}, got {num_new}: a call "
-                "evicts nothing between its tokens. Feed fewer, or use kvalign.stream_tokens"
-            )
 
     def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
         """A pass over so many tokens, with all entries where it finds them."""
@@ -398,19 +400,16 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
         num_rows = state["seen"].numel() if "seen" in state else 0
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
-        if not all(0 < n < 2**62 for n in seen) or not seen:
+        if min(seen, default=0) < 1:
             raise UserError("each row of a stream must have at least one token")
         stored = max(map(self.sizes.num_stored, seen))
         num_gone = [0] * num_rows
         if "gone" in state:
             num_gone = expect_tensor(state, "gone", (num_rows,), torch.int64).tolist()
-        if not all(0 <= n < 2**62 for n in num_gone):
-            raise UserError("a stream's row has lost a negative number of tokens")
         # Version 0.2 had no ring: there the order of time is that of the slots.
-        end = expect_tensor(state, "end", (1,), torch.int64).item() if "end" in state else stored
-        if not stored <= end < 2**62:
-            raise UserError(f"a stream's end must be at least {stored}, its entries, found {end}")
-        self.end = int(end)
+        self.end = stored
+        if "end" in state:
+            self.end = int(expect_tensor(state, "end", (1,), torch.int64))
         spec = spec_of(model.config)
         if spec.states:
             GUESTS["restored-states"](self.layers, state, num_rows, model)
@@ -435,28 +434,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             layer.restore(read, seen, spec.head_dim, model.dtype)
         self._hold(seen, num_gone)
 
-    def check_caller(self) -> None:
-        """Raise UserError within a pass of plain `model.generate`."""
-        if self._is_user_defined:
-            raise UserError(
-                "model.generate counts its own positions, which are wrong once this cache evicts: "
-                "pass custom_generate=kvalign.stream_generate, cache_size=... instead of the "
-                "cache, or use kvalign.stream_tokens"
-            )
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.select(indices)
+    reorder_cache = batch_select_indices = select
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.select(
-            [row for row in range(len(self.seen)) for _ in range(typed("repeats", repeats, int))]
-        )
+        self.select([row for row in range(len(self.seen)) for _ in range(repeats)])
 
     def __repr__(self) -> str:
         """`StreamingCache(cache_size=64, num_sinks=4): 64 entries in it, 100 tokens seen`, of each

@@ -2,7 +2,7 @@
 cache.
 """
 
-from functools import cached_property
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,36 +39,11 @@ class InSight(NamedTuple):
         self, form: Form, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Attention of queries [B, H, 1, D]: [B, 1, H, D]."""
-        rotation = form.bare.rotation if isinstance(form, Int8) else None
+        rotation = form.rotation if isinstance(form, Int8) else None
         if self.angles is not None and rotation is not None:  # which count from the first
             query = rotation.shift(query, self.behind)
         base = None if form.base is None else form.base[:, 0]
         return kernel.attend(self.places, query, keys, values, scale, self.angles, base)
-
-
-class KernelReader:
-    """Reader of the entries of 8 bits of a cache by our kernel.
-
-    Args:
-        sizes: of the cache.
-        rotation: of its keys; None: they do not rotate.
-    """
-
-    def __init__(self, sizes: CacheSizes, rotation: Rotation | None):
-        self.sizes, self.rotation = sizes, rotation
-
-    @cached_property
-    @no_autograd_modes()
-    def angles(self) -> Tensor | None:
-        """Angles of all places; None: keys do not rotate."""
-        if self.rotation is None:
-            return None
-        places = slice(0, self.sizes.first_input_len)
-        angles = self.rotation.angles_to(places, torch.device("cpu"))
-        return torch.stack([angles.cos, angles.sin])[None]
-
-    def in_sight(self, step: Step, num_slots: int) -> InSight:
-        return InSight(places_of(step, num_slots), step.behind_rows, self.angles)
 
 
 def places_of(step: Step, num_slots: int) -> Tensor:
@@ -93,11 +68,19 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
 
 def reader_of(
     model: PreTrainedModel, sizes: CacheSizes, head_dim: int, rotation: Rotation | None
-) -> KernelReader | None:
-    """Reader of entries of 8 bits in decode steps; None: the model's attention reads them."""
+) -> Callable[[Step, int], InSight] | None:
+    """Reader of a cache's entries of 8 bits, whose keys rotate so, in decode steps: of a step and
+    the number of slots. None: the model's attention reads them.
+    """
     width = Int8(model.dtype).width(head_dim)
     stored = torch.empty(1, 1, 1, width, dtype=torch.int8)
     if model.device.type != "cpu" or not is_read_by_kernel(model, stored):
         return None
     install(model.config)
-    return KernelReader(sizes, rotation)
+    angles = None
+    if rotation is not None:
+        with no_autograd_modes():
+            places = slice(0, sizes.first_input_len)
+            of_places = rotation.angles_to(places, torch.device("cpu"))
+            angles = torch.stack([of_places.cos, of_places.sin])[None]
+    return lambda step, num: InSight(places_of(step, num), step.behind_rows, angles)

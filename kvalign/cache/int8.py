@@ -13,7 +13,7 @@ bias. In some models (Qwen2) it is many times as large as the rest, which one sc
 beside it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -39,18 +39,35 @@ _OLDER = {
 
 
 @dataclass(frozen=True)
-class BareKeys:
-    """Form of the keys of a layer.
+class Int8(Form):
+    """Form of stored keys and values: numbers of 8 bits.
 
     Args:
+        dtype: of entries as attention reads them.
         rotation: of the layer's keys; None if they do not rotate.
-        base: [H, 1, D] float32; None: 0.
     """
 
+    dtype: torch.dtype
     rotation: Rotation | None = None
     base: Tensor | None = None
 
-    def of(self, keys: Tensor, at: At) -> Tensor:
+    is_int8 = True
+    names = ("bare", "bare_sinks")
+    stored_dtype = torch.int8
+
+    @classmethod
+    def of_layer(
+        cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: KeyBases | None
+    ) -> Self:
+        """Form of the entries of a layer. Keys that a table reads have no mean, and so no base."""
+        rotation, is_read = realigner.rotation, realigner.strategy == "read"
+        base = None if bases is None or is_read else bases.get(layer)
+        return cls(dtype, None if rotation is None else rotation.at(layer), base)
+
+    def without_position(self) -> Self:
+        return replace(self, rotation=None)
+
+    def bare(self, keys: Tensor, at: At) -> Tensor:
         """Stored form of keys [..., H, S, D] at these positions, in float32."""
         keys = keys.float()
         if self.rotation is not None:
@@ -65,39 +82,6 @@ class BareKeys:
             bare if self.rotation is None else self.rotation.angles_to(at, bare.device).rotate(bare)
         )
 
-
-@dataclass(frozen=True)
-class Int8(Form):
-    """Form of stored keys and values: numbers of 8 bits.
-
-    Args:
-        dtype: of entries as attention reads them.
-        bare: what is stored of keys.
-    """
-
-    dtype: torch.dtype
-    bare: BareKeys = field(default_factory=BareKeys)
-
-    is_int8 = True
-    names = ("bare", "bare_sinks")
-    stored_dtype = torch.int8
-
-    @classmethod
-    def of_layer(
-        cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: KeyBases | None
-    ) -> Self:
-        """Form of the entries of a layer. Keys that a table reads have no mean, and so no base."""
-        rotation, is_read = realigner.rotation, realigner.strategy == "read"
-        base = None if bases is None or is_read else bases.get(layer)
-        return cls(dtype, BareKeys(None if rotation is None else rotation.at(layer), base))
-
-    @property
-    def base(self) -> Tensor | None:  # type: ignore[override]
-        return self.bare.base
-
-    def without_position(self) -> Self:
-        return replace(self, bare=BareKeys(base=self.bare.base))
-
     def width(self, head_dim: int) -> int:
         return head_dim + _SCALE
 
@@ -111,12 +95,12 @@ class Int8(Form):
         return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
 
     def encode_at(self, entries: KV, at: At) -> KV:
-        keys = self.bare.of(entries.keys.detach(), at)
+        keys = self.bare(entries.keys.detach(), at)
         return KV(keys, entries.values).map(self.encode)
 
     def decode_at(self, stored: KV, at: At) -> KV:
         bare = stored.keys[..., :-_SCALE] * _scales(stored.keys)
-        return KV(self.bare.placed(bare, at).to(self.dtype), self.decode(stored.values))
+        return KV(self.placed(bare, at).to(self.dtype), self.decode(stored.values))
 
     def read(
         self,
@@ -143,7 +127,7 @@ class Int8(Form):
             at = ends + torch.arange(-tensor.shape[2], 0)
         of_keys = self.without_position() if name.startswith("memory") else self
         exact = replace(of_keys, dtype=torch.float32)
-        return exact.encode(exact.bare.of(exact.decode(tensor), at))
+        return exact.encode(exact.bare(exact.decode(tensor), at))
 
 
 def _scales(stored: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ however long the stream is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import sub
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvalign.aligners.entries import KV
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import Part, Ring, SinkKeys
+from kvalign.cache.ring import Part, SinkKeys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step, position_ids
@@ -103,9 +102,6 @@ class StreamingCache(FixedSizeCache):
     def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers, *([] if self.memory is None else [self.memory])]
 
-    def _rings(self) -> Iterator[Ring]:
-        return (ring for layer in self.attention for ring in layer.rings)
-
     def index(self, row: int = 0) -> Tensor:
         """Return the positions in the stream of a row's entries, counted from 0: [S]."""
         num = self.num_tokens[row] if self.seen else 0
@@ -138,7 +134,7 @@ class StreamingCache(FixedSizeCache):
         Args:
             num_gone: tokens that were evicted before them; None: those of its own.
         """
-        from kvalign.cache.edits import in_places
+        from kvalign.cache.edits import in_places, ring_entries
 
         total = sum(part.num for part in parts)
         num_over = self.kept_sizes.num_dropped(total)
@@ -149,20 +145,12 @@ class StreamingCache(FixedSizeCache):
             for i, layer in enumerate(self.attention):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*parts[0].like(i))
-                if placed:
-                    layer.replace(self._ring_entries(layer, i, placed, total - num_over))
+                if placed and self.memory is None:
+                    layer.replace(ring_entries(layer, i, placed))
+                elif placed:
+                    layer.replace(self.memory.take_parts(layer, i, placed, total - num_over))
             rows = parts[0].num_rows
             self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
-
-    def _ring_entries(
-        self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int
-    ) -> list[KV]:
-        """Entries of these parts for the rings of a layer, in rows of so many tokens."""
-        from kvalign.cache.edits import ring_entries
-
-        if self.memory is None:
-            return ring_entries(layer, i, parts)
-        return self.memory.take_parts(layer, i, parts, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless its entries can be moved to any place."""
@@ -186,8 +174,9 @@ class StreamingCache(FixedSizeCache):
             self.memory.begin(step, self.attention, self._num_moved)
         self._move_back(step)
         if step.num_new == 1 and step.end <= self.sizes.cache_size:
-            for ring in self._rings():
-                ring.grow(step.size)
+            for layer in self.attention:
+                for ring in layer.rings:
+                    ring.grow(step.size)
         self.realigner.prepare(len(self.attention))
         if not self._is_decode(step):
             self._rotate_sinks(step)
@@ -203,8 +192,10 @@ class StreamingCache(FixedSizeCache):
         self._rotate_sinks(step)
         in_sight = None
         if self.kernel is not None:
-            in_sight = self.kernel.in_sight(step, self.attention[0].entries.num_slots)
-        asks = in_sight is None and (self._asks_for_places or step.hides)
+            in_sight = self.kernel(step, self.attention[0].entries.num_slots)
+        # Attention may ask for the places of the slots that it gets.
+        reads = self.realigner.strategy == "read" or self.memory is not None or self.stores_bare
+        asks = in_sight is None and (reads or step.hides)
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
         step.decode = self.realigner.describe(step, decode)
         return step
@@ -214,12 +205,6 @@ class StreamingCache(FixedSizeCache):
         """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
         assert self.step is not None
         return self._is_decode(self.step)
-
-    @property
-    def _asks_for_places(self) -> bool:
-        """Return whether attention asks for the places of the slots that it gets."""
-        reads = self.realigner.strategy == "read" or self.memory is not None
-        return reads or self.stores_bare
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""

@@ -22,10 +22,9 @@ from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
-from kvalign.models.key_bases import KeyBases, key_bases
+from kvalign.models.key_bases import key_bases
 
 if TYPE_CHECKING:  # guests
-    from kvalign.cache.cache_memory import CacheMemory
     from kvalign.cache.edits import EncodedPart
 
 
@@ -56,21 +55,19 @@ class Cached(Method):
         of_model = self.spec, self.sizes, self.places_by
         if not self.sizes.is_oldest:
             return GUESTS["any-slot"](*of_model, self.model.config)
-        memory = self._memory() if self.sizes.memory else None
-        cache = StreamingCache(*of_model, self._bases, self.model.config, memory)
+        config, memory, bases = self.model.config, None, None
+        if self.sizes.memory:
+            how: dict[str, Any] = {"grows": self.stepper is None}
+            of_memory = self.places_by, config, self.num_positions
+            memory = GUESTS["memory"](self.spec, self.sizes, *of_memory, **how)
+        if self.sizes.cache_dtype == "int8":
+            bases = key_bases(self.model)
+        cache = StreamingCache(*of_model, bases, config, memory)
         if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
             of_keys = self.spec.head_dim, cache.realigner.rotation
             cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         return cache
-
-    def _memory(self) -> CacheMemory:
-        of_model = self.places_by, self.model.config, self.num_positions
-        return GUESTS["memory"](self.spec, self.sizes, *of_model, grows=self.stepper is None)
-
-    @property
-    def _bases(self) -> KeyBases | None:
-        return key_bases(self.model) if self.sizes.cache_dtype == "int8" else None
 
     @abstractmethod
     def realigner(self) -> Realigner | None:

@@ -35,12 +35,10 @@ class Architecture(NamedTuple):
         family: how it encodes positions.
         own_attention: reason for which its attention is not a plain function of transformers'
             registry; empty: it is one.
-        takes_mask: whether an attention of its own accepts our mask.
     """
 
     family: Family
     own_attention: str = ""
-    takes_mask: bool = False
 
 
 ARCHITECTURES = {
@@ -48,7 +46,7 @@ ARCHITECTURES = {
     "opt": Architecture("learned"),
     "gpt_neo": Architecture("learned", "a class of its own"),
     "gpt_bigcode": Architecture("learned"),
-    "bloom": Architecture("alibi", "ALiBi in a class of its own", takes_mask=True),
+    "bloom": Architecture("alibi", "ALiBi in a class of its own"),
     "mpt": Architecture("alibi", "ALiBi in a class of its own"),
     "llama": Architecture("rotary"),
     "mistral": Architecture("rotary"),
@@ -98,7 +96,8 @@ ARCHITECTURES = {
 FAMILIES = {name: one.family for name, one in ARCHITECTURES.items()}
 REGISTERED = tuple(name for name, one in ARCHITECTURES.items() if not one.own_attention)
 """Those whose attention is a function of the registry."""
-MASKED = tuple(name for name, one in ARCHITECTURES.items() if one.takes_mask)
+MASKED = ("bloom",)
+"""Those with an attention of their own that accepts our mask."""
 
 # Types of layers: with entries, and with a state in their place.
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -158,8 +157,6 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     if not head_dim or num_heads % num_kv_heads or (head_dim % 2 and family == "rotary"):
         of = f"{num_heads} heads of size {head_dim}, {num_kv_heads} for keys and values"
         raise UserError(f"{name or 'this model'} cannot have {of}")
-    if context_len is not None and not typed("context length", context_len, int) >= 2:
-        raise UserError(f"the context length of {name or 'a model'} must be at least 2")
     return ModelSpec(
         name=name or checkpoints.shipped_name(config.name_or_path),
         model_type=config.model_type,

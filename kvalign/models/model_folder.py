@@ -25,7 +25,6 @@ from kvalign.models.weights import check_header
 
 MOST_LAYERS = 2**10
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
-_OF_FILES = (".json", ".jinja", ".model", ".safetensors", ".txt")
 _LONGEST = 300  # characters of a reason
 
 
@@ -38,7 +37,6 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
-        check_files(Path(source))
         values = read_json(path)
         for field in _LAYERS & values.keys():
             check_layers(values[field], f"{path}: {field}")
@@ -88,19 +86,6 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
     with _explain_errors(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
-
-
-def check_files(folder: Path) -> None:
-    """Raise UserError for something in a model's folder that has a file's name but is not a file.
-    transformers would silently ignore it, with its settings of sampling or turns.
-    """
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _OF_FILES and path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "a pipe or a device"
-            raise UserError(
-                f"cannot load a model from folder {str(folder)!r}: {path.name} is not a file but "
-                f"{what}"
-            )
 
 
 def check_layers(num: object, name: str) -> None:

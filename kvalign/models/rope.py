@@ -141,12 +141,6 @@ class RotationByLayer(Rotation):
     def at(self, layer: int) -> Rotation:
         return self.layers[layer]
 
-    def angles(self, shift: Tensor) -> Angles:
-        raise TypeError("layers rotate differently: use at(layer)")
-
-    def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        raise TypeError("layers rotate differently: use at(layer)")
-
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
         pairs = zip(self.layers, keys.unbind(dim), strict=True)
         return torch.stack([layer.shift(x, shift) for layer, x in pairs], dim)

@@ -24,7 +24,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache import by_kernel, form, int8
 from kvalign.cache.by_kernel import InSight, is_read_by_kernel
 from kvalign.cache.form import Form
-from kvalign.cache.int8 import BareKeys, Int8
+from kvalign.cache.int8 import Int8
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
@@ -115,7 +115,7 @@ class _Step(nn.Module):
     """Step as a function of tensors only.
 
     Args:
-        is_int8: whether entries have 8 bits: then the tensors of `BareKeys` are its own.
+        is_int8: whether entries have 8 bits: then the tensors of their forms are its own.
     """
 
     def __init__(self, model: PreTrainedModel, is_int8: bool = False):
@@ -131,10 +131,13 @@ class _Step(nn.Module):
             self.register_buffer(f"inv_freq_{i}", None if one is None else one.inv_freq)
             self.register_buffer(f"base_{i}", bases.get(i))
 
-    def _bare_keys(self, layer_idx: int) -> BareKeys:
+    def _form(self, layer_idx: int) -> Form:
+        if not self.is_int8:
+            return Form(self.model.dtype)
         layout = self._layouts[layer_idx]
         inv_freq, base = (getattr(self, f"{x}_{layer_idx}") for x in ("inv_freq", "base"))
-        return BareKeys(None if layout is None else Rotation(inv_freq, layout=layout), base)
+        rotation = None if layout is None else Rotation(inv_freq, layout=layout)
+        return Int8(self.model.dtype, rotation, base)
 
     def forward(
         self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
@@ -144,11 +147,8 @@ class _Step(nn.Module):
         is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
         seen = InSight(places, behind, angles) if is_ours else None
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
-            dtype = self.model.dtype
-            form = Int8(dtype, self._bare_keys(i)) if self.is_int8 else Form(dtype)
-            layers.append(
-                _Layer(KV(*pair), form, slot, position_ids, places[:, None] + behind, seen)
-            )
+            at = position_ids, places[:, None] + behind
+            layers.append(_Layer(KV(*pair), self._form(i), slot, *at, seen))
         cache = Cache(layers=layers)
         inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.foundation.settings import expect, typed
 from kvalign.methods import make_method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
@@ -59,8 +58,7 @@ def stream_batch(
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
-    expect("prompts", prompts, Iterable, "several texts")
-    num_streams = max(1, typed("max_rows", max_rows or 1, int))
+    num_streams = max_rows or 1
     streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
     ends = end_ids(streaming.model, tokenizer) if sampling.stop_at_end else []
     answers: list[Answer] = []

@@ -175,9 +175,9 @@ def test_keys_that_version_0_2_stored_are_read(memory, ids):
         layer, _, kind = name.partition(".")
         form, num = method.cache.form(x.dtype, int(layer)) if kind else None, x.shape[-2:][0]
         if kind == "bare.0":
-            x = INT8.encode(form.bare.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
+            x = INT8.encode(form.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
         elif kind == "bare_sinks.0":
-            x = INT8.encode(form.bare.placed(INT8.decode(x), slice(0, num)))
+            x = INT8.encode(form.placed(INT8.decode(x), slice(0, num)))
         elif kind == "memory.0":
             x = INT8.encode(INT8.decode(x) + form.base)
         older[name.replace("bare_sinks", "sinks").replace("bare", "entries")] = x
