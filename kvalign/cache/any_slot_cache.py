@@ -262,10 +262,8 @@ class AnySlotCache(FixedSizeCache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        if self.step is None:
-            self.check_input(
-                len(self.seen), 1
-            )  # before a model looks up a position that it does not have
+        if self.step is None:  # before a model looks up a position that it does not have
+            self.check_input(len(self.seen), 1)
         return super().get_seq_length(layer_idx)
 
     def _prepare_entries(self, step: Step) -> Step:

@@ -2,7 +2,6 @@
 that are selected and joined, saving, and the interface to transformers. `streaming_cache.py` and
 `any_slot_cache.py` have one kind each.
 
-A layer passes in the keys and values of new tokens and gets all entries for this pass's attention.
 One `Step`, made before the first layer, holds everything that is the same for all layers. The model
 needs no hook and no patch: it asks the cache for its next position.
 
@@ -10,7 +9,7 @@ Rows of a batch are independent. Each has its own length and is right-aligned, s
 all rows at one slot. Missing entries on the left are masked until the row is full.
 
 A pass that fails leaves layers that differ. From then on the cache is refused, until `reset` or
-`restore`. A cache that had been fed nothing stays usable.
+`restore`.
 """
 
 import copy

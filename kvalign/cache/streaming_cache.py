@@ -1,11 +1,5 @@
-"""Streaming cache: attention sinks and a window of fixed size, written once and never moved.
-
-     places  0 1 2 3 | 4 5 6 ... C-1      C entries are kept between two steps
-             sinks   | window
-
-A step passes in the key and value of the new token, which are written over the oldest entry of the
-window (`ring.py`). Attention gets all C + 1 slots as they lie. The next position stays in range
-however long the stream is.
+"""Streaming cache: attention sinks and a window of fixed size, written once and never moved
+(`ring.py`). The next position stays in range however long the stream is.
 """
 
 from __future__ import annotations
@@ -178,16 +172,17 @@ class StreamingCache(FixedSizeCache):
                 for ring in layer.rings:
                     ring.grow(step.size)
         self.realigner.prepare(len(self.attention))
-        if not self._is_decode(step):
+        if not self.is_decode(step):
             self._rotate_sinks(step)
         return step
 
-    def _is_decode(self, step: Step) -> bool:
+    def is_decode(self, step: Step) -> bool:
+        """Return whether a pass of this cache is a usual one (`DecodeStep`)."""
         return step.is_decode and self.is_filled
 
     def describe(self) -> Step:
         step = super().describe()
-        if step.decode is not None or not self._is_decode(step):
+        if step.decode is not None or not self.is_decode(step):
             return step
         self._rotate_sinks(step)
         in_sight = None
@@ -199,12 +194,6 @@ class StreamingCache(FixedSizeCache):
         decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
         step.decode = self.realigner.describe(step, decode)
         return step
-
-    @property
-    def is_decode(self) -> bool:
-        """Return whether the pass that the cache is in is a usual one (`DecodeStep`)."""
-        assert self.step is not None
-        return self._is_decode(self.step)
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""

@@ -104,8 +104,7 @@ def make_method(
     cls = METHODS[name]
     for size in cls.ignored_settings():
         if (value := sizes_asked.pop(size, None)) is not None:
-            why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
-            log.warning("%s=%s has no effect on %s: %s", size, value, name, why)
+            log.warning("%s=%s has no effect on %s: it %s", size, value, name, cls.about)
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:

@@ -60,9 +60,6 @@ class PackedLinear(nn.Module):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """All weights, unpacked, [K, N]."""
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bits={self.bits}"
-
 
 @final
 class RoundingLinear(PackedLinear):

@@ -160,7 +160,7 @@ class Captured(Stepper):
         if self.is_refused or not isinstance(cache, StreamingCache):
             return None
         # Where entries are not written as they come, rows must have the same positions.
-        if not (step.is_static and cache.is_decode and (stays(cache) or step.is_alike)):
+        if not (step.is_static and cache.is_decode(step) and (stays(cache) or step.is_alike)):
             return None
         key = _key_of(step, cache)
         if key not in self.graphs:
@@ -200,7 +200,8 @@ class Captured(Stepper):
     def _forget_if_changed(self) -> None:
         """Forget all graphs if the model is not as it was."""
         self._num += 1
-        if not (self._snapshot if self._num % EVERY == 1 else self._snapshot.code).holds():
+        snapshot = self._snapshot
+        if not (snapshot.holds() if self._num % EVERY == 1 else snapshot.code_holds()):
             self.graphs.clear()
             self._next = None, None
             self._snapshot = Snapshot(self.model)

@@ -13,7 +13,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.attention import install
-from kvalign.models.snapshot import Code
+from kvalign.models.snapshot import Snapshot
 from kvalign.models.wrapped import in_eval_mode
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ class Compiled(Stepper):
             return last_logits(self, ids, cache, position_ids=decode.position_ids)
 
     @functools.cached_property
-    def _code(self) -> Code:
-        return Code(self.model)
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.model)
 
     def __call__(self, **inputs: Any) -> Any:
-        if self._code.holds():
+        if self._snapshot.code_holds():
             return self.compiled(**inputs)
         _say()
         return self.model(**inputs)
@@ -118,4 +118,4 @@ def is_usual(cache: Any) -> bool:
     if not isinstance(cache, StreamingCache) or cache.step is None:
         return False
     finds_all = cache.memory is None or cache.memory.finds_all
-    return cache.is_decode and cache.step.is_alike and finds_all
+    return cache.is_decode(cache.step) and cache.step.is_alike and finds_all

@@ -112,7 +112,7 @@ class Stored(Stepper):
         if not is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or not cache.is_decode or step.in_order or not stays(cache):
+        if step is None or not cache.is_decode(step) or step.in_order or not stays(cache):
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
@@ -158,4 +158,5 @@ class Stored(Stepper):
         """
         self._num = self._num + 1 if self._cache() is cache else 0
         self._cache = weakref.ref(cache)
-        return (self._snapshot if self._num % EVERY == 0 else self._snapshot.code).holds()
+        snapshot = self._snapshot
+        return snapshot.holds() if self._num % EVERY == 0 else snapshot.code_holds()
