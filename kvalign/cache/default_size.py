@@ -52,7 +52,13 @@ def default_size(
         limits.append(DefaultSize(room, f"the context length {spec.context_len}"))
     if longest is not None:
         limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
-    if (free := _free_bytes(model)) is not None:
+    if model.device.type == "cuda":
+        import torch
+
+        free: int | None = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = free_bytes()
+    if free is not None:
         form = GUESTS["int8"](model.dtype) if cache_dtype == "int8" else Form(model.dtype)
         of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
@@ -61,12 +67,3 @@ def default_size(
     if spec.name in checkpoints.MODELS:
         limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)
-
-
-def _free_bytes(model: PreTrainedModel) -> int | None:
-    """Free bytes on the model's device, as far as known."""
-    if model.device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(model.device)[0]
-    return free_bytes()

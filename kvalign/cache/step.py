@@ -246,12 +246,6 @@ class Step:
             inputs["attention_mask"] = mask
         return inputs
 
-    @property
-    def _birth(self) -> slice | Tensor:
-        if self.is_static and self.hides:
-            return self._count.births[:1]
-        return slice(self.births[0], self.births[0] + 1)
-
     def as_decode(
         self, asks_for_places: bool, are_bare: bool = False, in_sight: Sight | None = None
     ) -> DecodeStep:
@@ -261,12 +255,17 @@ class Step:
         device, num_sinks = self.device, self.sizes.num_sinks
         positions = position_ids(self._count.positions[:, None], self.place_positions)
         order = ranks = read = None
+        birth: slice | Tensor | None = None
         places = self.places if asks_for_places else None
         if self.in_order:
             stored = [n + 1 for n in self.stored]
             read = order_of(self.sizes, stored, self.end + 1, self.length, device)
             if isinstance(read, slice) and read.start == 0:  # it lies in order
                 read = None
+        if self.is_alike:
+            birth = slice(self.births[0], self.births[0] + 1)
+            if self.is_static and self.hides:
+                birth = self._count.births[:1]
         if places is not None and self.is_even:
             ranks = (places[0, num_sinks:] - num_sinks).clamp_min(0)
             num = max(self.stored[0] + 1 - num_sinks, 0)
@@ -283,7 +282,7 @@ class Step:
             position_ids=positions,
             at=positions[:, None],
             behind=self.behind_rows,
-            birth=self._birth if self.is_alike else None,
+            birth=birth,
             evicting=self.evicting,
             places=places,
             order=order,

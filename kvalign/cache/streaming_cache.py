@@ -139,10 +139,10 @@ class StreamingCache(FixedSizeCache):
             for i, layer in enumerate(self.attention):
                 if not layer.is_initialized:
                     layer.lazy_initialization(*parts[0].like(i))
-                if placed and self.memory is None:
-                    layer.replace(ring_entries(layer, i, placed))
-                elif placed:
+                if placed and self.memory is not None:
                     layer.replace(self.memory.take_parts(layer, i, placed, total - num_over))
+                elif placed:
+                    layer.replace(ring_entries(layer, i, placed))
             rows = parts[0].num_rows
             self._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 

@@ -142,7 +142,9 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
         UserError: an unknown architecture without RoPE, impossible sizes, or a RoPE scaling that
             cannot be shifted.
     """
-    family = _family(config)
+    family = FAMILIES.get(config.model_type) or ("rotary" if _ropes(config) else None)
+    if getattr(config, "alibi", None) is True:  # one of Falcon's two ways
+        family = "alibi"
     if family is None:
         others = [kind for kind in FAMILIES if FAMILIES[kind] != "rotary"]
         raise UserError(
@@ -153,6 +155,7 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _num_kv_heads(config, num_heads)
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // num_heads)
+    is_local = config.model_type == "gpt_neo" and "local" in config.attention_layers
     context_len = _context_len(config, family)
     if not head_dim or num_heads % num_kv_heads or (head_dim % 2 and family == "rotary"):
         of = f"{num_heads} heads of size {head_dim}, {num_kv_heads} for keys and values"
@@ -166,14 +169,8 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
         head_dim=head_dim,
         context_len=context_len,
         states=_states(config, name),
-        window=_local_window(config) or window_of(config),
+        window=config.window_size if is_local else window_of(config),
     )
-
-
-def _local_window(config: PretrainedConfig) -> int | None:
-    """Entries that GPT-Neo's local layers see; None: it has none."""
-    is_local = config.model_type == "gpt_neo" and "local" in config.attention_layers
-    return config.window_size if is_local else None
 
 
 def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
@@ -191,12 +188,6 @@ def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
             "state instead of attention: only those of lfm2 are known"
         )
     return states
-
-
-def _family(config: PretrainedConfig) -> Family | None:
-    if getattr(config, "alibi", None) is True:  # one of Falcon's two ways
-        return "alibi"
-    return FAMILIES.get(config.model_type) or ("rotary" if _ropes(config) else None)
 
 
 def _num_kv_heads(config: PretrainedConfig, num_heads: int) -> int:

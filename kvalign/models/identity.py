@@ -65,7 +65,10 @@ def identity(model: PreTrainedModel) -> str:
         abouts: dict[int, str] = {}  # by tensor, each of which is read once
         for name, module, x in weights:
             if id(x) not in abouts:
-                abouts[id(x)] = _about(_without_layout(module, name, x))
+                own = x
+                if isinstance(module, PackedLinear) and name.endswith(".packed"):
+                    own = module.levels()  # in an order that does not depend on the CPU
+                abouts[id(x)] = _about(own)
         record = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
         _RECORDS[model] = record
     return record[1]
@@ -213,13 +216,6 @@ def _storage_of(x: Any) -> tuple[object, ...]:
         return (object(),)  # not known: it is read each time
     version = 0 if x.is_inference() else x._version
     return x.data_ptr(), version, StorageWeakRef(x.untyped_storage())
-
-
-def _without_layout(module: nn.Module, name: str, x: Any) -> Any:
-    """A tensor of a module, in an order that does not depend on the CPU."""
-    if isinstance(module, PackedLinear) and name.endswith(".packed"):
-        return module.levels()
-    return x
 
 
 def _about(x: Any) -> str:

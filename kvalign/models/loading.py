@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import checkpoints
 from kvalign.foundation import progress
@@ -70,7 +70,8 @@ def load_model(
     if file:
         model, tokenizer = gguf_file.read(file, config, dtype or DTYPES[0])
     else:
-        of_file = dtype or own_dtype(config)
+        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        of_file = dtype or (stored if stored in DTYPES else DTYPES[0])
         if device.startswith("cuda"):
             num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
             device_map = device_map_for(name, device, num_bytes, is_auto)
@@ -117,12 +118,6 @@ def device_map_for(
 def source_of(name: str) -> str:
     """The folder of a shipped or fetched model; any other name unchanged."""
     return str(checkpoints.model_path(name) or fetched.model_path(name) or name)
-
-
-def own_dtype(config: PretrainedConfig) -> str:
-    """The dtype in which a checkpoint's weights are stored, as its config says."""
-    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return name if name in DTYPES else DTYPES[0]
 
 
 def precision_of(

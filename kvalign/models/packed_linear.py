@@ -106,7 +106,8 @@ class TorchLinear(PackedLinear):
     def product(self, rows: Tensor) -> Tensor:
         rows = rows.bfloat16()
         if rows.shape[0] > FEW:
-            kind = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+            has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # as a fast product
+            kind = torch.bfloat16 if has_bfloat16 else torch.float32
             return rows.to(kind) @ self.unpacked(kind)
         return self.product_of_few(rows)
 
@@ -225,12 +226,6 @@ def _block_of_kernel() -> int:
         if torch.equal(levels.reshape(_BLOCK, GROUP).int(), q):
             return block
     raise AssertionError("unknown layout of 4-bit weights")
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Return whether this CPU has a fast product in bfloat16."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _pad_blocks(x: Tensor) -> Tensor:
