@@ -190,9 +190,6 @@ class AnySlotCache(FixedSizeCache):
         spec, sizes: see `FixedSizeCache`.
         realigner: keeps the kept entries right; it must place them from their original form.
         config: of the model, whose attention passes on its weights if the policy reads them.
-
-    Raises:
-        UserError: as of `FixedSizeCache`; a realigner, a model or positions that do not fit.
     """
 
     attention: list[AnySlotLayer]

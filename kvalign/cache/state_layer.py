@@ -38,9 +38,6 @@ class StateLayer(LinearAttentionLayer, Part):
     def restore(self, state: dict[str, Tensor], num_rows: int, like: LinearAttentionLayer) -> None:
         """Restore `state` for so many rows. A layer of the same model that has been fed provides
         the expected shapes.
-
-        Raises:
-            UserError: the tensors differ from these.
         """
         for name, x in _states(like).items():
             tensor = expect_tensor(state, name, (num_rows, *x.shape[1:]), x.dtype)

@@ -130,11 +130,7 @@ class Stream:
         return isinstance(self.cache, StreamingCache) and self.cache.memory is not None
 
     def seen(self, row: int = 0) -> Tensor:
-        """The tokens [S] that the last one saw, itself included.
-
-        Raises:
-            NotApplicableError: they are unknown.
-        """
+        """The tokens [S] that the last one saw, itself included."""
         if isinstance(self.keeper, Reencoding):
             return self.keeper.rows[row]
         if self.has_memory:
@@ -217,9 +213,6 @@ def _of_all_heads(index: Tensor) -> list[int] | None:
 def matches(values: Tensor, originals: Tensor) -> list[int | None]:
     """Indices of values [H, S, D] among the original ones [H, N, D]; None for a value that is none
     of them. Heads may have different orders; the result is that of the first.
-
-    Raises:
-        NotApplicableError: heads have different values.
     """
     together = _matches(values.transpose(0, 1).flatten(1), originals.transpose(0, 1).flatten(1))
     if None not in together:

@@ -37,9 +37,6 @@ class Method(NotPickled, ABC):
 
     Attributes:
         on_tokens: called during a long input with the number of tokens read since the last call.
-
-    Raises:
-        UserError: more entries than the model has positions for.
     """
 
     instead = (
@@ -251,9 +248,5 @@ class Method(NotPickled, ABC):
         raise UserError(f"streams of {self.name} cannot be saved")
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue the stream of `state`, tensors on any device, which stay as they are.
-
-        Raises:
-            UserError: it is not the state of this method and model.
-        """
+        """Continue the stream of `state`, tensors on any device, which stay as they are."""
         raise UserError(f"streams of {self.name} cannot be saved")

@@ -30,9 +30,6 @@ _SCALING = (".rope.scaling.type", ".rope.scale_linear")
 def find(source: str) -> Path | None:
     """The GGUF file of a model's path: the path itself, or the only one in a folder without other
     weights; None if there is none.
-
-    Raises:
-        UserError: a folder with several, or a missing file.
     """
     path = Path(source)
     if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -59,12 +56,7 @@ def check_readers() -> None:
 
 
 def config_of(path: Path) -> PretrainedConfig:
-    """The model's config, in the form of transformers.
-
-    Raises:
-        UserError: a damaged file, an architecture that transformers cannot read, or a RoPE scaling,
-            which transformers would ignore.
-    """
+    """The model's config, in the form of transformers."""
     check_readers()
     from gguf import GGUFReader
 
@@ -94,9 +86,6 @@ def read(
     Args:
         config: from `config_of`.
         dtype: of the weights, as torch names it.
-
-    Raises:
-        UserError: a file without all weights, such as one part of several, or without a tokenizer.
     """
     with _explain_errors(path):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(

@@ -80,9 +80,6 @@ def identity_of(name: str) -> str:
     Weights of a folder are read without making the model (0.2 s for 540 MB). The model is loaded
     where files do not have its tensors as they are: a GGUF file, quantised weights, names that
     transformers changes when it loads them, a hub id.
-
-    Raises:
-        UserError: as `load_model` does.
     """
     source = loading.source_of(name)
     return _of_folder(name, source) or identity(loading.load_model(name, "cpu", "float32").model)

@@ -21,9 +21,6 @@ def encoded(
 
     Args:
         goes_on: a text continues another one (`kvalign.models.text_ids`), else it begins a stream.
-
-    Raises:
-        UserError: it is neither text nor ids, or has ids that the model does not know.
     """
     if isinstance(text, str):
         ids = ids_of(text, tokenizer, prefix=not goes_on, goes_on=goes_on)
@@ -62,11 +59,7 @@ def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
 
 
 def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
-    """The rows of the batch with these numbers.
-
-    Raises:
-        UserError: they are not valid row numbers.
-    """
+    """The rows of the batch with these numbers."""
     named = rows.tolist() if isinstance(rows, Tensor) else rows
     if not all(type(row) is int and -num_rows <= row < num_rows for row in named):
         raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")

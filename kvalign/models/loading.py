@@ -125,10 +125,6 @@ def precision_of(
 ) -> tuple[str | None, str | None]:
     """The dtype in which a model is loaded, None: its file's own; and the form of packed weights,
     `auto`, or None. As of `load_model`.
-
-    Raises:
-        UserError: an unknown name, two that contradict each other, or packed weights on another
-            device than a CPU or CUDA.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")

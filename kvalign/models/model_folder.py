@@ -29,11 +29,7 @@ _LONGEST = 300  # characters of a reason
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
-    """The config of the model in a folder or of a hub id.
-
-    Raises:
-        UserError: it is missing, or transformers cannot read it.
-    """
+    """The config of the model in a folder or of a hub id."""
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
@@ -55,9 +51,6 @@ def read(
 
     Args:
         device_map: of accelerate: where weights go as they are read; None: to the CPU.
-
-    Raises:
-        UserError: weights that are damaged, missing or differ from the config, or no tokenizer.
     """
     with _explain_errors(name, source):
         if os.path.isdir(source):

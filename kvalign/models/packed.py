@@ -57,9 +57,6 @@ def pack(model: PreTrainedModel, weights: str) -> None:
     Args:
         model: on a CPU with weights in float32, on CUDA in bfloat16.
         weights: int8, or int4.
-
-    Raises:
-        UserError: no product can be packed.
     """
     head = model.get_output_embeddings()
     modules = [(name, module) for name, module in model.named_modules() if _fits(module)]

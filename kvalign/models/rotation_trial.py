@@ -106,9 +106,6 @@ def measured(
         attention: the layers that have keys.
         context_len: number of positions; None: no limit.
         is_bounded: see `Rotation`.
-
-    Raises:
-        UserError: no rotation by its frequencies fits; the message says by how much, and where.
     """
     most = OFFSETS[-1] if context_len is None else min(OFFSETS[-1], context_len - 2)
     offsets = [min(offset, most) for offset in OFFSETS]

@@ -46,9 +46,6 @@ def ids_of(
         goes_on: it continues another text, so a tokenizer that puts a space before each text
             (SentencePiece) puts none here.
         masks: as of `masked`.
-
-    Raises:
-        UserError: it has no UTF-8 form.
     """
     check_text(text)
 
@@ -84,9 +81,6 @@ def masked(
 ) -> tuple[list[str], dict[str, str]]:
     """Texts without special tokens: the masks in their place, and the token of each; none if the
     tokenizer has no special tokens.
-
-    Raises:
-        UserError: a text that is not valid Unicode.
     """
     masks: dict[str, str] = {}
     free, without = unused_in(texts), []

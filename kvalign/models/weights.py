@@ -26,10 +26,6 @@ def read_weights(
     Args:
         shapes: of exactly the tensors that it must contain.
         where: owner of the weights, for messages.
-
-    Raises:
-        UserError: a file that is damaged or shorter than its header claims, other tensors, or
-            non-finite numbers in float32.
     """
     with opened(path, f"the weights of {where}") as file:
         names = set(file.keys())
@@ -67,9 +63,6 @@ def check_header(path: Path, *, any_type: bool = False) -> int:
 
     Args:
         any_type: allow any type, for quantised weights.
-
-    Raises:
-        UserError: a damaged file, or weights of another type than floats.
     """
     num = 0
     with opened(path, path.name) as file:

@@ -161,9 +161,6 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
     Args:
         sums: `SUMS` of the stream's file.
         like: empty tensors [1, H, 0, width].
-
-    Raises:
-        UserError: the file is missing, or was changed after it was written.
     """
     path = path_of(stream, file.number)
     if not path.is_file():

@@ -211,11 +211,6 @@ def about(path: Path) -> SavedStream:
 def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     """Return the information in a file about its stream, with fields checked, and its tensors,
     those of its memory among them.
-
-    Raises:
-        NotFoundError: no such file.
-        UserError: it is not a saved stream, or was changed after it was written; the same for the
-            file of its memory.
     """
     saved, tensors = _read(path)
     if saved.memory_file is not None:
@@ -309,12 +304,7 @@ def checksum(about: str, tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def open_saved(path: Path, what: str) -> Iterator[Any]:
-    """Context with an open safetensors file that should have a stream or a piece.
-
-    Raises:
-        NotFoundError: no such file.
-        UserError: it is no safetensors file.
-    """
+    """Context with an open safetensors file that should have a stream or a piece."""
     wrong = f"{path} is not a {what} that kvalign saved"
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for

@@ -183,9 +183,6 @@ def messages_text(
         system: instructions with which the conversation begins, or began.
         template: values for the template, by name.
         tools: that the model may call, which the template tells it of.
-
-    Raises:
-        UserError: a template that does not accept such a conversation, or leaves a part of it out.
     """
     opening = [] if system is None else [_message("system", system)]
     if not tokenizer.chat_template:
@@ -231,20 +228,13 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
 
     Published models name the end of a turn in one of these places and not in the others. A model
     that writes it and is not stopped goes on as the user.
-
-    Raises:
-        UserError: a config names something else than token ids.
     """
     ends = {*ends_of(model.generation_config), *ends_of(model.config.get_text_config())}
     return sorted((ends | {tokenizer.eos_token_id, answer_end(tokenizer)}) - {None})
 
 
 def ends_of(config: GenerationConfig | PretrainedConfig) -> list[int]:
-    """End tokens that a config or a generation_config names: none, one or several.
-
-    Raises:
-        UserError: they are not token ids.
-    """
+    """End tokens that a config or a generation_config names: none, one or several."""
     end = config.eos_token_id
     if isinstance(end, Tensor):
         end = end.reshape(-1).tolist()
