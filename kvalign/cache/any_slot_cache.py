@@ -187,7 +187,6 @@ class AnySlotCache(FixedSizeCache):
     """Entries that a policy keeps, placed by rank or left at their original positions.
 
     Args:
-        spec, sizes: see `FixedSizeCache`.
         realigner: keeps the kept entries right; it must place them from their original form.
         config: of the model, whose attention passes on its weights if the policy reads them.
     """

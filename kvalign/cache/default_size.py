@@ -35,11 +35,8 @@ def default_size(
     evict something.
 
     Args:
-        model: the model itself, on its device.
         longest: the aligner's largest cache; None: any.
-        realign_every: as of `CacheSizes`: positions run on by that many.
         num_streams: number of streams to leave memory for.
-        cache_dtype: as of `CacheSizes`.
     """
     from kvalign.cache.form import Form
     from kvalign.cache.guests import GUESTS

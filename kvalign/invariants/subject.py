@@ -38,10 +38,6 @@ class Subject:
 
     Args:
         model: a causal LM of transformers; a float32 copy is used if it is in half precision.
-        make: returns, for a model, an empty cache or method.
-        num_steps: tokens of the long stream.
-        half: the precision to compare with float32.
-        seed: of the tokens.
     """
 
     def __init__(

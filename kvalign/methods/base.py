@@ -31,10 +31,6 @@ class Method(NotPickled, ABC):
     Rows that begin together are fed together. Streams of other lengths are fed alone and then
     `join`.
 
-    Args:
-        model: a causal LM of transformers, which may be wrapped (`unwrapped`).
-        sizes: from `sizes_for`.
-
     Attributes:
         on_tokens: called during a long input with the number of tokens read since the last call.
     """
@@ -204,9 +200,6 @@ class Method(NotPickled, ABC):
         """Compile the model for the steps of a full cache, whose shapes never change. The first
         step then takes long. Inputs of several tokens use the model uncompiled, and so does
         everything without a C++ compiler.
-
-        Args:
-            options: of `torch.compile`.
         """
         self.stepper = STEPPERS["compiled"].compiling(self, **options)
         return self

@@ -185,9 +185,6 @@ class Cached(Method):
         """Read ids [B, T] with the same results as feeding them one by one; only if the relative
         form is exact.
 
-        Args:
-            segment: as of `StreamingCache.feed_segment`.
-
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """

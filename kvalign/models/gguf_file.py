@@ -81,12 +81,7 @@ def config_of(path: Path) -> PretrainedConfig:
 def read(
     path: Path, config: PretrainedConfig, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a file, with its weights unpacked, and the tokenizer, with its chat template.
-
-    Args:
-        config: from `config_of`.
-        dtype: of the weights, as torch names it.
-    """
+    """The model of a file, with its weights unpacked, and the tokenizer, with its chat template."""
     with _explain_errors(path):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,

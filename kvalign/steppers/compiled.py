@@ -30,9 +30,6 @@ class Compiled(Stepper):
     """Compiled model, for steps of a full cache, whose shapes never change. PyTorch compiles again
     what changes, except for hooks and the `forward` of a class: with others than at its first call
     the model is called instead.
-
-    Args:
-        compiled: the model, as `torch.compile` returns it.
     """
 
     def __init__(self, model: PreTrainedModel, compiled: Any):

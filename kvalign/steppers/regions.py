@@ -27,11 +27,7 @@ _OF_PRODUCTS = {"coordinate_descent_tuning": True}  # with it products of one ro
 
 
 class Regions:
-    """Compiled regions of a model.
-
-    Args:
-        options: of `torch.compile`.
-    """
+    """Compiled regions of a model."""
 
     def __init__(self, model: PreTrainedModel, **options: Any):
         of_products = options

@@ -112,11 +112,7 @@ class _Layer(CacheLayerMixin):
 
 
 class _Step(nn.Module):
-    """Step as a function of tensors only.
-
-    Args:
-        is_int8: whether entries have 8 bits: then the tensors of their forms are its own.
-    """
+    """Step as a function of tensors only."""
 
     def __init__(self, model: PreTrainedModel, is_int8: bool = False):
         super().__init__()

@@ -12,10 +12,8 @@ class Answer:
     """Answer to an input: tokens, their text, and the reason for its end.
 
     Args:
-        tokenizer: a fast one, which decodes token by token.
         before: ids before the answer, so that a word in the middle keeps its space.
         sampling: `max_new_tokens` and `stop_strings` end it.
-        end_ids: tokens that end it.
 
     Attributes:
         token_ids: its tokens so far.

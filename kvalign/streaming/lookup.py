@@ -33,10 +33,6 @@ class Lookup:
     number of guesses is the number of equal tokens so far. While most guesses are wrong, whether
     they are used or not, there are none: a wrong one costs a pass over several tokens.
 
-    Args:
-        most: most tokens that are guessed at a time.
-        ids: of the stream so far.
-
     Attributes:
         trust: recent share of right guesses, between 0 and 1.
     """

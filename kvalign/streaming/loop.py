@@ -29,10 +29,7 @@ class Row:
 
     Args:
         ids: [B, T] int64, the tokens before.
-        processors: transformers' logits processors; they see all ids.
-        do_sample: draw from the processed distribution, instead of the most likely token.
-        generator: source of the draws; None: torch's global one.
-        lookup: most tokens that are guessed at a time while the row is alone in its batch.
+        processors, do_sample, generator, lookup: as of `stream_tokens`.
 
     Attributes:
         token: [B] int64, the last one, which is fed next.

@@ -157,8 +157,7 @@ class Sampling:
         """Processors of transformers, in its order, for one stream from its beginning.
 
         Args:
-            num_before: tokens before the text that is now written; None: all of the first call.
-            earlier: texts that the stream generated before, as tokens, the newest first.
+            num_before, earlier: as of `RecentPenalty`.
         """
         import transformers
 

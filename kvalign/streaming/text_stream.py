@@ -58,11 +58,6 @@ class TextStream(NotPickled):
     """Iterator over the text that continues the input. `feed` more at any time and iterate again;
     you may leave the loop and come back to it.
 
-    Args:
-        tokenizer: the model's; it must be a fast one, which decodes token by token.
-        method: made for the model.
-        sampling: how tokens are chosen.
-
     Attributes:
         ids: all tokens so far, fed and generated.
         times_s: seconds of each token since the last input; the first includes the input.

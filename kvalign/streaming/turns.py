@@ -180,7 +180,6 @@ def messages_text(
         messages: of `role` (system: only the first; user, assistant, tool), `content` and, for
             an assistant's, perhaps `tool_calls`.
         goes_on: an answer was fed before them.
-        system: instructions with which the conversation begins, or began.
         template: values for the template, by name.
         tools: that the model may call, which the template tells it of.
     """
