@@ -409,6 +409,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.end = stored
         if "end" in state:
             self.end = int(expect_tensor(state, "end", (1,), torch.int64))
+        if min(num_gone) < 0 or self.end < stored:
+            raise UserError("a stream's numbers of tokens are inconsistent")
         spec = spec_of(model.config)
         if spec.states:
             GUESTS["restored-states"](self.layers, state, num_rows, model)
