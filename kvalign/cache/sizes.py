@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, get_args
 
 from kvalign.cache.guests import GUESTS
 from kvalign.foundation.errors import UserError
@@ -28,6 +28,24 @@ RecallBy = Literal["age", "rank"]
 OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
 OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", *OF_MEMORY)
 """Sizes of methods that keep entries in a cache."""
+
+
+class SizesConfig(TypedDict, total=False):
+    """Keywords of `CacheSizes`, besides cache_size; None: the method's default. num_evicted may be
+    `"half"`, half of the entries after the sinks.
+    """
+
+    num_sinks: int | None
+    num_evicted: int | str | None
+    realign_every: int | None
+    policy: str | None
+    num_recent: int | None
+    positions: str | None
+    cache_dtype: str | None
+    memory: int | None
+    num_recalled: int | None
+    recall_places: str | None
+    recall_layers: str | None
 
 
 @dataclass(frozen=True)

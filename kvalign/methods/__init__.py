@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvalign.cache.guests import GUESTS
+from kvalign.cache.sizes import SizesConfig
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed
@@ -22,29 +23,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class MethodConfig(TypedDict, total=False):
+class MethodConfig(SizesConfig, total=False):
     """Settings of a method, besides its name and its cache_size: the keywords of everything that
     streams.
-
-    Sizes are those of `CacheSizes`; None: the method's default. num_evicted may be `"half"`, half
-    of the entries after the sinks.
 
     Attributes:
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the one that
             `kvalign.methods.choice.choose` finds.
     """
 
-    num_sinks: int | None
-    num_evicted: int | str | None
-    realign_every: int | None
-    policy: str | None
-    num_recent: int | None
-    positions: str | None
-    cache_dtype: str | None
-    memory: int | None
-    num_recalled: int | None
-    recall_places: str | None
-    recall_layers: str | None
     aligner: Aligner | str | Path | None
 
 

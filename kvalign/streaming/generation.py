@@ -63,7 +63,7 @@ def stream_generate(
         stream_to: a transformers streamer; the same as `streamer=` of `generate`.
         stop_strings: texts that end a row; they need tokenizer=..., too.
         keywords: those of `MethodConfig`, and those of `generate`
-            (`kvalign.streaming.generate_settings` lists which of them act).
+            (`kvalign.streaming.generate_settings` lists which of them are refused).
 
     Returns:
         [B, prompt + new tokens] int64.
