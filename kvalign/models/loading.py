@@ -153,7 +153,10 @@ def precision_of(
 def check_device(device: str) -> None:
     """Raise UserError for a device that this machine does not have, or that stores nothing."""
     try:
-        torch.zeros(1, dtype=torch.float32, device=device).item()
+        target = torch.device(device)
+        if target.type == "cpu" and target.index:
+            raise IndexError("there is one cpu")
+        torch.zeros(1, dtype=torch.float32, device=target).item()
     except Exception as error:  # each backend that is not there has a way of its own to say so
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         # Of reasons that say nothing to a user, or name all that torch was ever built for.
