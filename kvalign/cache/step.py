@@ -88,8 +88,7 @@ class Step:
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
         place_positions: as of `Realigner`.
-        counts: [5, B] int64, the numbers of rows that change from pass to pass: end, stored,
-            positions, births, behind.
+        counts: [6, B] int64, the numbers of rows that change from pass to pass (`Counts`).
         is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass, once a layer asks for it.

@@ -32,7 +32,6 @@ class Cached(Method):
     """Method that keeps entries in a streaming cache, correct for their positions.
 
     Attributes:
-        cache: the entries of the stream.
         places_by: the realigner of each of its caches, as `realigner` made it.
         is_exact: whether segments give the same result as decode steps.
     """

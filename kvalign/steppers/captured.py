@@ -32,29 +32,20 @@ log = logging.getLogger(__name__)
 
 
 class Inputs(NamedTuple):
-    """Tensors of a step that change from one to the next.
+    """Tensors of a step that change from one to the next."""
 
-    Attributes:
-        ids: [B, 1] int64.
-        counts: [5, B] int64 (`Step`).
-    """
-
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # [B, 1] int64
+    counts: Tensor  # as of `Step`
 
 
 class Graph(NamedTuple):
-    """Step that was recorded.
-
-    Attributes:
-        inputs: where it reads them.
-        replay: makes the step with their present contents: logits [B, V], overwritten by the next.
-        pool: memory that it shares with others.
+    """Step that was recorded. `replay` makes it with the present contents of its inputs: logits [B,
+    V], overwritten by the next.
     """
 
     inputs: Inputs
     replay: Callable[[], Tensor]
-    pool: Any = None
+    pool: Any = None  # memory that it shares with others
 
 
 Run = Callable[[Inputs], Tensor]

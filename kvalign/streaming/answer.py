@@ -65,10 +65,8 @@ class Answer:
 
 
 class StopStrings:
-    """Search for texts in a text that comes in pieces. The possible beginning of one is held back.
-
-    Attributes:
-        has_stopped: whether one of them was found.
+    """Search for texts in a text that comes in pieces. The possible beginning of one is held back;
+    once one was found, it `has_stopped`.
     """
 
     def __init__(self, strings: tuple[str, ...]):

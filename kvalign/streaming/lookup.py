@@ -81,17 +81,11 @@ class Lookup:
 
 
 class Ahead(NamedTuple):
-    """Tokens that a cache has read beyond its last one. They do not count until they come.
-
-    Attributes:
-        ids: the tokens.
-        logits: [T, V] float32, after each of them.
-        entries: theirs, as each layer with attention stores them.
-    """
+    """Tokens that a cache has read beyond its last one. They do not count until they come."""
 
     ids: list[int]
-    logits: Tensor
-    entries: list[KV]
+    logits: Tensor  # [T, V] float32, after each of them
+    entries: list[KV]  # as each layer with attention stores them
 
 
 def read_ahead(method: Cached, ids: Tensor) -> Tensor:
