@@ -101,7 +101,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.attention[0].is_first = self.attention[-1].is_last = True
         layers = [*self.attention]
         if spec.states:
-            layers = GUESTS["states"](self.attention, spec.num_layers)
+            layers = [GUESTS["state"]() for _ in range(spec.num_layers)]
+            for layer in self.attention:
+                layers[layer.layer_idx] = layer
         super().__init__(layers=layers)
 
     instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"

@@ -13,7 +13,7 @@ GUESTS: Registry[Any] = Registry(
         "memory": "kvalign.memory.memories:Memories",
         "memory-plan": "kvalign.memory.plan:as_planned",
         "memory-sizes": "kvalign.memory.sizes:num_recalled_of",
-        "states": "kvalign.cache.state_layer:with_states",
+        "state": "kvalign.cache.state_layer:StateLayer",
         "restored-states": "kvalign.cache.state_layer:restore_states",
     },
 )

@@ -60,14 +60,6 @@ def _states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
     }
 
 
-def with_states(attention: Sequence[Any], num_layers: int) -> list[Any]:
-    """List of so many layers by index: the given ones, and layers with a state elsewhere."""
-    layers: list[Any] = [StateLayer() for _ in range(num_layers)]
-    for layer in attention:
-        layers[layer.layer_idx] = layer
-    return layers
-
-
 @torch.no_grad()
 def restore_states(
     layers: Sequence[Any], state: dict[str, Tensor], num_rows: int, model: PreTrainedModel
