@@ -6,13 +6,9 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvalign.data_gen.store import RecordedSettings
 
 SPLITS = ("train", "val")
 
@@ -57,12 +53,18 @@ def cut_chunks(pieces: Iterable[list[int]], chunk_len: int, stride: int) -> Iter
 
 
 def by_shard(
-    chunks: Iterable[list[int]], settings: "RecordedSettings", chunks_per_shard: int
+    chunks: Iterable[list[int]],
+    chunks_per_shard: int,
+    chunk_len: int,
+    stride: int,
+    val_share: float,
+    seed: int,
 ) -> Iterator[ShardChunks]:
-    """Chunks, in order, gathered into shards of their split; the last may be smaller."""
+    """Chunks, in order, gathered into shards of their split (`split_of`); the last may be
+    smaller.
+    """
     waiting: dict[str, list[tuple[int, list[int]]]] = {split: [] for split in SPLITS}
     shard_indices = {split: itertools.count() for split in SPLITS}
-    rule = (settings.chunk_len, settings.stride, settings.val_share, settings.seed)
 
     def take(split: str) -> ShardChunks:
         indices, ids = map(torch.tensor, zip(*waiting[split], strict=True))
@@ -70,7 +72,7 @@ def by_shard(
         return ShardChunks(split, next(shard_indices[split]), indices, ids)
 
     for index, ids in enumerate(chunks):
-        split = split_of(index, *rule)
+        split = split_of(index, chunk_len, stride, val_share, seed)
         if split is not None:
             waiting[split].append((index, ids))
             if len(waiting[split]) == chunks_per_shard:

@@ -153,8 +153,10 @@ def _record_shards(
 
     def jobs() -> Work:
         nonlocal num_chunks
-        for of_shard in by_shard(chunks, config.settings, config.chunks_per_shard):
-            shifts, tokens = config.settings.num_evicted, of_shard.sha256()
+        asked = config.settings
+        of_split = asked.chunk_len, asked.stride, asked.val_share, asked.seed
+        for of_shard in by_shard(chunks, config.chunks_per_shard, *of_split):
+            shifts, tokens = asked.num_evicted, of_shard.sha256()
             expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
             shards.extend(expected)
             num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)

@@ -18,15 +18,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import DEFAULT_CORPUS
 from kvalign.foundation.settings import (
-    MEMORY,
     OF_WEIGHTS,
     WEIGHTS,
     ModelSettings,
     keywords_of,
+    like,
     option,
 )
 from kvalign.methods.registry import AUTO
@@ -76,7 +77,7 @@ class TuneMemorySettings(ModelSettings):
         f"most {SMALL} and {LARGE})",
         at_least=8,
     )
-    memory: int = option(100_000, help=MEMORY, at_least=1)
+    memory: int = like(CacheSizes, "memory", 100_000, more="", at_least=1)
     layers: tuple[str, ...] | None = option(
         None,
         help="another way that is measured, as of --recall-layers; may be repeated",

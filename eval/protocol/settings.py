@@ -2,29 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from kvalign.cache.sizes import OF_MEMORY, CacheDtype, Positions, RecallBy, num_evicted_of
+from kvalign.cache.sizes import OF_MEMORY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import (
-    CACHE_DTYPE,
-    MEMORY,
     MOST_SEED,
-    NUM_EVICTED,
-    NUM_RECALLED,
-    NUM_RECENT,
-    POLICY,
-    POSITIONS,
-    RECALL_LAYERS,
-    RECALL_PLACES,
     ModelSettings,
     Settings,
     flag,
+    like,
     option,
 )
 from kvalign.methods.registry import METHODS
-from kvalign.policies import OLDEST, POLICIES
+from kvalign.policies import OLDEST
+
+SEVERAL = "; several, comma-separated"
 
 
 def seed_option(of: str, default: int = 0) -> int:
@@ -92,32 +85,22 @@ class ComparisonSettings(ResultSettings, ModelSettings):
     cache_sizes: tuple[int, ...] = option(
         (64,), help="entries the cache keeps, sinks included, comma-separated", at_least=1
     )
-    num_evicted: tuple[str, ...] | None = option(
-        None, help=f"{NUM_EVICTED}; several, comma-separated"
+    num_evicted: tuple[str, ...] | None = like(
+        CacheSizes,
+        "num_evicted",
+        more=f": a number, or half of the window (default: 1; discard-half: half){SEVERAL}",
     )
-    realign_every: tuple[int, ...] = option(
-        (1,),
-        help="numbers of evictions after which kvalign realigns, comma-separated",
-        at_least=1,
+    realign_every: tuple[int, ...] = like(CacheSizes, "realign_every", (1,), more=SEVERAL)
+    policy: tuple[str, ...] = like(CacheSizes, "policy", (OLDEST,), more=SEVERAL)
+    num_recent: tuple[int, ...] | None = like(CacheSizes, "num_recent", more=SEVERAL, at_least=0)
+    positions: tuple[str, ...] = like(CacheSizes, "positions", ("compact",), more=SEVERAL)
+    cache_dtype: tuple[str, ...] = like(CacheSizes, "cache_dtype", ("model",), more=SEVERAL)
+    memory: tuple[int, ...] = like(CacheSizes, "memory", (0,), more=SEVERAL)
+    num_recalled: tuple[int, ...] | None = like(
+        CacheSizes, "num_recalled", more=SEVERAL, at_least=1
     )
-    policy: tuple[str, ...] = option(
-        (OLDEST,), help=f"{POLICY}; several, comma-separated", choices=POLICIES
-    )
-    num_recent: tuple[int, ...] | None = option(
-        None, help=f"{NUM_RECENT}; several, comma-separated", at_least=0
-    )
-    positions: tuple[str, ...] = option(
-        ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
-    )
-    cache_dtype: tuple[str, ...] = option(
-        ("model",), help=f"{CACHE_DTYPE}; or both, comma-separated", choices=get_args(CacheDtype)
-    )
-    memory: tuple[int, ...] = option((0,), help=f"{MEMORY}, comma-separated; 0: none", at_least=0)
-    num_recalled: tuple[int, ...] | None = option(
-        None, help=f"{NUM_RECALLED}; several, comma-separated", at_least=1
-    )
-    recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
-    recall_layers: str | None = option(None, help=RECALL_LAYERS)
+    recall_places: str | None = like(CacheSizes, "recall_places")
+    recall_layers: str | None = like(CacheSizes, "recall_layers")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, get_args
 
 from kvalign.cache.guests import GUESTS
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import check_fields, option, typed
+from kvalign.foundation.settings import MOST, check_fields, option, typed
 from kvalign.policies import OLDEST, POLICIES
 
 if TYPE_CHECKING:
@@ -57,53 +57,59 @@ class CacheSizes:
     """
 
     cache_size: int = option(
-        help="entries stored between two steps, sinks included; a step sees one more", at_least=1
+        help="entries stored between two steps, sinks included; a step sees one more",
+        at_least=1,
+        at_most=2 * MOST,  # a memory, too, counts its slots so
     )
-    num_sinks: int = option(4, help="first entries, never evicted", at_least=0)
+    num_sinks: int = option(4, help="first entries that are never evicted", at_least=0)
     num_evicted: int = option(
         1, help="entries evicted at once, right after the sinks, when the cache is full"
     )
     realign_every: int = option(
         1,
-        help="number of evicted entries after which the others are moved; until then positions run "
-        "on. Several entries evicted at once count as many of these steps",
+        help="number of evicted entries after which the others are realigned; until then positions "
+        "run on",
         at_least=1,
     )
-    policy: str = option(OLDEST, help="which entries are evicted", choices=POLICIES)
+    policy: str = option(
+        OLDEST, help="which entries are evicted (kvalign policies)", choices=POLICIES
+    )
     num_recent: int | None = option(
         None,
-        help="newest entries, including the new one, that policies other than `oldest` never "
-        "evict; None: a quarter of the window",
+        help="newest entries, with the new one, that policies other than oldest never evict "
+        "(default: a quarter of the window)",
     )
     positions: Positions = option(
         "compact",
-        help="compact: an entry has the position of its place; keep: its original position",
+        help="compact: an entry has the position of its place; keep: entries keep their original "
+        "positions, until the context length ends",
         choices=get_args(Positions),
     )
     cache_dtype: CacheDtype = option(
-        "model", help="of stored entries: the model's, or int8", choices=get_args(CacheDtype)
+        "model",
+        help="type of stored entries: the model's, or int8, a quarter of the bytes of float32",
+        choices=get_args(CacheDtype),
     )
     memory: int = option(
         0,
-        help="number of evicted entries to store, from which each step takes back those that "
-        "match its queries; 0: none",
+        help="evicted tokens to store; each step takes back the entries that match its query; 0: "
+        "none",
         at_least=0,
     )
     num_recalled: int | None = option(
         None,
-        help="entries that each step takes back, in place of window entries; None: a quarter of "
-        "the cache, at most 32",
+        help="entries that a step takes back, in place of window entries (default: a quarter of "
+        "the cache, at most 32)",
     )
     recall_places: RecallBy | None = option(
         None,
-        help="positions of entries that are taken back; None: by age on rotary positions, by rank "
-        "on learned ones",
+        help="positions of the entries taken back (default: the model's plan)",
         choices=get_args(RecallBy),
     )
     recall_layers: str | None = option(
         None,
-        help="layers that take entries back, counted from 0; the others keep their whole window. "
-        "0-14:-2,20: -2 nats are added to the scores in the first 15. None: all",
+        help="layers that take entries back, counted from 0: all, or as 7,15-29:-2, with what is "
+        "added to their scores (default: the model's plan)",
     )
 
     def __post_init__(self) -> None:

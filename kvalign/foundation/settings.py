@@ -70,6 +70,23 @@ def option(
     return dataclasses.field(default=default, metadata=limits | more)
 
 
+def like(
+    of: type, name: str, default: Any = None, *, more: str | None = None, **limits: Any
+) -> Any:
+    """Option with the help, the range and the choices of a field of another class of options.
+
+    `more` follows the help; None: the default there, if it has one. `limits` take the place of its
+    own.
+    """
+    (known,) = (field for field in fields(of) if field.name == name)
+    if more is None:
+        usual = known.default
+        shown = f"{usual:g}" if isinstance(usual, float) else usual
+        more = "" if usual in (None, dataclasses.MISSING) else f" (default: {shown})"
+    changed = {**limits, "help": known.metadata["help"] + more}
+    return dataclasses.field(default=default, metadata={**known.metadata, **changed})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of all settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`.
@@ -316,20 +333,4 @@ class ModelSettings(Settings):
 
 NUM_SINKS = (
     "first entries that are never evicted (default: 4; window, recompute: 0; kvalign: by aligner)"
-)
-NUM_EVICTED = (
-    "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
-)
-POLICY = "which entries are evicted (kvalign policies)"
-NUM_RECENT = (
-    "newest entries that are never evicted (default: a quarter of the entries after the sinks)"
-)
-MEMORY = "evicted tokens to store; each step takes back the entries that match its query"
-NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
-RECALL_LAYERS = "layers that take entries back: all, or as 7,15-29:-2 (default: the model's plan)"
-RECALL_PLACES = "positions of the entries taken back (default: the model's plan)"
-CACHE_DTYPE = "type of stored entries: the model's, or int8, a quarter of the bytes of float32"
-POSITIONS = (
-    "compact: an entry has the position of its place; keep: entries keep their original "
-    "positions, until the context length ends"
 )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import get_args
 
 from kvalign.cache.sizes import OF_MEMORY, CacheSizes, RecallBy
 from kvalign.foundation.errors import UserError
@@ -18,10 +17,6 @@ def num_recalled_of(sizes: CacheSizes) -> int:
     """Return the number of entries that each step takes back, of sizes that have something to do
     with a memory; UserError if they do not fit together.
     """
-    if sizes.memory < 0:
-        raise UserError(f"memory must be at least 0, got {sizes.memory}")
-    if sizes.recall_places not in (None, *get_args(RecallBy)):
-        raise UserError(f"recall_places must be age or rank, got {sizes.recall_places!r:.80}")
     if not sizes.memory:
         if any(getattr(sizes, name) for name in OF_MEMORY):
             raise UserError(f"{', '.join(OF_MEMORY[1:])} need a memory: give memory, too")

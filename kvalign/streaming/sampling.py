@@ -61,16 +61,25 @@ class Sampling:
     """
 
     max_new_tokens: int | None = option(
-        None, help="tokens after each input; None: without end", at_least=1
+        None, help="most tokens to generate after an input", at_least=1
     )
     do_sample: bool = option(
-        True, help="draw; False takes the most likely token, as temperature 0 and top_k 1 do"
+        True, help="draw each token, the default; otherwise the most likely one is taken"
     )
-    temperature: float = option(1.0, help="divides the logits", at_least=0, at_most=HOTTEST)
-    top_k: int = option(20, help="draw from the k most likely; 0: from all", at_least=0)
+    temperature: float = option(
+        1.0,
+        help="divides the logits before drawing; 0 takes the most likely token",
+        at_least=0,
+        at_most=HOTTEST,
+    )
+    top_k: int = option(
+        20,
+        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all",
+        at_least=0,
+    )
     top_p: float = option(
         1.0,
-        help="draw from the fewest tokens whose probabilities add up to this; 1: from all",
+        help="draw from the fewest tokens whose probabilities add up to this; 1: all",
         above=0,
         at_most=1,
     )
@@ -82,33 +91,35 @@ class Sampling:
     )
     repetition_penalty: float = option(
         1.0,
-        help="above 1, all earlier tokens become less likely, prompt and evicted ones included",
+        help="above 1, tokens that occurred before, also evicted ones, are less likely",
         at_least=1 / MOST_PENALTY,
         at_most=MOST_PENALTY,
     )
     repetition_window: int = option(
         0,
-        help="number of tokens that were generated last, to which that penalty is limited: what "
-        "was read may be said again; 0: all tokens",
+        help="number of tokens that were generated last, to which that penalty is limited; 0: all "
+        "tokens",
         at_least=0,
     )
-    no_repeat_ngram_size: int = option(0, help="over the whole history; 0: off", at_least=0)
+    no_repeat_ngram_size: int = option(
+        0, help="never repeat an n-gram of this size; 0: off", at_least=0
+    )
     stop_at_end: bool = option(
-        False, help="end at a token that ends a text or an answer of the model"
+        False, help="stop at a token that ends a text or an answer of the model"
     )
     stop_strings: str | Sequence[str] | None = option(
-        (), help="one or several texts; the first that is generated ends the text"
+        (), help="stop when this text has been generated"
     )
     seed: int | None = option(
         None,
-        help="of the draws; None: a random one, which can be read here",
+        help="seed of the draws (default: a random one, which is printed)",
         at_least=0,
         at_most=MOST_SEED,
     )
     lookup: int = option(
         0,
-        help="most tokens that are guessed at a time, from earlier occurrences of the same words, "
-        "and checked in one pass: the text is the same, but repetitions come sooner; 0: none",
+        help="most tokens to guess at a time, from what followed the same words before: the same "
+        "text, faster if it repeats itself; 0: none",
         at_least=0,
         at_most=MOST_GUESSED,
     )

@@ -10,7 +10,7 @@ import kvalign
 from kvalign.foundation.errors import UserError
 
 REFUSED = [
-    ("gpt2", dict(policy="h20"), r"unknown policy 'h20'.*did you mean h2o"),
+    ("gpt2", dict(policy="h20"), r"policy must be one of .*, got 'h20': did you mean h2o"),
     (
         "llama",
         dict(positions="keep", compile=True),

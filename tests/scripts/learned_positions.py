@@ -24,7 +24,7 @@ from helpers.result_parts import with_what_it_reads
 
 from kvalign.app.cli.main import main as kvalign
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite
-from kvalign.app.suites.suite import Identities, is_finished, keep
+from kvalign.app.suites.suite import identity_of_cell, is_finished, keep
 from kvalign.eval.report.results_folder import SUITE_FILE
 from kvalign.eval.report.suite_file import fill_in
 from kvalign.foundation.files import read_json, write_text
@@ -58,7 +58,7 @@ def run(command: str, path: Path) -> None:
 
 def measured(cell: Cell, out: Path, seconds: float) -> str:
     """Run a step and keep its document; "" or what went wrong."""
-    identity = Identities(out).of(cell)
+    identity = identity_of_cell(cell, out)
     printed = out / f".{cell.name}.printed"
     context = multiprocessing.get_context("forkserver")  # which imports torch once
     context.set_forkserver_preload(_PRELOADED)

@@ -5,22 +5,19 @@ import os
 import signal
 import webbrowser
 from dataclasses import dataclass
-from typing import get_args
 
 from kvalign import checkpoints
 from kvalign.app.address import listening, loading, url_of
 from kvalign.app.pages import source
 from kvalign.app.serve.settings import lets_others_in
-from kvalign.cache.sizes import CacheDtype
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
-    CACHE_DTYPE,
     DEVICE,
-    MEMORY,
-    NUM_RECALLED,
     OF_WEIGHTS,
     WEIGHTS,
     Settings,
+    like,
     option,
 )
 
@@ -51,11 +48,11 @@ class PageSettings(Settings):
         None,
         help="folder, shipped name or hub id of an aligner; offered beside the shipped ones",
     )
-    memory: int | None = option(
-        None, help=f"{MEMORY} (default: off; 100000 once switched on)", at_least=1
+    memory: int | None = like(
+        CacheSizes, "memory", more=" (default: off; 100000 once switched on)", at_least=1
     )
-    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
-    cache_dtype: str = option("model", help=CACHE_DTYPE, choices=get_args(CacheDtype))
+    num_recalled: int | None = like(CacheSizes, "num_recalled", at_least=1)
+    cache_dtype: str = like(CacheSizes, "cache_dtype", "model", more="")
     weights: str = option("float32", help=OF_WEIGHTS, choices=WEIGHTS)
     device: str = option("auto", help=DEVICE)
     open: bool = option(False, help="open the page in a browser")

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import ExistsError
-from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
+from kvalign.foundation.settings import Settings, like, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class LanesSettings(Settings):
         "one entry less",
         choices=("after", "before"),
     )
-    memory: int = option(0, help=f"{MEMORY} (default: 0, none)", at_least=0)
-    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
+    memory: int = like(CacheSizes, "memory", 0, more="")
+    num_recalled: int | None = like(CacheSizes, "num_recalled", at_least=1)
     controls: bool = option(True, help="let the reader choose other methods and examples")
     overwrite: bool = option(False, help="replace the file")
 

@@ -6,31 +6,23 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.cache.default_size import MOST, OF_A_MINI
-from kvalign.cache.sizes import OF_POLICY, CacheDtype, Positions, num_evicted_of
+from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
-    CACHE_DTYPE,
-    MEMORY,
-    MOST_SEED,
-    NUM_EVICTED,
-    NUM_RECALLED,
-    NUM_RECENT,
     OF_WEIGHTS,
-    POLICY,
-    POSITIONS,
     WEIGHTS,
     ModelSettings,
     Settings,
     flag,
+    like,
     option,
 )
 from kvalign.methods.registry import AUTO, check_name
-from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
@@ -58,22 +50,18 @@ class MethodSettings(Settings):
         f"{OF_A_MINI})",
         at_least=1,
     )
-    num_evicted: str | None = option(None, help=NUM_EVICTED)
-    realign_every: int | None = option(
-        None,
-        help="number of evictions after which kvalign realigns (default: 1)",
-        at_least=1,
+    num_evicted: str | None = like(
+        CacheSizes,
+        "num_evicted",
+        more=": a number, or half of the window (default: 1; discard-half: half)",
     )
-    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
-    num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
-    positions: str | None = option(
-        None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
-    )
-    cache_dtype: str | None = option(
-        None, help=f"{CACHE_DTYPE} (default: model)", choices=get_args(CacheDtype)
-    )
-    memory: int | None = option(None, help=f"{MEMORY} (default: 0, none)", at_least=0)
-    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
+    realign_every: int | None = like(CacheSizes, "realign_every")
+    policy: str | None = like(CacheSizes, "policy")
+    num_recent: int | None = like(CacheSizes, "num_recent", at_least=0)
+    positions: str | None = like(CacheSizes, "positions")
+    cache_dtype: str | None = like(CacheSizes, "cache_dtype")
+    memory: int | None = like(CacheSizes, "memory", more="")
+    num_recalled: int | None = like(CacheSizes, "num_recalled", at_least=1)
     aligner: str | None = option(
         None,
         help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
@@ -99,60 +87,21 @@ class StreamSettings(MethodSettings, ModelSettings):
         help="compile the step: the start is slow, steps are faster, and if possible the step is "
         "stored for later starts (default: take a stored one, see kvalign compile)",
     )
-    # Their ranges are those of `Sampling`.
-    max_new_tokens: int | None = option(
-        None, help=f"most tokens to generate (default: {MAX_NEW_TOKENS})"
+    max_new_tokens: int | None = like(
+        Sampling, "max_new_tokens", more=f" (default: {MAX_NEW_TOKENS})"
     )
-    do_sample: bool | None = option(
-        None, help="draw each token (the default); --no-do-sample takes the most likely one"
-    )
-    temperature: float | None = option(
-        None,
-        help="divides the logits before drawing; 0 takes the most likely token "
-        f"(default: {Sampling.temperature:g})",
-    )
-    top_k: int | None = option(
-        None,
-        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all "
-        f"(default: {Sampling.top_k})",
-    )
-    top_p: float | None = option(
-        None,
-        help="draw from the fewest tokens whose probabilities add up to this "
-        f"(default: {Sampling.top_p:g}, off)",
-    )
-    min_p: float | None = option(
-        None,
-        help="draw from tokens with at least this share of the highest probability "
-        f"(default: {Sampling.min_p:g}, off)",
-    )
-    repetition_penalty: float | None = option(
-        None,
-        help="above 1, tokens that occurred before, also evicted ones, are less likely "
-        f"(default: {Sampling.repetition_penalty:g}, off)",
-    )
-    repetition_window: int | None = option(
-        None,
-        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
-        f"0: all tokens (default: {Sampling.repetition_window})",
-    )
-    no_repeat_ngram_size: int | None = option(
-        None,
-        help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
-    )
-    stop_at_end: bool | None = option(
-        None, help="stop at a token that ends a text or an answer of the model"
-    )
-    stop_strings: str | None = option(None, help="stop when this text has been generated")
-    seed: int | None = option(
-        None, help="seed of the draws (default: a random one, which is printed)", at_most=MOST_SEED
-    )
-
-    lookup: int | None = option(
-        None,
-        help="most tokens to guess at a time, from what followed the same words before: the same "
-        f"text, faster if it repeats itself (default: {Sampling.lookup}, off)",
-    )
+    do_sample: bool | None = like(Sampling, "do_sample", more="")
+    temperature: float | None = like(Sampling, "temperature")
+    top_k: int | None = like(Sampling, "top_k")
+    top_p: float | None = like(Sampling, "top_p")
+    min_p: float | None = like(Sampling, "min_p")
+    repetition_penalty: float | None = like(Sampling, "repetition_penalty")
+    repetition_window: int | None = like(Sampling, "repetition_window")
+    no_repeat_ngram_size: int | None = like(Sampling, "no_repeat_ngram_size")
+    stop_at_end: bool | None = like(Sampling, "stop_at_end", more="")
+    stop_strings: str | None = like(Sampling, "stop_strings", more="")
+    seed: int | None = like(Sampling, "seed")
+    lookup: int | None = like(Sampling, "lookup")
 
     def __post_init__(self) -> None:
         super().__post_init__()

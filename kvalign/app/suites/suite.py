@@ -89,11 +89,11 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
         if cell not in parallel:
             command = fill_in(cell.command, settings.out)
             print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
-            identity = _identity(cell, settings.out)  # as it begins
+            identity = identity_of_cell(cell, settings.out)  # as it begins
             output = run_cell(cell.command, settings.out)
             keep(cell, settings.out, output, changed, identity)
     if parallel:
-        of_cells = {cell.name: _identity(cell, settings.out) for cell in parallel}
+        of_cells = {cell.name: identity_of_cell(cell, settings.out) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
             keep(cell, settings.out, output, changed, of_cells[cell.name])
 
@@ -145,7 +145,7 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
             continue
         before = read_json(_path(cell, out)).get(_IDENTITY)
         num_unknown += before is None
-        if before and (now := _identity(cell, out)) and now != before:
+        if before and (now := identity_of_cell(cell, out)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             cells.append(cell)
     if num_unknown:
@@ -157,7 +157,7 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     return cells
 
 
-def _identity(cell: Cell, out: Path) -> str:
+def identity_of_cell(cell: Cell, out: Path) -> str:
     """The identity of a cell's model; empty without one, or if it is not here."""
     from kvalign.models.identity import identity_of
 
