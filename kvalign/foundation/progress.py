@@ -82,7 +82,8 @@ class Bar:
             return f"{line}, {so_far} so far"
         speed = num / max(now - self._counts_since, 1e-9)
         left = _clock(max(0, self.total - self.n) / speed)
-        return f"{line}, {speed:.3g}/s, {so_far} so far, {left} left"
+        per_second = f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
+        return f"{line}, {per_second}/s, {so_far} so far, {left} left"
 
     def _draw(self) -> None:
         from rich.console import Console
