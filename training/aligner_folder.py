@@ -79,5 +79,6 @@ def save(aligner: Aligner, out: Path, plan: RecallPlan | None = None) -> None:
         if plan is not None:
             write_json(folder / PLAN, plan.model_dump(mode="json"))
 
-    (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
+    if plan is None:
+        (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
     write_together(out, write, last=CONFIG)

@@ -137,7 +137,7 @@ def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
     """Check the fields of a frozen dataclass, which are `option`s, and put the checked values in
     their places. UserError begins with the name of a field, as `name_of` writes it.
     """
-    hints = typing.get_type_hints(type(values))
+    hints = _hints(values.__class__)
     for field in fields(values):
         value, hint = getattr(values, field.name), without_none(hints[field.name])
         if value is None and hint is not hints[field.name]:
@@ -152,6 +152,11 @@ def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
             kind = typing.get_args(hint)[0]
             value = tuple(_check_value(name, item, kind, field) for item in items)
         object.__setattr__(values, field.name, value)
+
+
+@functools.cache  # as they are evaluated anew at each call
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def flag(name: str) -> str:

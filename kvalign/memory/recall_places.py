@@ -12,6 +12,7 @@ rank is better for text (eval/results/memory.md).
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class RecallPlaces:
     by_age: bool
     is_free: bool
 
-    @property
+    @cached_property
     def frame(self) -> CacheSizes:
         """The sizes by which positions run: where places are looked up by age, new tokens lie later
         by up to half of the positions, to leave room for what is taken back.

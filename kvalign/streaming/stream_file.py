@@ -9,12 +9,12 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.cache.saved import expect_tensor
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.memory.sizes import ALL, usual_places
@@ -76,6 +77,13 @@ class SavedStream(BaseModel):
     answers: list[tuple[Count, Count]] = []
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
+
+    @model_validator(mode="after")
+    def _only_sizes(self) -> Self:
+        others = (self.model_extra or {}).keys()
+        if "cache_size" not in others or others - {field.name for field in fields(CacheSizes)}:
+            raise ValueError("its fields are not those of a stream")
+        return self
 
     def sizes(self, family: str) -> dict[str, Any]:
         """Return its sizes, as arguments of `make_method`: as when it was saved, whatever has been

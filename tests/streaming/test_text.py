@@ -193,6 +193,7 @@ WRONG_FILES = {
     ),
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
+    "another field": (lambda t, a: a.update(num_moons=1), "its fields are not those of a stream"),
     "half the layers": (lambda t, a: t.pop("method.3.entries.0"), "3.entries.0 must be"),
 }
 
