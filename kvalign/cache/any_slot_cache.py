@@ -22,9 +22,9 @@ from transformers import PretrainedConfig
 from kvalign.aligners import Move, TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.form import ReadTensor
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError

@@ -24,11 +24,10 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import Form
+from kvalign.cache.form import Form, expect_tensor
 from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import expect_tensor
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.edits import EntryPart
+from kvalign.cache.form import ReadTensor
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import At, Form
+from kvalign.cache.form import At, Form, expect_tensor
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.saved import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models.key_bases import KeyBases

@@ -10,10 +10,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.form import Form
+from kvalign.cache.form import Form, ReadTensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError

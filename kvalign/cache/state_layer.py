@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvalign.cache.form import expect_tensor
 from kvalign.cache.ring import Part
-from kvalign.cache.saved import expect_tensor
 from kvalign.models.wrapped import in_eval_mode
 
 

@@ -21,8 +21,8 @@ from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
+from kvalign.cache.form import ReadTensor
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.saved import expect_tensor
+from kvalign.cache.form import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
