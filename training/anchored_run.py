@@ -22,8 +22,7 @@ from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.entries import KV, cat
 from kvalign.aligners.kinds import TARGETS
-from kvalign.cache.on_read import OnRead
-from kvalign.cache.realign import FromBirth, realigner_of
+from kvalign.cache.realign import FromBirth, OnRead, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless

@@ -1,4 +1,4 @@
-"""Realigners that rewrite entries, and the choice of a realigner for a model.
+"""Realigners that change entries, and the choice of one for a model.
 
 - `Rotating`: rotary keys stay as they were written, since scores depend only on differences of
   positions. The sinks are rotated to follow. Rarely, all keys are rotated back.
@@ -6,22 +6,29 @@
   computed anew from them. So an entry is rounded once, however often it moves.
 - `Recursive`: entries are moved from the aligner's own last output, as the paper's network needs
   it.
-- `OnRead` (`on_read.py`): entries stay without their position, and attention adds it.
+- `OnRead`: entries stay as they were written, without their position, and attention adds it. With
+  k = m[p] + s[p] k' and k' stored, the scores of a query are (q k') s[p] + q m[p], and the output
+  for weights w is (w s[p]) v' + w m[p]. It is the formula of `TableAligner`, rearranged so that a
+  key with its position is never computed.
 """
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
-from kvalign.cache.on_read import OnRead
+from kvalign.aligners.table import Tables
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import REGISTERED, rotation_of
+from kvalign.models.architectures import REGISTERED, rotation_of, window_of
+from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
 
 
@@ -123,3 +130,237 @@ def realigner_of(
     moving = FromBirth(model, aligner)
     moving.place_positions = positions
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
+
+
+class OnRead(Realigner):
+    """Tables on architectures whose attention is a function in transformers' registry.
+
+    Args:
+        moving: gives the same result by rewriting entries.
+    """
+
+    strategy = "read"
+
+    def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
+        super().__init__(rotation_of(model))
+        self.config, self.table, self.moving = model.config, table.to(model.device), moving
+        self.step_means: list[Tensor] = []
+        self.version, self.place_positions = -1, moving.place_positions
+        install(self.config)
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        window = window_of(self.config)
+        if window is not None and window <= sizes.cache_size:
+            return self.moving  # which leaves it to the model what a layer sees
+        return self.moving if self.rotation and is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return self.moving
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len) if self.rotation else sizes
+
+    def prepare(self, num_layers: int) -> None:
+        """Compute the mean keys of all layers into `step_means`, from the present tables."""
+        install(self.config)
+        means = self.table.key
+        version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
+        if self.version != version:
+            with no_autograd_modes():
+                self.step_means = [self._rotated_means(layer) for layer in range(num_layers)]
+            self.version = version
+
+    def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
+        if decode.ranks is None or decode.birth is None:
+            return decode
+        places, table = decode.ranks + step.first_place, self.table
+        of_all = (table.key_scale, table.value_scale)
+        keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
+        return replace(decode, scales=(keys, values))
+
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+        """Return the entries to store. On a rotary model the mean is rotated to the position of the
+        keys, which stay there.
+        """
+        table = self.table
+        if self.rotation is None:
+            return table.anchor(layer, new, birth, evicting)
+        mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is rotated
+        mean = self.rotation.at(layer).shift(mean, -positions_of(at))
+        keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
+        return KV(keys, table.anchor(layer, new, birth).values)
+
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        """Stored keys of a rotary model, at positions that are moved back."""
+        return rotated(self.rotation, layer, stored, move.shift)
+
+    def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
+        table = self.table
+        means = table.key[layer, :, now]
+        if self.rotation is not None:
+            means = self.rotation.at(layer).shift(means, -at)
+        values = table.value[layer, :, now]
+        return KV(
+            torch.addcmul(means, stored.keys, table.key_scale[layer, :, now, None]),
+            torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
+        )
+
+    def tables(self, layer: int, key_means: Tensor | None = None) -> Tables:
+        means = self._rotated_means(layer) if key_means is None else key_means
+        scales = self.table.key_scale[layer], self.table.value_scale[layer]
+        return Tables(means, self.table.value[layer], *scales)
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention with sinks at their own positions; rows may have unequal lengths."""
+        tables = self.tables(layer, self.step_means[layer])
+        placed = None
+        if self.rotation is not None:
+            placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
+        num_sinks = min(step.sizes.num_sinks, keys.shape[2])
+        decode, of_both = step.decode, (query, placed, keys, values)
+        if decode is None or decode.scales is None:
+            return _read_uneven(*of_both, tables, num_sinks, scale, bias, step)
+        assert decode.ranks is not None
+        assert decode.order is not None
+        ranks, order = (x.to(keys.device) for x in (decode.ranks, decode.order))
+        places = slice(step.first_place, step.first_place + len(order))
+        hidden = ~step.visible[:, None, None].to(keys.device) if decode.hides else None
+        means = tables.key_means[:, places], tables.value_means[:, places]
+        of_step = Tables(*means, *(x[layer] for x in decode.scales))
+        return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)
+
+    def _rotated_means(self, layer: int) -> Tensor:
+        """Mean keys [H, P, D], rotated to their positions on a rotary model."""
+        means = self.table.key[layer]
+        if self.rotation is None:
+            return means
+        now = torch.arange(means.shape[1], device=means.device)
+        return self.rotation.at(layer).shift(means, -now)
+
+
+def read_alike(
+    query: Tensor,
+    placed: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    ranks: Tensor,
+    order: Tensor,
+    num_sinks: int,
+    scale: float,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+) -> Tensor:
+    """Attention [B, 1, H, D] of a query over entries [B, H_kv, S, D] in rows with the same places.
+    Positions are read and written in the order of time, and numbers go from there to the slots and
+    back: no table is copied.
+
+    Args:
+        query: [B, H, 1, D].
+        placed: the same at its place, where keys rotate; None: they do not.
+        tables: means of the places of the W entries after the sinks, and scales of the slots after
+            the sinks.
+        ranks, order: as of `DecodeStep`.
+        scale: of the query.
+        bias: [B, H_kv, S] float32, added to the scores; None: none.
+        hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.
+    """
+    in_place = not torch.is_grad_enabled()  # scores are overwritten, unless gradients are recorded
+    mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
+    scores, placed = _scores(query, placed, keys, scale)
+    sinks, window = scores.tensor_split([num_sinks], -1)
+    window = mul(window, tables.key_scales[:, None])
+    of_position = _by_head(placed, tables.key_means.mT)
+    window = add(window, of_position.index_select(-1, ranks))
+    if not in_place:
+        scores = torch.cat([sinks, window], -1)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if bias is not None:
+        scores = add(scores, bias[:, :, None])
+    weights = scores.softmax(-1)
+    sinks, window = weights.tensor_split([num_sinks], -1)
+    out = _by_head(window.index_select(-1, order), tables.value_means)
+    window = mul(window, tables.value_scales[:, None])
+    weights = weights if in_place else torch.cat([sinks, window], -1)
+    return _output(weights, values, out, query)
+
+
+def _read_uneven(
+    query: Tensor,
+    placed: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    num_sinks: int,
+    scale: float,
+    bias: Tensor | None,
+    step: Step,
+) -> Tensor:
+    """Same for rows whose entries have their own positions; tables of all positions."""
+    scores, placed = _scores(query, placed, keys, scale)
+    ranks = step.places.expand(len(scores), -1).to(scores.device)
+    births, stored = (
+        torch.tensor(x, device=scores.device)[:, None] for x in (step.births, step.stored)
+    )
+    inside, visible = ranks >= num_sinks, ranks >= 0
+    # [B, 1, 1, S] each; 0 at sinks and at what a row lacks.
+    places, inside, visible = (
+        x[:, None, None] for x in ((ranks + births - stored) * inside, inside, visible)
+    )
+
+    def of_slots(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
+        return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
+
+    of_position = _by_head(placed, tables.key_means.mT).gather(-1, places.expand_as(scores))
+    scores = torch.where(inside, scores * of_slots(tables.key_scales) + of_position, scores)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        scores = scores + bias[:, :, None]
+    weights = scores.softmax(-1)
+    shares = weights.new_zeros(*weights.shape[:-1], tables.value_means.shape[1])
+    shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
+    out = _by_head(shares, tables.value_means)
+    weights = torch.where(inside, weights * of_slots(tables.value_scales), weights)
+    return _output(weights, values, out, query)
+
+
+def _scores(
+    query: Tensor, placed: Tensor | None, keys: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Scores [B, H_kv, G, S] of a query [B, H, 1, D], and the query at its place by the heads of
+    keys, scaled, [B, H_kv, G, D]; both float32.
+    """
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale
+
+    query = grouped(query)
+    placed = query if placed is None else grouped(placed)
+    return (query @ keys.mT).float(), placed.float()
+
+
+def _output(weights: Tensor, values: Tensor, of_position: Tensor, query: Tensor) -> Tensor:
+    """Output [B, 1, H, D] for weights [B, H_kv, G, S] and the part that comes from positions, in
+    the query's dtype.
+    """
+    out = of_position + weights.to(values.dtype) @ values
+    return out.to(query.dtype).flatten(1, 2)[:, None]
+
+
+def _by_head(x: Tensor, table: Tensor) -> Tensor:
+    """x [B, H, G, M] @ table [H, M, N], shared by the rows of a batch: [B, H, G, N]. It is one
+    product for each head; with broadcasting the table would be copied for each row.
+    """
+    num_rows, num_heads, num_groups, _ = x.shape
+    product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]
+    return product.view(num_heads, num_rows, num_groups, -1).transpose(0, 1)

@@ -2,7 +2,7 @@
 
 Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`). A
 realigner decides the stored form of an entry, how it changes when it moves, and how attention reads
-it. `realign.py` and `on_read.py` have the realigners that change anything.
+it. `realign.py` has the realigners that change anything.
 """
 
 from dataclasses import replace

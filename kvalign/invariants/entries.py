@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Move
 from kvalign.aligners.entries import cat
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import OnRead
 from kvalign.cache.realigner import LONG_RUN, Realigner, rotated
 from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched, matches

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners import entries, table
-from kvalign.cache import on_read
+from kvalign.cache import realign
 
 _ROTATION = "apply_rotary_pos_emb"  # of queries and keys, in the file of a model
-_OURS = (entries.write, table.standardised, on_read.read_alike)
+_OURS = (entries.write, table.standardised, realign.read_alike)
 MOST_SHAPES = 64  # of inputs and weights that a region is compiled for
 _OF_PRODUCTS = {"coordinate_descent_tuning": True}  # with it products of one row are fused, too
 
@@ -49,7 +49,7 @@ class Regions:
         functions = [(sys.modules[one.__module__], one.__name__) for one in _OURS]
         functions += [(file, _ROTATION) for file in files if hasattr(file, _ROTATION)]
         for file, name in functions:
-            self._calls.append((vars(file), name, compiled(getattr(file, name), file is on_read)))
+            self._calls.append((vars(file), name, compiled(getattr(file, name), file is realign)))
 
     @contextmanager
     def called(self) -> Iterator[None]:

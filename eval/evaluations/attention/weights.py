@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import OnRead
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.attention import AttentionSettings
 from kvalign.eval.protocol.evaluation import Row

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import OnRead
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings, timing
