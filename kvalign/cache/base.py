@@ -26,6 +26,7 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form, expect_tensor
 from kvalign.cache.guests import GUESTS
+from kvalign.cache.int8 import KeyBases
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
 from kvalign.cache.segments import Segment
@@ -37,7 +38,6 @@ from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import Whole
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.input_ids import rows_of
-from kvalign.models.key_bases import KeyBases
 
 
 class FixedSizeCache(NotPickled, Cache, ABC):
@@ -48,7 +48,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         spec: the model, from `kvalign.models.spec_of(model.config)`.
         sizes: how many entries it keeps and evicts, and which.
         realigner: keeps the kept entries right; None leaves them unchanged.
-        bases: of the keys that 8 bits store (`kvalign.models.key_bases`); None: 0.
+        bases: of the keys that 8 bits store (`kvalign.cache.int8`); None: 0.
         config: of the model, whose attention can be told which slots a row has (`mark`). None: it
             gets entries in the order of time where rows have not all of them, and needs a mask.
 

@@ -13,19 +13,24 @@ bias. In some models (Qwen2) it is many times as large as the rest, which one sc
 beside it.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import At, Form, expect_tensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.key_bases import KeyBases
+from kvalign.models.architectures import spec_of
 from kvalign.models.rope import Rotation
+from kvalign.models.wrapped import in_eval_mode
 
 _SCALE = 4  # bytes
 _TINY = torch.finfo(torch.float32).tiny
@@ -133,3 +138,40 @@ def _scales(stored: Tensor) -> Tensor:
     if stored.shape[-1] % _SCALE:
         return stored[..., -_SCALE:].contiguous().view(torch.float32)
     return stored.view(torch.float32)[..., -1:]
+
+
+KeyBases = dict[int, Tensor]
+"""Bases [H, 1, D] float32 by layer, of the layers that have one."""
+
+_BASES: WeakKeyDictionary[PreTrainedModel, KeyBases] = WeakKeyDictionary()
+
+
+def key_bases(model: PreTrainedModel) -> KeyBases:
+    """Return the bases of a model's keys at position 0, measured at first use."""
+    if model not in _BASES:
+        _BASES[model] = _measure(model)
+    return _BASES[model]
+
+
+@no_autograd_modes()
+def _measure(model: PreTrainedModel) -> KeyBases:
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with ExitStack() as hooks, in_eval_mode([*model.modules()]):
+        for module in model.modules():
+            if "Attention" in type(module).__name__:
+                hook = module.register_forward_pre_hook(_of_zeros, with_kwargs=True)
+                hooks.callback(hook.remove)
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    keys = {i: cache.layers[i].keys[0].float() for i in spec_of(model.config).attention}
+    return {i: x.clone() for i, x in keys.items() if x.any() and x.isfinite().all()}
+
+
+def _of_zeros(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call of an attention module, with zeros for its hidden states."""
+    if "hidden_states" in kwargs:
+        zeros = torch.zeros_like(kwargs["hidden_states"])
+        return args, kwargs | {"hidden_states": zeros}
+    return (torch.zeros_like(args[0]), *args[1:]), kwargs

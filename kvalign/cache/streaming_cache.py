@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.int8 import KeyBases
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part, SinkKeys
 from kvalign.cache.segments import Segment
@@ -25,7 +26,6 @@ from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
 from kvalign.models.attention import install, own_mask
-from kvalign.models.key_bases import KeyBases
 
 if TYPE_CHECKING:  # guests
     from kvalign.cache.cache_memory import CacheMemory

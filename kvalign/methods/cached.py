@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.guests import GUESTS
+from kvalign.cache.int8 import key_bases
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -22,7 +23,6 @@ from kvalign.methods.base import Method
 from kvalign.methods.stepper import STEPPERS
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
-from kvalign.models.key_bases import key_bases
 
 if TYPE_CHECKING:  # guests
     from kvalign.cache.edits import EncodedPart

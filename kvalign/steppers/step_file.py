@@ -24,14 +24,13 @@ from kvalign.aligners.entries import KV
 from kvalign.cache import by_kernel, form, int8
 from kvalign.cache.by_kernel import InSight, is_read_by_kernel
 from kvalign.cache.form import Form
-from kvalign.cache.int8 import Int8
+from kvalign.cache.int8 import Int8, key_bases
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.models import attention, kernel, packed, packed_linear, rope
 from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.fetched import cache_dir
-from kvalign.models.key_bases import key_bases
 from kvalign.models.packed_linear import GROUP
 from kvalign.models.rope import Rotation
 from kvalign.models.snapshot import names_of

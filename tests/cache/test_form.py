@@ -10,10 +10,9 @@ from helpers.tiny_models import tiny_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvalign
-from kvalign.cache.int8 import Int8
+from kvalign.cache.int8 import Int8, key_bases
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
-from kvalign.models.key_bases import key_bases
 from kvalign.streaming.scoring import score
 
 INT8 = Int8(torch.float32)
