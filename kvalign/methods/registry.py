@@ -16,7 +16,7 @@ METHODS: Registry[type[Method]] = Registry(
     "method",
     {
         "dense": "kvalign.methods.dense:Dense",
-        "window": "kvalign.methods.window:Window",
+        "window": "kvalign.methods.streaming_llm:Window",
         "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
         "recompute": "kvalign.methods.recompute:Recompute",
         "discard-half": "kvalign.methods.discard_half:DiscardHalf",

@@ -20,3 +20,10 @@ class StreamingLLM(Cached):
 
     def realigner(self) -> Realigner | None:
         return realigner_of(self.model)
+
+
+class Window(StreamingLLM):
+    name = "window"
+    about = "keeps the last entries, no sinks"
+    default_num_sinks = 0
+    fixed = ("num_sinks",)

@@ -112,7 +112,7 @@ def copy(tmp_path_factory):
 def add_method(copy):
     copy.add("unmoved.py", "methods/unmoved.py")
     line = '        "unmoved": "kvalign.methods.unmoved:Unmoved",'
-    copy.insert("methods/registry.py", '"kvalign.methods.window:Window",\n', line)
+    copy.insert("methods/registry.py", '"kvalign.methods.streaming_llm:Window",\n', line)
 
 
 def test_a_method_is_a_file_and_a_line(copy):
