@@ -18,8 +18,8 @@ METHODS: Registry[type[Method]] = Registry(
         "dense": "kvalign.methods.dense:Dense",
         "window": "kvalign.methods.streaming_llm:Window",
         "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
-        "recompute": "kvalign.methods.recompute:Recompute",
-        "discard-half": "kvalign.methods.discard_half:DiscardHalf",
+        "recompute": "kvalign.methods.reencoding:Recompute",
+        "discard-half": "kvalign.methods.reencoding:DiscardHalf",
         "kvalign": "kvalign.methods.kvalign:KVAlign",
     },
 )
