@@ -19,8 +19,7 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods.base import Method
-from kvalign.methods.stepper import STEPPERS
+from kvalign.methods.base import STEPPERS, Method
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 

@@ -4,5 +4,5 @@
 - `stored`: on a CPU, compiled once into a file, which later starts load.
 - `captured`: on CUDA, the kernels of one step, recorded once and replayed.
 
-`kvalign.methods.stepper` is their interface.
+`kvalign.methods.base` is their interface.
 """

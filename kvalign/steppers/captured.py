@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.methods.base import Method
+from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.methods.cached import Cached
-from kvalign.methods.stepper import Stepper, last_logits
 from kvalign.models.snapshot import Snapshot
 from kvalign.models.wrapped import in_eval_mode
 from kvalign.steppers.compiled import Compiled, has_compiler, is_plain, may_be_static, stays

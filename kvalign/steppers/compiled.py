@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.methods.base import Method
-from kvalign.methods.stepper import Stepper, last_logits
+from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
 from kvalign.models.wrapped import in_eval_mode

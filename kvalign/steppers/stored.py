@@ -18,9 +18,8 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
-from kvalign.methods.base import Method
+from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
-from kvalign.methods.stepper import Stepper
 from kvalign.models.attention import install
 from kvalign.models.snapshot import Snapshot
 from kvalign.steppers import step_file
