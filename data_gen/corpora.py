@@ -76,7 +76,7 @@ def token_pieces(
     """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without prefix
     tokens. They are the ids of the whole text. So many threads read ahead of what is asked for.
     """
-    from kvalign.models.text_ids import ids_of  # transformers
+    from kvalign.models.input_ids import ids_of  # transformers
 
     def pieces() -> Iterator[str]:
         uncut = ""

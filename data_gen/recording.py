@@ -52,8 +52,8 @@ from kvalign.foundation.memory import check_disk
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import say_weak
+from kvalign.models.input_ids import prefix_ids
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.models.prefix_tokens import prefix_ids
 
 log = logging.getLogger(__name__)
 

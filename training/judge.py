@@ -39,8 +39,8 @@ from kvalign.methods import make_method
 from kvalign.methods.choice import lack_of_aligner
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.models.identity import is_of
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score
 from kvalign.training.aligner_folder import IDENTITY, check_free, save

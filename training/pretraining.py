@@ -41,9 +41,9 @@ from kvalign.foundation.memory import check_room
 from kvalign.foundation.runs import ResumableRun, defer_signals, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import identity_of
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.copying import ContextRows, copy_loss, decay
 from kvalign.training.first_model import first_model, open_tokenizer

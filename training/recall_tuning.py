@@ -200,7 +200,7 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
     import torch
 
     from kvalign.eval.evaluations.needle import NAMES
-    from kvalign.models.text_ids import ids_of
+    from kvalign.models.input_ids import ids_of
 
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
     text = iter(ids)

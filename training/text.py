@@ -12,7 +12,7 @@ from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.data_gen.facts import ages
 from kvalign.foundation.errors import UserError
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
+from kvalign.models.input_ids import prefix_ids, with_prefix
 
 VAL_SHARE = 0.1
 

@@ -1,13 +1,18 @@
 """Token ids of a stream's inputs, and the tokenizers that can stream."""
 
-from collections.abc import Sequence
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import count
 
 import torch
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
-from kvalign.models.text_ids import ids_of
+from kvalign.foundation.escape import check_text
 
 
 def encoded(
@@ -20,7 +25,7 @@ def encoded(
     """The token ids of an input, which may already be token ids.
 
     Args:
-        goes_on: a text continues another one (`kvalign.models.text_ids`), else it begins a stream.
+        goes_on: a text continues another one (`kvalign.models.input_ids`), else it begins a stream.
     """
     if isinstance(text, str):
         ids = ids_of(text, tokenizer, prefix=not goes_on, goes_on=goes_on)
@@ -71,3 +76,180 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
         raise UserError(f"a stream of text needs a fast tokenizer, got a {kind}")
+
+
+# What may stand before a text that goes on. A tokenizer that merges one of them with the text's
+# first character does not merge another.
+_BEFORE = ("\n", ".", "a", "0")
+_PRIVATE = 0xF0000  # the first of the characters that mean nothing
+
+Encoder = Callable[[str], list[int]]
+
+
+def ids_of(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prefix: bool,
+    goes_on: bool = False,
+    masks: Mapping[str, str] | None = None,
+) -> list[int]:
+    """The token ids of a text.
+
+    Args:
+        prefix: put the tokenizer's prefix tokens before it, unless it begins with them.
+        goes_on: it continues another text, so a tokenizer that puts a space before each text
+            (SentencePiece) puts none here.
+        masks: as of `masked`.
+    """
+    check_text(text)
+
+    def plain(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    encode = encoder_of_masked(masks, tokenizer) if masks else plain
+    ids = _ids_after(text, encode) if goes_on else encode(text)
+    opening = prefix_ids(tokenizer) if prefix else []
+    return ids if ids[: len(opening)] == opening else [*opening, *ids]
+
+
+def _ids_after(text: str, encode: Encoder) -> list[int]:
+    """The ids of a text after another one: without the space that some tokenizers put in front.
+
+    A tokenizer of whole words makes one word of two texts that meet without a space, so it has no
+    ids for the second one: there each text is encoded alone.
+    """
+    after = _after_another("a", encode)
+    return _after_another(text, encode) if after and after != encode("a") else encode(text)
+
+
+def _after_another(text: str, encode: Encoder) -> list[int]:
+    for before in _BEFORE:
+        alone, both = encode(before), encode(before + text)
+        if alone and both[: len(alone)] == alone:
+            return both[len(alone) :]
+    return encode(text)
+
+
+def masked(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], dict[str, str]]:
+    """Texts without special tokens: the masks in their place, and the token of each; none if the
+    tokenizer has no special tokens.
+    """
+    masks: dict[str, str] = {}
+    free, without = unused_in(texts), []
+    for text in texts:
+        check_text(text)
+        pieces, position = [], 0
+        for start, end, _ in _special_in(text, tokenizer):
+            if text[start:end] not in masks:
+                masks[text[start:end]] = next(free)
+            pieces += [text[position:start], masks[text[start:end]]]
+            position = end
+        without.append("".join([*pieces, text[position:]]))
+    return without, {mask: token for token, mask in masks.items()}
+
+
+def unused_in(texts: Sequence[str]) -> Iterator[str]:
+    """Characters that mean nothing and are in none of these texts, without end."""
+    return (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
+
+
+def encoder_of_masked(
+    masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str], list[int]]:
+    """Function from a text, in which masks stand for plain text and special tokens are special, to
+    its token ids.
+    """
+    splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
+
+    def encode(text: str) -> list[int]:
+        pieces, position = [], 0
+        for start, end, token in _special_in(text, tokenizer):
+            pieces += [text[position:start], placeholders[token]]
+            position = end
+        whole = "".join([*pieces, text[position:]])
+        for mask, stands_for in masks.items():
+            whole = whole.replace(mask, stands_for)
+        return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]
+
+    return encode
+
+
+def special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
+    """The tokens that it calls special, and those that its chat template writes."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    template = str(tokenizer.chat_template)
+    return {
+        number: token
+        for number, token in added.items()
+        if token.special or token.content in template
+    }
+
+
+def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
+    """Begin and end of the special tokens of a text, without the space that some take along, and
+    which they are.
+    """
+    special = special_of(tokenizer)
+    if not special:
+        return []
+    is_changed = tokenizer.backend_tokenizer.normalizer is not None
+    if not any(
+        (is_changed and token.normalized) or token.content in text for token in special.values()
+    ):
+        return []
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    spans = []
+    for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
+        inner = text[start:end].strip()
+        if inner and token in special and (is_changed or inner == special[token].content):
+            start += text[start:end].index(inner)
+            spans.append((start, start + len(inner), token))
+    return spans
+
+
+@lru_cache(maxsize=4)
+def _splitter_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str
+) -> tuple[Tokenizer, dict[int, str]]:
+    """A copy of a tokenizer of so many tokens that splits special ones as text, and the words that
+    it takes for each of them instead, which nobody can guess.
+    """
+    special = special_of(tokenizer)
+    about = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in about["added_tokens"]:
+        token["special"] = token["id"] in special
+    splitter = Tokenizer.from_str(json.dumps(about | {"truncation": None, "padding": None}))
+    splitter.encode_special_tokens = True
+    secret, placeholders = secrets.token_hex(16), {}
+    for number, token in special.items():
+        placeholders[number] = f"<{secret}.{number}>"
+        spaces = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+        splitter.add_tokens([AddedToken(placeholders[number], normalized=False, **spaces)])
+    return splitter, placeholders
+
+
+def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that a tokenizer puts before a text; for most tokenizers none."""
+    plain, whole = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True)
+    )
+    starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+    return whole[: next(starts, 0)]
+
+
+def with_prefix(ids: Tensor, prefix: Sequence[int]) -> Tensor:
+    """Tokens from the middle of a text, [..., T] int64, as the beginning of a text: the prefix
+    replaces the first of them. So a row keeps its length, and its other tokens, which are the
+    labels.
+    """
+    if not prefix:
+        return ids
+    ids = ids.clone()
+    ids[..., : len(prefix)] = ids.new_tensor(prefix)[: ids.shape[-1]]
+    return ids

@@ -31,9 +31,8 @@ from kvalign.foundation.settings import check_output, typed
 from kvalign.methods.dense import Dense
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
-from kvalign.models.input_ids import encoded
+from kvalign.models.input_ids import encoded, prefix_ids
 from kvalign.models.packed import weights_of
-from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.stream_file import checksum, open_saved

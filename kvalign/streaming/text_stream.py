@@ -28,8 +28,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import spec_of
-from kvalign.models.input_ids import check_fast, encoded
-from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.models.input_ids import check_fast, encoded, prefix_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer

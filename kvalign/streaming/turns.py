@@ -24,8 +24,8 @@ from transformers import (
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.escape import check_text
 from kvalign.foundation.settings import typed
+from kvalign.models.input_ids import ids_of, masked, special_of, unused_in
 from kvalign.models.template_trial import fault_of
-from kvalign.models.text_ids import ids_of, masked, special_of, unused_in
 
 Tools = Sequence[Mapping[str, Any]] | None
 """Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""

@@ -6,7 +6,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.training.first_model import SINK, add_sink
 
 

@@ -20,9 +20,8 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
+from kvalign.models.input_ids import ids_of, prefix_ids
 from kvalign.models.loading import LoadedModel
-from kvalign.models.prefix_tokens import prefix_ids
-from kvalign.models.text_ids import ids_of
 from kvalign.streaming import turns
 from kvalign.streaming.turns import message_ids
 

@@ -49,9 +49,9 @@ from kvalign.foundation.settings import MOST_THREADS, Settings, option
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models import fetched, gguf_file
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.packed import num_bytes
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.streaming.scoring import score_stepwise
 
 POSITIONS = 256  # a context of llama.cpp has a multiple of them

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
+from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import load_model
-from kvalign.models.text_ids import ids_of
 from kvalign.streaming.turns import message_ids, messages_text, opening_len, turn_ids
 
 CHATML = (

@@ -24,8 +24,8 @@ from kvalign.invariants.stream import by_time
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 
 EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
 NUM_MIDDLE = 16  # bins of those between

@@ -24,8 +24,8 @@ from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
+from kvalign.models.input_ids import prefix_ids
 from kvalign.models.loading import LoadedModel
-from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.pieces import encoded_alone
 

@@ -18,9 +18,9 @@ from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
+from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel, check_device, precision_of
 from kvalign.models.packed import PACKED, pack
-from kvalign.models.text_ids import ids_of
 
 log = logging.getLogger(__name__)
 

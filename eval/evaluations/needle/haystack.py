@@ -18,9 +18,8 @@ from kvalign.eval.evaluations.needle.kinds import HIDE
 from kvalign.eval.protocol.questions import Ask, Stop
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.models.input_ids import ids_of, prefix_ids
 from kvalign.models.loading import LoadedModel
-from kvalign.models.prefix_tokens import prefix_ids
-from kvalign.models.text_ids import ids_of
 from kvalign.streaming.health import check_losses
 
 NUM_NEW = 48

@@ -18,8 +18,8 @@ from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
 from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel
-from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score, score_stepwise
 

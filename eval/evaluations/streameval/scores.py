@@ -20,7 +20,7 @@ from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.text_ids import ids_of
+from kvalign.models.input_ids import ids_of
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import OnLabels
 

@@ -15,8 +15,8 @@ from kvalign.eval.evaluations.told import ToldSettings
 from kvalign.eval.protocol.questions import Stop
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel
-from kvalign.models.text_ids import ids_of
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.turns import turn_ids
 

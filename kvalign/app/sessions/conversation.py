@@ -212,7 +212,7 @@ class Conversation:
 
     def _feed(self, turn: str) -> None:
         """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
-        from kvalign.models.text_ids import ids_of
+        from kvalign.models.input_ids import ids_of
         from kvalign.streaming.turns import turn_ids
 
         stream, system = self.stream, self.stream.notes.get(SYSTEM)
