@@ -22,9 +22,15 @@ from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.methods.cached import Cached
-from kvalign.models.snapshot import Snapshot
 from kvalign.models.wrapped import in_eval_mode
-from kvalign.steppers.compiled import Compiled, has_compiler, is_plain, may_be_static, stays
+from kvalign.steppers.compiled import (
+    Compiled,
+    Snapshot,
+    has_compiler,
+    is_plain,
+    may_be_static,
+    stays,
+)
 from kvalign.steppers.regions import Regions
 
 log = logging.getLogger(__name__)

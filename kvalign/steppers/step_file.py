@@ -33,9 +33,8 @@ from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.fetched import cache_dir
 from kvalign.models.packed_linear import GROUP
 from kvalign.models.rope import Rotation
-from kvalign.models.snapshot import names_of
 from kvalign.models.wrapped import in_eval_mode
-from kvalign.steppers.compiled import has_compiler
+from kvalign.steppers.compiled import has_compiler, names_of
 
 log = logging.getLogger(__name__)
 

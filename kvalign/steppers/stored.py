@@ -21,9 +21,8 @@ from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
 from kvalign.models.attention import install
-from kvalign.models.snapshot import Snapshot
 from kvalign.steppers import step_file
-from kvalign.steppers.compiled import Compiled, is_plain, stays
+from kvalign.steppers.compiled import Compiled, Snapshot, is_plain, stays
 from kvalign.steppers.step_file import Run, load_or_make, tensors_of
 
 log = logging.getLogger(__name__)

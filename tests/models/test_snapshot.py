@@ -7,7 +7,7 @@ import torch
 from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 
-from kvalign.models.snapshot import Snapshot
+from kvalign.steppers.compiled import Snapshot
 
 NOT_PLAIN = {*OF_CODE, "a forward", "an adapter"}
 
