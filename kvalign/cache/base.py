@@ -26,7 +26,6 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form, expect_tensor
 from kvalign.cache.guests import GUESTS
-from kvalign.cache.int8 import KeyBases
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part
 from kvalign.cache.segments import Segment
@@ -75,7 +74,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         spec: ModelSpec,
         sizes: CacheSizes,
         realigner: Realigner | None = None,
-        bases: KeyBases | None = None,
+        bases: dict[int, Tensor] | None = None,
         config: PretrainedConfig | None = None,
     ):
         expect("spec", spec, ModelSpec, "a ModelSpec: kvalign.models.spec_of(model.config)")

@@ -61,7 +61,7 @@ class Int8(Form):
 
     @classmethod
     def of_layer(
-        cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: KeyBases | None
+        cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: dict[int, Tensor] | None
     ) -> Self:
         """Form of the entries of a layer. Keys that a table reads have no mean, and so no base."""
         rotation, is_read = realigner.rotation, realigner.strategy == "read"
@@ -140,13 +140,10 @@ def _scales(stored: Tensor) -> Tensor:
     return stored.view(torch.float32)[..., -1:]
 
 
-KeyBases = dict[int, Tensor]
-"""Bases [H, 1, D] float32 by layer, of the layers that have one."""
-
-_BASES: WeakKeyDictionary[PreTrainedModel, KeyBases] = WeakKeyDictionary()
+_BASES: WeakKeyDictionary[PreTrainedModel, dict[int, Tensor]] = WeakKeyDictionary()
 
 
-def key_bases(model: PreTrainedModel) -> KeyBases:
+def key_bases(model: PreTrainedModel) -> dict[int, Tensor]:
     """Return the bases of a model's keys at position 0, measured at first use."""
     if model not in _BASES:
         _BASES[model] = _measure(model)
@@ -154,7 +151,7 @@ def key_bases(model: PreTrainedModel) -> KeyBases:
 
 
 @no_autograd_modes()
-def _measure(model: PreTrainedModel) -> KeyBases:
+def _measure(model: PreTrainedModel) -> dict[int, Tensor]:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with ExitStack() as hooks, in_eval_mode([*model.modules()]):

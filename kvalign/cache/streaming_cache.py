@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.int8 import KeyBases
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.ring import Part, SinkKeys
 from kvalign.cache.segments import Segment
@@ -57,7 +56,7 @@ class StreamingCache(FixedSizeCache):
         spec: ModelSpec,
         sizes: CacheSizes,
         realigner: Realigner | None = None,
-        bases: KeyBases | None = None,
+        bases: dict[int, Tensor] | None = None,
         config: PretrainedConfig | None = None,
         memory: CacheMemory | None = None,
     ):

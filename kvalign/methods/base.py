@@ -1,4 +1,6 @@
-"""Base of every streaming method: read tokens, give the logits of the next one."""
+"""Base of every streaming method: read tokens, give the logits of the next one. It is the socket of
+steppers, too: decode steps that are faster than a call of the model.
+"""
 
 from __future__ import annotations
 

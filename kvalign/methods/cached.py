@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.guests import GUESTS
-from kvalign.cache.int8 import key_bases
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -59,6 +58,8 @@ class Cached(Method):
             of_memory = self.places_by, config, self.num_positions
             memory = GUESTS["memory"](self.spec, self.sizes, *of_memory, **how)
         if self.sizes.cache_dtype == "int8":
+            from kvalign.cache.int8 import key_bases
+
             bases = key_bases(self.model)
         cache = StreamingCache(*of_model, bases, config, memory)
         if cache.stores_bare and memory is None and cache.realigner.strategy != "read":

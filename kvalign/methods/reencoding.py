@@ -1,4 +1,6 @@
-"""Methods that keep tokens and re-encode them."""
+"""Methods that keep tokens and re-encode them: `recompute` at every step, `discard-half` when the
+cache is full.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,6 +86,11 @@ class Reencoding(Method):
 
 
 class Recompute(Reencoding):
+    """Re-encode the last C + 1 tokens at every step. It is exact, and slower by a factor that grows
+    with C. Both papers use it as the reference. It keeps no sinks (the paper's protocol);
+    `num_sinks` adds them.
+    """
+
     name = "recompute"
     about = "re-encodes the window at every step"
     default_num_sinks = 0
@@ -107,6 +114,16 @@ class Recompute(Reencoding):
 
 
 class DiscardHalf(Reencoding):
+    """When the cache is full, drop half of the entries after the sinks and re-encode the rest once.
+
+    LLM Runtime and its successor Neural Speed do this by default for all models ("discard and
+    re-evaluate": github.com/intel/neural-speed/blob/main/docs/infinite_inference.md). llama.cpp
+    drops the same half but re-encodes nothing. Its context shift, off by default since 2025
+    (github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay: `streaming-llm` with
+    `num_evicted="half"`. The entries of `discard-half` are never stale, but a step sees only three
+    quarters of the cache on average.
+    """
+
     name = "discard-half"
     about = "drops half of the window when full and re-encodes the rest"
     default_num_evicted = "half"

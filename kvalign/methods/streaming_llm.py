@@ -1,4 +1,4 @@
-"""`streaming-llm`: attention sinks and a window (Xiao et al. 2024).
+"""`streaming-llm`: attention sinks and a window (Xiao et al. 2024); `window`: no sinks.
 
 Rotary keys keep their distances, ALiBi works by place, learned positions stay stale. On a
 rotary model with `num_evicted="half"` this keeps and moves the same entries as llama.cpp's context
@@ -23,6 +23,8 @@ class StreamingLLM(Cached):
 
 
 class Window(StreamingLLM):
+    """The last C entries and no sinks, the baseline of the StreamingLLM paper."""
+
     name = "window"
     about = "keeps the last entries, no sinks"
     default_num_sinks = 0

@@ -1,4 +1,15 @@
-"""Token ids of a stream's inputs, and the tokenizers that can stream."""
+"""Token ids of inputs: the one place where text becomes ids.
+
+Text in is text out: tokens of a text are those of its characters, wherever it comes from. So a text
+that goes on gets no space in front, one that begins with the tokenizer's prefix tokens gets them
+once, and none gets the tokens that some tokenizers put after a text, which would end it.
+
+Special tokens of a chat template steer the model, those in users' text are plain text, such as
+`<|im_end|>` here. Users' text goes through the template with a mask, one character, in place of
+each special token. So the template can process it like any text, and all special tokens in its
+output are the template's own. A copy of the tokenizer with only these special tokens then encodes
+the output.
+"""
 
 import json
 import secrets
@@ -25,7 +36,7 @@ def encoded(
     """The token ids of an input, which may already be token ids.
 
     Args:
-        goes_on: a text continues another one (`kvalign.models.input_ids`), else it begins a stream.
+        goes_on: a text continues another one, else it begins a stream.
     """
     if isinstance(text, str):
         ids = ids_of(text, tokenizer, prefix=not goes_on, goes_on=goes_on)
