@@ -41,8 +41,7 @@ from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.models.identity import is_of
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.streaming.health import check_losses
-from kvalign.streaming.scoring import score
+from kvalign.streaming.scoring import check_losses, score
 from kvalign.training.aligner_folder import IDENTITY, check_free, save
 from kvalign.training.settings import JudgeSettings
 from kvalign.training.text import Text, val_sizes

@@ -299,8 +299,7 @@ def named(layers: Sequence[int], loudness: str = "") -> str:
 
 def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> list[Tensor]:
     """Losses in nats of the labels that count, times their weights, for each cache size."""
-    from kvalign.streaming.health import check_losses
-    from kvalign.streaming.scoring import score
+    from kvalign.streaming.scoring import check_losses, score
 
     parts = []
     for size, method in methods.items():

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvalign.eval.judging.chunks import judged
 from kvalign.eval.judging.rules import Rule
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import perplexity_of
+from kvalign.streaming.scoring import perplexity_of
 
 MAX_SPAN = 1024  # model tokens of context when a passage is scored
 

@@ -26,8 +26,8 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form, expect_tensor
 from kvalign.cache.guests import GUESTS
+from kvalign.cache.layer import Part
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import Part
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvalign.aligners.entries import KV
 from kvalign.cache.edits import EntryPart
 from kvalign.cache.form import ReadTensor
-from kvalign.cache.ring import Part
+from kvalign.cache.layer import Part
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer

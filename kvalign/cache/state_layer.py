@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvalign.cache.form import expect_tensor
-from kvalign.cache.ring import Part
+from kvalign.cache.layer import Part
 from kvalign.models.wrapped import in_eval_mode
 
 

@@ -1,5 +1,5 @@
 """Streaming cache: attention sinks and a window of fixed size, written once and never moved
-(`ring.py`). The next position stays in range however long the stream is.
+(`layer.py`). The next position stays in range however long the stream is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.layer import Part, SinkKeys
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.ring import Part, SinkKeys
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step, position_ids

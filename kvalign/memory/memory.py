@@ -22,7 +22,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
@@ -30,9 +30,67 @@ from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.memory.search import alike_newer, at, products
-from kvalign.memory.sketch import BLOCK, Sketch
 from kvalign.models import kernel
+
+BLOCK = 16
+"""Slots whose numbers lie together: a number of each in a register."""
+_MOST = 7.5
+
+
+class Sketch:
+    """Keys of the slots of a memory in 4 bits, from which our kernel estimates scores.
+
+        16 slots   [ D / 8 ] x [ 16 slots ] x [ 4 bytes ]   8 numbers of a key: 4 in the low halves
+
+    A key less its head's base (`Memory`), divided by a scale of its own, is rounded to 16 levels
+    from -7.5 to 7.5. The base adds the same to all scores, so it is not kept in them.
+
+    Args:
+        like: keys of the shape [B, H, ?, D].
+
+    Attributes:
+        numbers: [B, H, S / 16, D / 8, 16, 4] uint8.
+        scales: [B, H, S] float32, of each key.
+    """
+
+    def __init__(self, like: Tensor):
+        num_rows, num_heads, _, head_dim = like.shape
+        self.numbers = like.new_zeros(
+            num_rows, num_heads, 0, head_dim // 8, BLOCK, 4, dtype=torch.uint8
+        )
+        self.scales = like.new_zeros(num_rows, num_heads, 0)
+
+    def write(self, rows: slice, slot: int, apart: Tensor) -> None:
+        """Write keys less their base, [B, H, T, D], into the slots from this one on."""
+        scales = apart.abs().amax(-1) / _MOST
+        levels = (apart / scales.clamp_min(1e-30)[..., None]).add_(_MOST).round_().to(torch.uint8)
+        fours = levels.view(torch.int32).unflatten(-1, (-1, 2))  # [B, H, T, D / 8, 2]
+        fours = fours[..., 0] | fours[..., 1] << 4
+        slots = torch.arange(slot, slot + apart.shape[2])
+        by_slot = fours.permute(2, 0, 1, 3)  # as indices that a slice parts come first
+        numbers = self.numbers.view(torch.int32)[..., 0]
+        numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
+        self.scales[rows, :, slot : slot + apart.shape[2]] = scales
+
+    def lengthen(self, num_slots: int) -> None:
+        """Have so many slots."""
+        num_more = num_slots - self.scales.shape[2]
+        self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
+        self.scales = pad(self.scales, (0, num_more))
+
+    @no_autograd_modes()
+    def select(self, rows: Tensor) -> None:
+        self.numbers, self.scales = self.numbers[rows], self.scales[rows]
+
+    @classmethod
+    @no_autograd_modes()
+    def joined(cls, sketches: Sequence[Self]) -> Self:
+        """Sketch of the rows of all these."""
+        joined = copy.copy(sketches[0])
+        joined.numbers = torch.cat([one.numbers for one in sketches])
+        joined.scales = torch.cat([one.scales for one in sketches])
+        return joined
+
 
 TOGETHER = 32
 """Tokens fed one by one that are put aside at once."""
@@ -274,3 +332,38 @@ def _factors(num: int) -> Tensor:
 def _whole(num: int) -> int:
     """Slots of whole blocks of a sketch, at least so many."""
     return -(-num // BLOCK) * BLOCK
+
+
+def products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return products of queries [B, H, G, T, D] with keys [B, H, S, D]: [B, H, G, T, S]
+    float32.
+    """
+    return (queries.flatten(2, 3) @ keys.mT).float().unflatten(2, queries.shape[2:4])
+
+
+def alike_newer(keys: Tensor, newer: Tensor, is_lost: Tensor | None) -> Tensor:
+    """Return for keys [..., M, D], in the order of time, the cosine of each with the newer one that
+    is most like it: [..., M].
+
+    Args:
+        newer: as of `EvictedSlots`.
+        is_lost: [..., M] bool, those that are compared; None: all.
+    """
+    if is_lost is None:
+        apart = keys - keys.mean(-2, keepdim=True)
+    else:
+        keys = keys * is_lost[..., None]
+        apart = keys - keys.sum(-2, keepdim=True) / is_lost.sum(-1)[..., None, None].clamp_min(1)
+    apart = normalize(apart, dim=-1).flatten(0, -3)  # [N, M, D]
+    alike = torch.baddbmm(newer.to(keys.dtype), apart, apart.mT).unflatten(0, keys.shape[:-2])
+    if is_lost is not None:
+        alike = alike.masked_fill(~is_lost[..., None, :], -torch.inf)
+    return alike.amax(-1)
+
+
+def at(x: Tensor, slots: Tensor) -> Tensor:
+    """Return the slots [B, H, T, R] of x [B, H, S, D]: [B, H, T, R, D]."""
+    num_rows, num_heads, num_slots, head_dim = x.shape
+    firsts = torch.arange(0, num_rows * num_heads * num_slots, num_slots, device=x.device)
+    rows = (slots.flatten(0, 1).flatten(1) + firsts[:, None]).flatten()
+    return x.view(-1, head_dim).index_select(0, rows).view(*slots.shape, head_dim)

@@ -4,7 +4,7 @@ The family says how a cached entry is moved:
 
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
 - `rotary`: keys are rotated by their position (RoPE, Su et al. 2021), and a rotation moves them
-  exactly. Which layers rotate, and how, is measured (`rotation_trial.py`), so any architecture
+  exactly. Which layers rotate, and how, is measured (`rope.py`), so any architecture
   whose config mentions RoPE can be tried.
 - `alibi`: positions are only in the attention bias, by place (Press et al. 2022); nothing
   needs to move.
@@ -227,7 +227,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     Raises:
         UserError: no rotation moves its keys.
     """
-    from kvalign.models import rotation_trial
+    from kvalign.models.rope import measured
     from kvalign.models.wrapped import unwrapped
 
     model = unwrapped(model)
@@ -240,9 +240,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
         )
         try:
             kinds = _kinds(model.config, spec)
-            rotation = rotation_trial.measured(
-                model, kinds, spec.attention, spec.context_len, is_bounded
-            )
+            rotation = measured(model, kinds, spec.attention, spec.context_len, is_bounded)
         except UserError as error:
             raise UserError(
                 f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "

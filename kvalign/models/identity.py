@@ -39,8 +39,7 @@ from transformers import PreTrainedModel
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.models import loading, model_folder
-from kvalign.models.packed import embedded
-from kvalign.models.packed_linear import PackedLinear
+from kvalign.models.packed import PackedLinear, embedded
 from kvalign.models.weights import opened
 
 log = logging.getLogger(__name__)

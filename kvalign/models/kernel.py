@@ -250,7 +250,7 @@ def find(
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
-            (`kvalign.cache.int8`); numbers and scales of their sketch (`kvalign.memory.sketch`);
+            (`kvalign.cache.int8`); numbers and scales of their sketch (`kvalign.memory.memory`);
             worths [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row
             where all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without
             an end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest

@@ -17,7 +17,7 @@ from kvalign.foundation.memory import size
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, gguf_file, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of
-from kvalign.models.rotation_trial import frequencies
+from kvalign.models.rope import frequencies
 from kvalign.models.weights import check_finite
 
 log = logging.getLogger(__name__)

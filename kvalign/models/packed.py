@@ -13,7 +13,9 @@ unchanged. On CUDA it is PyTorch's kernel, too; the embedding is not packed ther
 in bfloat16.
 """
 
-from typing import Any, NoReturn, final
+import functools
+from abc import abstractmethod
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +25,282 @@ from transformers.pytorch_utils import Conv1D
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
-from kvalign.models.packed_linear import (
-    GROUP,
-    CudaLinear,
-    PackedLinear,
-    RoundingLinear,
-    TorchLinear,
-    has_levels,
-)
+
+GROUP = 32  # inputs that share a scale
+FEW = 48  # rows up to which PyTorch's kernel is faster than unpacking
+_BLOCK = 64  # outputs that lie together
+_LEAST = 2**-24  # of a scale: the least number of float16
+_CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
+
+
+class PackedLinear(nn.Module):
+    """Replacement of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype.
+
+    Args:
+        weight: [N, K], K a multiple of `GROUP`.
+        bits: 4 or 8.
+    """
+
+    of_scales: ClassVar[torch.dtype]
+    packed: Tensor
+
+    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.bias = bits, bias
+        for name, x in self.buffers_of(*parts(weight, bits, self.of_scales)).items():
+            self.register_buffer(name, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.product(x.reshape(-1, self.in_features)).to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(x.dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @abstractmethod
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """Buffers by name, from the `parts` of weights."""
+
+    def levels(self) -> Tensor:
+        """The packed tensor, in an order that does not depend on the CPU."""
+        return self.packed
+
+    @abstractmethod
+    def product(self, rows: Tensor) -> Tensor:
+        """Product of rows [M, K] and the weights: [M, N]."""
+
+    @abstractmethod
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs [T], unpacked, [T, K]."""
+
+    @abstractmethod
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """All weights, unpacked, [K, N]."""
+
+
+@final
+class RoundingLinear(PackedLinear):
+    """Product with our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
+
+    of_scales = torch.float16  # as in GGUF files
+    packed: Tensor  # as of `kernel.packed_of`
+
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        return {"packed": kernel.packed_of(q, scales)}
+
+    def product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad:
+            return rows @ self.unpacked(rows.dtype)
+        return kernel.product(rows.float(), self.packed, self.out_features)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        q, scales = (x.to(dtype) for x in kernel.rows_of(self.packed, outputs))
+        groups = (q - 2 ** (self.bits - 1)).unflatten(1, (-1, GROUP)) * scales[..., :1]
+        return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        return self.rows(torch.arange(self.out_features), dtype).T
+
+
+class TorchLinear(PackedLinear):
+    """Product with PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
+    of 8 bits are two of 4 bits with the same input, w = 16 s high + s low: for both the kernel
+    takes less time than PyTorch's own for 8 bits.
+    """
+
+    of_scales = torch.bfloat16
+    packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
+    scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
+
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        if self.bits == 8:
+            q, s = torch.cat([q >> 4, q & 15], 1), scales[..., 0]
+            high, low = torch.stack([16 * s, 0 * s], -1), torch.stack([s, 8 * s], -1)
+            scales = torch.cat([high, low], 1)
+        packed = self.laid_out(_pad_blocks(q))
+        return {"packed": packed, "scales": _pad_blocks(scales).transpose(0, 1).contiguous()}
+
+    def product(self, rows: Tensor) -> Tensor:
+        rows = rows.bfloat16()
+        if rows.shape[0] > FEW:
+            has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # as a fast product
+            kind = torch.bfloat16 if has_bfloat16 else torch.float32
+            return rows.to(kind) @ self.unpacked(kind)
+        return self.product_of_few(rows)
+
+    def levels(self) -> Tensor:
+        return unpacked_levels(self.packed)
+
+    def product_of_few(self, rows: Tensor) -> Tensor:
+        """Product of rows [M, K] bfloat16 by the kernel: [M, N]."""
+        if self.bits == 8:
+            rows = torch.cat([rows, rows], 1)
+        out = self.multiplied(rows)
+        return out[:, : self.out_features] if out.shape[1] > self.out_features else out
+
+    def laid_out(self, q: Tensor) -> Tensor:
+        """Levels [N', K] uint8 in the kernel's layout."""
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+
+    def multiplied(self, rows: Tensor) -> Tensor:
+        """Product of rows [M, K], K doubled where bits is 8, by the kernel: [M, N']."""
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        q = rows_of_levels(self.packed, outputs).view(torch.int8) - 8
+        step, zero = self.scales[:, outputs].to(dtype).permute(2, 1, 0)[..., None]
+        weight = (zero + q.to(dtype).unflatten(1, (-1, GROUP)) * step).flatten(1)
+        if self.bits == 4:
+            return weight
+        high, low = weight.chunk(2, 1)
+        return high + low
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        q = (unpacked_levels(self.packed).view(torch.int8) - 8).to(dtype)  # [K, N']
+        step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
+        groups = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
+        weight = groups.flatten(0, 1)[:, : self.out_features]
+        if self.bits == 4:
+            return weight
+        high, low = weight.chunk(2)
+        return high + low
+
+
+@final
+class CudaLinear(TorchLinear):
+    """Product with PyTorch's kernel for 4 bits on CUDA, which needs a GPU of 2020 or later. No GPU
+    was at hand: what the kernel is given was tested, not what it computes.
+    """
+
+    packed: Tensor  # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8; K doubled for 8 bits
+
+    def product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad:
+            return rows @ self.unpacked(rows.dtype)
+        return self.product_of_few(rows.bfloat16())
+
+    def levels(self) -> Tensor:
+        return self.packed  # its layout follows from the shape
+
+    def laid_out(self, q: Tensor) -> Tensor:
+        tiles = next(t for t in (8, 4, 2) if q.shape[1] % (16 * t) == 0)
+        pairs = (q[:, ::2] << 4 | q[:, 1::2]).contiguous()
+        return torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+
+    def multiplied(self, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm(rows, self.packed, GROUP, self.scales)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.unpacked(dtype)[:, outputs].T
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        one = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
+        return self.product_of_few(one).to(dtype)
+
+
+def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Packed parts of weights [N, K]: q [N, K] uint8; s and z, for 8 bits only s, [N, K / GROUP, 2
+    or 1] `of_scales`.
+    """
+    if bits == 4:
+        q, step, low = levels_of(weight)
+        return q, torch.stack([step, low + 8 * step], -1).to(of_scales)
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(_LEAST).to(of_scales)
+    q = (groups / scales.float()).round_().clamp_(-127, 127) + 128
+    return q.flatten(1).to(torch.uint8), scales
+
+
+def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
+    """The packed levels of outputs [T], [T, K] uint8, from [N', K / 2]."""
+    block = _block_of_kernel()
+    bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
+    index = outputs % block
+    codes = bytes_of[outputs // block, :, index % (block // 2)]  # [T, K]
+    return torch.where(index[:, None] < block // 2, codes & 15, codes >> 4)
+
+
+def unpacked_levels(packed: Tensor) -> Tensor:
+    """The packed levels, [K, N'] uint8, from [N', K / 2]."""
+    num_rows, num_in = packed.shape[0], 2 * packed.shape[1]
+    block = _block_of_kernel()
+    bytes_of = packed.view(num_rows // block, num_in, block // 2)
+    both = torch.cat([bytes_of & 15, bytes_of >> 4], -1)  # [blocks, K, block]
+    return both.transpose(0, 1).reshape(num_in, num_rows)
+
+
+@functools.cache
+def _block_of_kernel() -> int:
+    """Return how many outputs the kernel's layout keeps together on this CPU: the first half of
+    them in the low bits of its bytes, the others in the high ones.
+    """
+    rng = torch.Generator().manual_seed(0)  # the global one is the sampling's
+    q = torch.randint(16, (_BLOCK, GROUP), dtype=torch.int32, generator=rng)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    for block in (64, 32, 16):
+        bytes_of = packed.view(_BLOCK // block, GROUP, block // 2)
+        levels = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
+        if torch.equal(levels.reshape(_BLOCK, GROUP).int(), q):
+            return block
+    raise AssertionError("unknown layout of 4-bit weights")
+
+
+def _pad_blocks(x: Tensor) -> Tensor:
+    """Zeros after the last output, up to whole blocks."""
+    num_pad = -len(x) % _BLOCK
+    return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x
+
+
+def levels_of(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Even levels of each group, and the level nearest to each weight: w = low + q step.
+
+    If all weights of a group lie on at most 16 even levels, as after storage in 4 bits, these are
+    its levels.
+
+    Args:
+        weight: [N, K], K a multiple of `GROUP`.
+
+    Returns:
+        q [N, K] of 0 to 15 uint8; step and low [N, K / GROUP] float32.
+    """
+    groups = weight.detach().float().reshape(-1, GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    offset = groups - low
+    step = (high - low) / 15
+    if has_levels(weight):
+        step = _even_steps(offset, high - low)
+    q = (offset / step.clamp_min(1e-30)).round_().clamp_(0, 15).to(torch.uint8)
+    return q.view(weight.shape), step.view(len(weight), -1), low.view(len(weight), -1)
+
+
+def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
+    """The greatest number of steps, at most 15, on whose levels all of a group lie, as its step;
+    where there is none, 15.
+
+    Args:
+        offset: [G, GROUP] weights less the least of their group.
+        span: [G, 1] the greatest of them.
+    """
+    step = span / 15
+    groups = torch.arange(len(span), device=span.device)
+    for num in range(15, 0, -1):
+        tried = span[groups] / num
+        steps = offset[groups] / tried.clamp_min(1e-30)
+        fits = ((steps - steps.round()).abs() < _CLOSE).all(1)
+        step[groups[fits]] = tried[fits]
+        groups = groups[~fits]
+        if not len(groups):
+            break
+    return step
+
+
+def has_levels(weight: Tensor) -> bool:
+    """Return whether the first groups of weights lie on at most 16 even levels each."""
+    groups = weight.detach().flatten()[: 64 * GROUP].float().view(-1, GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    steps = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
+    return bool(((steps - steps.round()).abs() < _CLOSE).all())
+
 
 PACKED = ("int8", "int4")
 

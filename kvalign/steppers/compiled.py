@@ -1,4 +1,4 @@
-"""Model that `torch.compile` has compiled, while it is the model that was compiled: a snapshot of it
+"""Model that `torch.compile` has compiled, while it is the model that was compiled: a snapshot
 tells.
 """
 

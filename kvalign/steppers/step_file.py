@@ -28,10 +28,10 @@ from kvalign.cache.int8 import Int8, key_bases
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
-from kvalign.models import attention, kernel, packed, packed_linear, rope
+from kvalign.models import attention, kernel, packed, rope
 from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.fetched import cache_dir
-from kvalign.models.packed_linear import GROUP
+from kvalign.models.packed import GROUP
 from kvalign.models.rope import Rotation
 from kvalign.models.wrapped import in_eval_mode
 from kvalign.steppers.compiled import has_compiler, names_of
@@ -263,7 +263,7 @@ def _about(
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = by_kernel, form, int8, rope, packed, packed_linear, kernel
+    modules = by_kernel, form, int8, rope, packed, kernel
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,

@@ -74,7 +74,7 @@ class Row:
             scores = self.processors(self._ids[:, : self._len], logits)
         best, token = scores.max(-1)  # NaN counts as the greatest number
         if not best.isfinite().all():
-            from kvalign.streaming.health import no_token
+            from kvalign.streaming.scoring import no_token
 
             raise no_token(logits, method)
         if self.do_sample:

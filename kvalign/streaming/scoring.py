@@ -7,19 +7,21 @@ a faster way with the same results.
 - Any other method: step by step.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from kvalign.cache import segments
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
 from kvalign.models.input_ids import check_ids
+from kvalign.models.weights import check_finite
 
 BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
@@ -154,3 +156,57 @@ def score_windows(
         num_reported = int(of[-1]) + 1
     on_labels(num_labels - num_reported)
     return scores
+
+
+def no_token(logits: Tensor, method: Method) -> RunError:
+    """Return the error for logits [B, V] from which no token can be chosen."""
+    if logits.isfinite().all():
+        return RunError(
+            "no token is left to choose: penalties or no_repeat_ngram_size exclude all of them"
+        )
+    return RunError(f"this stream has ended: {reason(method)}")
+
+
+MOST_LOSS = 300.0
+"""Nats, far above any trained model's; its exp, and that of a difference, are finite."""
+
+
+def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
+    """Raise RunError unless losses [N] in nats are finite, by default with their perplexity."""
+    if not losses.isfinite().all():
+        raise RunError(f"{method.title} cannot be scored: {reason(method)}")
+    if (worst := losses.max().item()) > most:
+        raise RunError(
+            f"{method.title} cannot be scored: a token costs {worst:.3g} nats, more than {most:g}: "
+            "are these the weights of a trained model?"
+        )
+
+
+def perplexity_of(nats: float) -> float:
+    """exp of a mean loss; RunError if that is not finite."""
+    if not nats <= MOST_LOSS:
+        raise RunError(
+            f"no perplexity: a token costs {nats:.3g} nats, more than {MOST_LOSS:g}: are these the "
+            "weights of a trained model?"
+        )
+    return math.exp(nats)
+
+
+def reason(method: Method) -> str:
+    """Reason why the logits of a method are non-finite: the model's weights, the aligner's, or else
+    the precision.
+    """
+    aligner = getattr(method, "aligner", None)
+    parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}
+    if isinstance(aligner, nn.Module):
+        parts[f"the aligner {getattr(aligner, 'source', None) or ''}".rstrip()] = aligner
+    for name, part in parts.items():
+        try:
+            check_finite(part.state_dict().items(), f"the weights of {name}")
+        except UserError as error:
+            return str(error)
+    dtype = str(method.model.dtype).removeprefix("torch.")
+    which = " and ".join(parts)
+    if method.model.dtype == torch.float32:
+        return f"the logits are not finite, though the weights of {which} are: they overflow"
+    return f"the logits are not finite in {dtype}: use another precision, such as float32 (--dtype)"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.served import serving
 
-from kvalign.streaming.decoder import token_bytes
+from kvalign.streaming.answer import token_bytes
 
 HELLO = [{"role": "user", "content": "Who lived there?"}]
 SCHEMA = {

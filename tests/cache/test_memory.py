@@ -12,10 +12,9 @@ from kvalign.cache.int8 import Int8
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places
-from kvalign.memory.memory import Memory
+from kvalign.memory.memory import BLOCK, Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.memory.sketch import BLOCK
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
 

@@ -14,8 +14,7 @@ from helpers.tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph
-from kvalign.steppers.regions import Regions
+from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, Regions
 
 LONG, SHORT = 600, 130
 """Steps: over many frames and laps, and over three frames and six laps."""

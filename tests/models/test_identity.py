@@ -16,7 +16,7 @@ from kvalign.models import identity as module
 from kvalign.models import kernel, loading, packed
 from kvalign.models.identity import identity, identity_of
 from kvalign.models.model_folder import quiet
-from kvalign.models.packed_linear import RoundingLinear, TorchLinear
+from kvalign.models.packed import RoundingLinear, TorchLinear
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 

@@ -13,7 +13,7 @@ from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.testing import assert_close
 
-from kvalign.models import kernel, packed, packed_linear
+from kvalign.models import kernel, packed
 from kvalign.models.rope import Rotation
 
 needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
@@ -68,7 +68,7 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
         packed.pack(model, "int4")
         packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
     assert [x.message.split(":")[0] for x in caplog.records] == ["steps use PyTorch's own kernels"]
-    assert type(model.model.layers[0].mlp.up_proj) is packed_linear.TorchLinear and not anew
+    assert type(model.model.layers[0].mlp.up_proj) is packed.TorchLinear and not anew
 
 
 @needs_kernel

@@ -18,10 +18,9 @@ from kvalign.cache.form import Form
 from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
-from kvalign.models import kernel, packed, packed_linear
+from kvalign.models import kernel, packed
 from kvalign.models.identity import embedding_fingerprint, has_fingerprint
-from kvalign.models.packed import weights_of
-from kvalign.models.packed_linear import PackedLinear, RoundingLinear, TorchLinear
+from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, weights_of
 
 BFLOAT16 = 2**-8  # what a number is rounded by at most
 BYTE = 1 / 127  # the same, by the greatest of its group
@@ -64,7 +63,7 @@ def test_an_8_bit_file_keeps_its_numbers(kind):
 
 @pytest.mark.parametrize("kind", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [1, packed_linear.FEW + 1, 300])
+@pytest.mark.parametrize("num_rows", [1, packed.FEW + 1, 300])
 @pytest.mark.parametrize("num_out", [10, 200])
 def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_out):
     weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
@@ -84,13 +83,13 @@ def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_ou
 def test_our_kernel_is_exact_but_for_inputs_of_8_bits(bits, shape, num_threads):
     """Whatever the rows that come together, to the bit."""
     product = RoundingLinear(torch.randn(shape), bits)
-    x = torch.randn(packed_linear.FEW, shape[1]) * torch.rand(packed_linear.FEW, 1) * 100
+    x = torch.randn(packed.FEW, shape[1]) * torch.rand(packed.FEW, 1) * 100
     groups = x.unflatten(1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
     rounded = ((groups * (127 / most)).round() * most.double() / 127).flatten(1)
     found, expected = product(x), rounded @ product.unpacked(torch.float64)
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    for num_rows in range(1, packed_linear.FEW):
+    for num_rows in range(1, packed.FEW):
         assert torch.equal(product(x[:num_rows]), found[:num_rows])
     assert product(x[:0]).shape == (0, shape[0])
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvalign.models import packed
-from kvalign.models.packed import pack, weights_of
-from kvalign.models.packed_linear import CudaLinear, TorchLinear
+from kvalign.models.packed import CudaLinear, TorchLinear, pack, weights_of
 
 aten = torch.ops.aten
 

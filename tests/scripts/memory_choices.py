@@ -44,9 +44,8 @@ from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation.settings import Settings, option
 from kvalign.memory.memories import Memories
-from kvalign.memory.memory import Memory
+from kvalign.memory.memory import Memory, at, products
 from kvalign.memory.recall import Matches, QueryBatch
-from kvalign.memory.search import at, products
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import score
 

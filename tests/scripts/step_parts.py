@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvalign import load_model, make_method
 from kvalign.models import kernel
-from kvalign.models.packed_linear import PackedLinear
+from kvalign.models.packed import PackedLinear
 
 
 def main() -> None:

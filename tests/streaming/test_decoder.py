@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvalign
 from kvalign import checkpoints
 from kvalign.models.loading import load_model
-from kvalign.streaming.decoder import Decoder
+from kvalign.streaming.answer import Decoder
 
 LOADED = {"byte-fallback": byte_fallback_model()}
 NAMES = ("byte-fallback", *checkpoints.WRITERS)

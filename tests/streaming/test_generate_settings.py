@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import kvalign
-from kvalign.streaming.generate_settings import GIVE_WAY, REFUSED
+from kvalign.streaming.generation import GIVE_WAY, REFUSED
 
 PROMPT = torch.arange(1, 9)[None]
 SAMPLED = dict(do_sample=True)

@@ -26,8 +26,8 @@ from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.input_ids import prefix_ids
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import check_losses
 from kvalign.streaming.pieces import encoded_alone
+from kvalign.streaming.scoring import check_losses
 
 TOGETHER = 25  # edits of a batch
 NUM_TIMED = 5  # edits of one stream on the clock

@@ -16,9 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.protocol.evaluation import FLOOR
 from kvalign.methods.base import Method, last_logits
-from kvalign.steppers.captured import Graph, Inputs, record_cuda_graph, without_padding
+from kvalign.steppers.captured import Graph, Inputs, Regions, record_cuda_graph, without_padding
 from kvalign.steppers.compiled import has_compiler
-from kvalign.steppers.regions import Regions
 
 
 class BareStep(Method):

@@ -20,7 +20,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import ids_of, prefix_ids
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import check_losses
+from kvalign.streaming.scoring import check_losses
 
 NUM_NEW = 48
 """Tokens that are written in answer to a question, of all kinds but `single`."""

@@ -20,8 +20,7 @@ from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import check_losses
-from kvalign.streaming.scoring import score, score_stepwise
+from kvalign.streaming.scoring import check_losses, score, score_stepwise
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import check_losses
-from kvalign.streaming.scoring import OnLabels, hits, score
+from kvalign.streaming.scoring import OnLabels, check_losses, hits, score
 
 PIECE_LEN = 4096  # tokens
 

@@ -21,8 +21,7 @@ from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import ids_of
-from kvalign.streaming.health import check_losses
-from kvalign.streaming.scoring import OnLabels
+from kvalign.streaming.scoring import OnLabels, check_losses
 
 
 @dataclass(frozen=True)

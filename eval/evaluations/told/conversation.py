@@ -17,7 +17,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import check_losses
+from kvalign.streaming.scoring import check_losses
 from kvalign.streaming.turns import turn_ids
 
 # How a fact begins, its question, and what may stand at its end: words of different first letters.

@@ -21,9 +21,8 @@ from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.health import perplexity_of
 from kvalign.streaming.sampling import Sampling, StreamConfig
-from kvalign.streaming.scoring import score
+from kvalign.streaming.scoring import perplexity_of, score
 from kvalign.streaming.text_stream import TextStream
 
 if TYPE_CHECKING:  # NLTK takes a second to import, and the page opens without it

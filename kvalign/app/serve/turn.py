@@ -14,8 +14,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
-from kvalign.streaming.answer import Answer
-from kvalign.streaming.decoder import token_bytes
+from kvalign.streaming.answer import Answer, token_bytes
 from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
 
