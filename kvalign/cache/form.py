@@ -63,14 +63,6 @@ class Form:
         return self
 
 
-class Sight(Protocol):
-    """Entries that one query of each row sees, read as they are stored (`by_kernel.py`)."""
-
-    def attend(
-        self, form: Form, query: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor: ...
-
-
 class ReadTensor(Protocol):
     """Tensor of a saved state by name: [B, H, ...], then of this shape and dtype; on the model's
     device, if no other is given.

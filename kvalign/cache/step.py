@@ -2,18 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Flags
-from kvalign.cache.form import Sight
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
+
+if TYPE_CHECKING:  # a guest
+    from kvalign.cache.by_kernel import InSight
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class DecodeStep:
     ranks: Tensor | None
     all_at: slice | Tensor | None
     scales: tuple[Tensor, Tensor] | None
-    in_sight: Sight | None
+    in_sight: "InSight | None"
 
 
 class Counts(NamedTuple):
@@ -246,7 +248,7 @@ class Step:
         return inputs
 
     def as_decode(
-        self, asks_for_places: bool, are_bare: bool = False, in_sight: Sight | None = None
+        self, asks_for_places: bool, are_bare: bool = False, in_sight: "InSight | None" = None
     ) -> DecodeStep:
         """The usual pass, described for attention that asks where entries are, for keys that are
         stored bare, or for our kernel.

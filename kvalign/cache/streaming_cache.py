@@ -27,8 +27,8 @@ from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
 from kvalign.models.attention import install, own_mask
 
 if TYPE_CHECKING:  # guests
-    from kvalign.cache.cache_memory import CacheMemory
     from kvalign.cache.edits import CachePart, EntryPart
+    from kvalign.memory.memories import Memories
 
 
 class StreamingCache(FixedSizeCache):
@@ -58,7 +58,7 @@ class StreamingCache(FixedSizeCache):
         realigner: Realigner | None = None,
         bases: dict[int, Tensor] | None = None,
         config: PretrainedConfig | None = None,
-        memory: CacheMemory | None = None,
+        memory: Memories | None = None,
     ):
         self.memory, self.kept_sizes = memory, sizes if memory is None else memory.kept_sizes
         super().__init__(spec, sizes, realigner, bases, config)
@@ -219,7 +219,7 @@ class StreamingCache(FixedSizeCache):
 
     def _end(self, step: Step) -> None:
         if self.memory is not None:
-            self.memory.end(step)
+            self.memory.end()
         super()._end(step)
 
     def reset(self) -> None:

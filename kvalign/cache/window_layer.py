@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -15,14 +15,8 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
-
-class Behind(Protocol):
-    """The memory as a layer knows it (`cache_memory.py`)."""
-
-    def take(self, layer: "WindowLayer", step: Step, new: KV, entries: KV) -> KV: ...
-    def restore(
-        self, layer: "WindowLayer", read: ReadTensor, seen: list[int], head_dim: int
-    ) -> None: ...
+if TYPE_CHECKING:  # a guest
+    from kvalign.memory.memories import Memories
 
 
 class WindowLayer(StreamingLayer):
@@ -42,7 +36,7 @@ class WindowLayer(StreamingLayer):
         layer_idx: int,
         sinks: SinkKeys,
         sizes: CacheSizes,
-        memory: Behind | None = None,
+        memory: "Memories | None" = None,
     ):
         self.sinks, self.sizes, self.memory = sinks, sizes, memory
         super().__init__(cache, layer_idx)

@@ -1,5 +1,4 @@
-"""Memory behind the window: a guest of the cache, which knows it by a socket
-(`kvalign.cache.cache_memory`).
+"""Memory behind the window: a guest of the cache, which imports it only where sizes ask for one.
 
 - `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
 - `memory`: where a layer's entries are stored and found; `search` and `sketch` make that fast.

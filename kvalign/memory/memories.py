@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.cache_memory import CacheMemory
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.form import ReadTensor
+from kvalign.cache.layer import Part
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
@@ -44,8 +44,8 @@ _OF_LAYER = 0x5851F42D4C957F2D  # a factor of Knuth's for numbers of 64 bits
 
 
 @final
-class Memories(CacheMemory):
-    """Memories of a cache's layers, one of each.
+class Memories(Part):
+    """Memories behind the windows of a cache's layers, one of each, with the same rows.
 
     Args:
         spec, sizes: of the cache.
@@ -57,6 +57,8 @@ class Memories(CacheMemory):
 
     Attributes:
         of: by number of the layer; there are none before the first entries.
+        kept_sizes: the cache's sizes, if the memory's entries were its own.
+        frame: the sizes by which positions run; None: the realigner's.
 
     Raises:
         UserError: a realigner or a model that does not fit.
@@ -118,6 +120,9 @@ class Memories(CacheMemory):
         return next(iter(self.of.values()), None)
 
     def begin(self, step: Step, layers: Sequence[WindowLayer], num_moved: Sequence[int]) -> None:
+        """A pass begins. Entries still lie where the last pass left them, in rows that have been
+        moved by so many positions.
+        """
         if (first := self._first) is not None:
             seen = first.seen
             num = step.seen[0] - seen[0]  # single tokens that are only in the window as yet
@@ -148,6 +153,9 @@ class Memories(CacheMemory):
         memory.write(seen, entries)
 
     def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
+        """Take in new entries [B, H, T, D] of a layer. Return what its attention sees: the
+        entries of its window, with a mark on the keys that takes others back (`mark`).
+        """
         if layer.layer_idx not in self._storing:
             return entries
         # 1. Tokens that come together are taken in at once, single ones some time later.
@@ -233,12 +241,17 @@ class Memories(CacheMemory):
 
     @property
     def finds_all(self) -> bool:
+        """Return whether the queries of this pass, in all layers, find as much as a memory gives
+        them.
+        """
         return self.recall.of_step is not None and self.recall.of_step.finds_all
 
-    def end(self, step: Step) -> None:
+    def end(self) -> None:
+        """The pass has ended."""
         self.recall.end()
 
     def reset(self) -> None:
+        """Let go of all entries."""
         self.recall.end()
         self.of.clear()
         self._storing = {*self._attention}
@@ -267,10 +280,12 @@ class Memories(CacheMemory):
         return tensors | {"digests": digests}
 
     def begin_restore(self, state: Collection[str]) -> None:
+        """A state with tensors of these names is about to be restored."""
         stored = {i for i in self._attention if f"{i}.memory.0" in state}
         self._storing = stored | self.recall.loudness.keys()
 
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
+        """Restore `state` of a layer, of rows that have been fed so many tokens."""
         if layer.layer_idx not in self._storing:
             return
         memory = self._of_layer(layer)
@@ -280,6 +295,7 @@ class Memories(CacheMemory):
         memory.seen = seen
 
     def check_editable(self) -> None:
+        """Raise UserError unless entries can be moved to any place."""
         if len(self._storing) < len(self._attention):
             raise UserError(
                 "this stream was saved when a memory of some layers stored nothing of the others: "
@@ -289,6 +305,9 @@ class Memories(CacheMemory):
     def take_parts(
         self, layer: WindowLayer, i: int, parts: Sequence[EntryPart], seen: int
     ) -> list[KV]:
+        """Have the entries of these parts alone behind a layer, the i-th with attention, in rows
+        of so many tokens; return those for its rings, as `edits.ring_entries` does.
+        """
         memory, num_sinks = self._of_layer(layer), self.sizes.num_sinks
         form = memory.form
         sinks, others = [], []

@@ -15,7 +15,7 @@ from kvalign.foundation.device import AUTO, has_room, resolved
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import size
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
-from kvalign.models import fetched, gguf_file, model_folder, packed
+from kvalign.models import fetched, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.rope import frequencies
 from kvalign.models.weights import check_finite
@@ -63,19 +63,16 @@ def load_model(
     progress.phase(f"loading {name}")
     source = source_of(name)
     check_device(device)
-    file = gguf_file.find(source)
-    config = gguf_file.config_of(file) if file else model_folder.config_of(name, source)
+    config = model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
+    is_gguf = model_folder.gguf_file(source) is not None
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    of_file = dtype or (stored if stored in DTYPES and not is_gguf else DTYPES[0])
     device_map: dict[str, str] | str | None = None
-    if file:
-        model, tokenizer = gguf_file.read(file, config, dtype or DTYPES[0])
-    else:
-        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        of_file = dtype or (stored if stored in DTYPES else DTYPES[0])
-        if device.startswith("cuda"):
-            num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
-            device_map = device_map_for(name, device, num_bytes, is_auto)
-        model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
+    if device.startswith("cuda") and not is_gguf:
+        num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
+        device_map = device_map_for(name, device, num_bytes, is_auto)
+    model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
     tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
@@ -84,7 +81,7 @@ def load_model(
     if weights == "auto":
         can_pack = torch.device(device).type in ("cpu", "cuda")
         weights = "int4" if can_pack and packed.is_of_4_bits(model) else None
-    if file and dtype is None:
+    if is_gguf and dtype is None:
         model.to(torch.bfloat16)
     log.info("weights of %s: %s", name, weights or model.dtype)
     if device_map is None:

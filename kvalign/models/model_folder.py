@@ -1,7 +1,12 @@
-"""Model folders and hub ids, as transformers reads them. Errors are one line, before memory is
-taken, and transformers prints nothing itself.
+"""Model folders, hub ids and GGUF files, as transformers reads them. Errors are one line, before
+memory is taken, and transformers prints nothing itself.
+
+A GGUF file, the format of llama.cpp, has a model's weights, usually quantised, its sizes and its
+tokenizer. transformers reads it with the packages of `kvalign[gguf]`. Quantised weights are
+unpacked, so the model works like any other.
 """
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,12 +17,13 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from kvalign import checkpoints
 from kvalign.foundation import hub
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_json
 from kvalign.foundation.names import nearest
 from kvalign.models import fetched
@@ -26,10 +32,18 @@ from kvalign.models.weights import check_header
 MOST_LAYERS = 2**10
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _LONGEST = 300  # characters of a reason
+GGUF = ".gguf"
+_READERS = ("gguf", "accelerate")  # what transformers' reader imports
+_SINCE = "5.18"  # of transformers; before, it made other tokenizers of some files
+# Tensors and fields by which a file scales its RoPE.
+_SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_SCALING = (".rope.scaling.type", ".rope.scale_linear")
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
-    """The config of the model in a folder or of a hub id."""
+    """The config of the model in a folder or a GGUF file, or of a hub id."""
+    if file := gguf_file(source):
+        return _gguf_config(file)
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
@@ -52,6 +66,8 @@ def read(
     Args:
         device_map: of accelerate: where weights go as they are read; None: to the CPU.
     """
+    if file := gguf_file(source):
+        return _read_gguf(file, config, dtype)
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
@@ -167,3 +183,101 @@ def _reason(name: str, source: str, error: BaseException) -> str:
         f"no model {name!r} here or on the hub{hub.why_not()}{hint} (works offline: "
         f"{', '.join(here)}, or the path of a folder or a GGUF file)"
     )
+
+
+def gguf_file(source: str) -> Path | None:
+    """The GGUF file of a model's path: the path itself, or the only one in a folder without other
+    weights; None if there is none.
+    """
+    path = Path(source)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        files = sorted(path.glob(f"*{GGUF}"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise UserError(f"{source} has several GGUF files, name one of them: {names}")
+        return files[0] if files else None
+    if path.suffix.lower() != GGUF:
+        return None
+    if not path.is_file():
+        raise NotFoundError(f"there is no file {source!r}")
+    return path
+
+
+def check_gguf_readers() -> None:
+    """Raise UserError if a package for reading these files is missing or too old."""
+    needed = [name for name in _READERS if importlib.util.find_spec(name) is None]
+    if Version(transformers.__version__) < Version(_SINCE):
+        needed.append(f"transformers {_SINCE} or later")
+    if needed:
+        names = " and ".join(needed)
+        raise UserError(f"a GGUF file is read with {names}: pip install 'kvalign[gguf]'")
+
+
+def _gguf_config(path: Path) -> PretrainedConfig:
+    """The model's config, in the form of transformers."""
+    check_gguf_readers()
+    from gguf import GGUFReader
+
+    with _explain_gguf(path):
+        try:
+            file = GGUFReader(path)  # it goes to the end of the last weights
+        except Exception as error:
+            raise UserError(f"it was cut or damaged ({error})") from error
+        for name, field in file.fields.items():
+            if name.endswith(".block_count"):
+                check_layers(field.contents(), name)
+        scales = [name for name in file.fields if name.endswith(_SCALING)]
+        scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
+        scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
+        config = transformers.AutoConfig.from_pretrained(path.parent, **_in_gguf_folder(path))
+        rope = getattr(config, "rope_parameters", None) or {}
+        if scaled and rope.get("rope_type", "default") == "default":
+            raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")
+    return config
+
+
+def _read_gguf(
+    path: Path, config: PretrainedConfig, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a file, with its weights unpacked, and the tokenizer, with its chat template."""
+    with _explain_gguf(path):
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            **_in_gguf_folder(path),
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_gguf_folder(path))
+    # A plain model, which can be saved.
+    model.hf_quantizer = model.quantization_method = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+def _in_gguf_folder(path: Path) -> dict[str, Any]:
+    return {"gguf_file": path.name, "local_files_only": True}
+
+
+@contextmanager
+def _explain_gguf(path: Path) -> Iterator[None]:
+    """Say in one line what is wrong with a file; keep the reader's own words and bar away."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = getattr(reader, "tqdm", None)
+    reader.tqdm = lambda items, **_: items
+    try:
+        with quiet():
+            yield
+    except MemoryError:
+        raise
+    except Exception as error:  # a reader of bytes from anywhere raises anything
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UserError(f"cannot read the GGUF file {str(path)!r}: {reason}") from error
+    finally:
+        reader.tqdm = bar

@@ -183,16 +183,6 @@ _NEAR_AFTER = 5
 _TABLE = "embed_positions"
 
 
-class Still(Rotation):
-    """Rotation of keys that do not rotate."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.zeros(0), is_bounded=False)
-
-    def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        return keys
-
-
 def frequencies(model: PreTrainedModel) -> dict[str, Tensor]:
     """Rotary frequencies [N] float32 of a model, by name: its own buffers, or those behind its
     tables of sines and cosines [P, 2 N] (GPT-J). Equal ones occur once.
@@ -270,7 +260,8 @@ def measured(
         for path, inv_freq in frequencies(model).items()
         for layout in LAYOUTS
     ]
-    candidates.append(Still())
+    still = Rotation(torch.zeros(0), is_bounded=False)  # of no pairs
+    candidates.append(still)
     by_layer: dict[int, Rotation] = {}
     for i in (i for i in attention if last is None or i <= last):
         layer = cache.layers[i]
@@ -305,7 +296,6 @@ def measured(
         )
     if len({*by_layer.values()}) == 1:
         return by_layer[attention[0]]
-    still = Still()
     return RotationByLayer([by_layer.get(i, still) for i in firsts])
 
 

@@ -22,7 +22,7 @@ from kvalign.foundation.errors import UserError
 SUMS = "memory.crc32"
 """Tensor of a stream's file: [S] int64, of the record of each stored token."""
 DIGESTS = "memory.digests"
-"""The same of their digests (`CacheMemory.state`), which tell whether a file has a stream's own."""
+"""The same of their digests (`Memories.state`), which tell whether a file has a stream's own."""
 _AT_ONCE = 2**22  # bytes
 _Count = Annotated[int, Field(strict=True, ge=0)]
 

