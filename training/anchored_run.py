@@ -27,7 +27,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
 from kvalign.foundation import progress
-from kvalign.models.architectures import spec_of
+from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds import AnchoredSettings
@@ -141,7 +141,7 @@ class Streams:
 
     def __init__(self, aligner: AnchoredAligner, model: PreTrainedModel, stored: list[KV]):
         self.model, self.stored = model, stored
-        self.realigner, self.size = FromBirth(model, aligner), stored[0].keys.shape[2]
+        self.realigner, self.size = FromBirth(rotation_of(model), aligner), stored[0].keys.shape[2]
 
     def step(self, ids: Tensor) -> Tensor:
         """Logits [B, V] of one token [B] per row, with a gradient to the aligner; evicts one."""
@@ -177,7 +177,7 @@ def new_streams(
         cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
         newest = (layer.newest(layer.entries, size) for layer in cache.attention)
         return Streams(aligner, model, [one.map(Tensor.float) for one in newest])
-    births, realigner = slice(0, size), FromBirth(model, aligner)
+    births, realigner = slice(0, size), FromBirth(rotation_of(model), aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)
     stored = [
         realigner.anchor(layer, KV(*pair), births, births) for layer, pair in enumerate(entries)

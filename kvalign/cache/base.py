@@ -25,11 +25,10 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.form import Form, expect_tensor
-from kvalign.cache.guests import GUESTS
 from kvalign.cache.layer import Part
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Segment
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled

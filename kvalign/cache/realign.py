@@ -41,7 +41,7 @@ class Rotating(Realigner):
         return self.from_birth() if is_short(self, sizes, context_len) else self
 
     def from_birth(self) -> Realigner:
-        return Returning(self.rotation)
+        return FromBirth(self.rotation)
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len)
@@ -50,43 +50,28 @@ class Rotating(Realigner):
         return rotated(self.rotation, layer, stored, move.shift)
 
 
-class Returning(Realigner):
-    """Rotation of all keys at each step: back to position 0 and from there to their present
-    position. Each key is rounded once. For a context length that leaves no frame worth the name.
-    """
-
-    strategy = "move"
-    rotation: Rotation
-
-    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
-        return replace(sizes, realign_every=1)
-
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
-        return rotated(self.rotation, layer, new, positions_of(at))
-
-    def place(self, layer: int, stored: KV, move: Move) -> KV:
-        return rotated(self.rotation, layer, stored, -move.now)
-
-
 class FromBirth(Realigner):
     """Realignment from the original form. Keys of a rotary model are rotated back to position 0,
     and from there to their present position; values carry no position. The aligner works between
-    the two rotations.
+    the two rotations. Without one each key is still rounded once: for a context length that leaves
+    `Rotating` no frame worth the name.
     """
 
     strategy = "move"
-    aligner: Aligner
 
-    def __init__(self, model: PreTrainedModel, aligner: Aligner):
-        super().__init__(rotation_of(model))
-        self.aligner = aligner.to(model.device)
+    def __init__(self, rotation: Rotation | None, aligner: Aligner | None = None):
+        super().__init__(rotation)
+        self.aligner = aligner
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return sizes if self.aligner else replace(sizes, realign_every=1)
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))
-        return self.aligner.anchor(layer, unrotated, birth, evicting)
+        return self.aligner.anchor(layer, unrotated, birth, evicting) if self.aligner else unrotated
 
     def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
-        return self.aligner.realign(layer, stored, move)
+        return self.aligner.realign(layer, stored, move) if self.aligner else stored
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
         placed = self.place_without_rotation(layer, stored, move)
@@ -99,9 +84,9 @@ class Recursive(Realigner):
     strategy, recursive = "move", True
     aligner: Aligner
 
-    def __init__(self, model: PreTrainedModel, aligner: Aligner):
-        super().__init__(rotation_of(model))
-        self.aligner = aligner.to(model.device)
+    def __init__(self, rotation: Rotation | None, aligner: Aligner):
+        super().__init__(rotation)
+        self.aligner = aligner
 
     def from_birth(self) -> Realigner:
         raise UserError(
@@ -121,13 +106,14 @@ def realigner_of(
     """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
     for rotary positions and nothing elsewhere. With tables, places may be squeezed.
     """
+    rotation = rotation_of(model)
     if aligner is None:
-        rotation = rotation_of(model)
         return Rotating(rotation) if rotation else None
+    aligner = aligner.to(model.device)
     if not isinstance(aligner, TableAligner):
-        return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
-    aligner, positions = aligner.to(model.device).squeezed(cache_size)
-    moving = FromBirth(model, aligner)
+        return Recursive(rotation, aligner) if aligner.recursive else FromBirth(rotation, aligner)
+    aligner, positions = aligner.squeezed(cache_size)
+    moving = FromBirth(rotation, aligner)
     moving.place_positions = positions
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
 

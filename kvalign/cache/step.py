@@ -15,7 +15,7 @@ from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
 
 if TYPE_CHECKING:  # a guest
-    from kvalign.cache.by_kernel import InSight
+    from kvalign.cache.int8 import InSight
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class StreamingCache(FixedSizeCache):
             token comes; None: nothing.
         goes_by_order: whether attention needs entries in the order of time.
         takes_marks: whether it reads keys as their marks say (`mark`).
-        kernel: says what our kernel reads of stored entries in a decode step (`by_kernel.py`);
+        kernel: says what our kernel reads of stored entries in a decode step (`int8.py`);
             None: the model's attention reads them.
     """
 

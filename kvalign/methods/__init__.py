@@ -6,8 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvalign.cache.guests import GUESTS
-from kvalign.cache.sizes import SizesConfig
+from kvalign.cache.sizes import GUESTS, SizesConfig
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed
@@ -56,7 +55,7 @@ def make_method(
         model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
-            (`kvalign.cache.default_size`), which is logged.
+            (`kvalign.cache.sizes`), which is logged.
         compile: compile the step of a full cache (`Method.compile`). None: compile nothing, and
             take the fastest steps that are ready (`Method.take_ready_stepper`). False: call the
             model.
@@ -95,7 +94,7 @@ def make_method(
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:
-        from kvalign.cache.default_size import default_size
+        from kvalign.cache.sizes import default_size
 
         cache_size, why_size = default_size(
             inner,

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.guests import GUESTS
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import STEPPERS, Method

@@ -21,10 +21,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.entries import KV
-from kvalign.cache import by_kernel, form, int8
-from kvalign.cache.by_kernel import InSight, is_read_by_kernel
+from kvalign.cache import form, int8
 from kvalign.cache.form import Form
-from kvalign.cache.int8 import Int8, key_bases
+from kvalign.cache.int8 import InSight, Int8, is_read_by_kernel, key_bases
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
@@ -263,7 +262,7 @@ def _about(
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = by_kernel, form, int8, rope, packed, kernel
+    modules = form, int8, rope, packed, kernel
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,

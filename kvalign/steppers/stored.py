@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.by_kernel import InSight, is_read_by_kernel, places_of
+from kvalign.cache.int8 import InSight, is_read_by_kernel, places_of
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
 from kvalign.models.attention import install

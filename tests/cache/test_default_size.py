@@ -4,8 +4,8 @@ import pytest
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 import kvalign
-from kvalign.cache import default_size as module
-from kvalign.cache.default_size import MOST, OF_A_MINI, default_size
+from kvalign.cache import sizes as module
+from kvalign.cache.sizes import LARGEST_DEFAULT, OF_A_MINI, default_size
 from kvalign.methods import make_cache, make_method
 from kvalign.models.loading import load_model
 
@@ -35,8 +35,8 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
 @pytest.mark.parametrize(
     ("context_len", "free", "num_streams", "size", "why"),
     [
-        (100_000, None, 1, MOST, "the largest default"),
-        (100_000, 2**40, 1, MOST, "the largest default"),
+        (100_000, None, 1, LARGEST_DEFAULT, "the largest default"),
+        (100_000, 2**40, 1, LARGEST_DEFAULT, "the largest default"),
         (100_000, 4_000_000, 1, 2604, "a quarter of the free memory"),
         (100_000, 4_000_000, 4, 651, "a quarter of the free memory"),
         (100_000, 1, 1, 128, "a quarter of the free memory"),

@@ -8,7 +8,7 @@ from helpers.comings import come_and_go
 from helpers.methods import make, step
 from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
-from kvalign.cache.realign import Returning
+from kvalign.cache.realign import FromBirth
 from kvalign.models.architectures import rotation_of, spec_of
 
 
@@ -81,7 +81,7 @@ def test_rows_that_come_and_go_return_each_from_its_own_positions():
     """Where the context leaves no frame; they hold what each holds alone."""
     model = tiny_model("llama", rope_parameters=SCALINGS["dynamic"])
     method = make("streaming-llm", model, cache_size=55)
-    assert isinstance(method.cache.realigner, Returning)
+    assert isinstance(method.cache.realigner, FromBirth)
     when = dict(num_steps=60, leave=12, join=30, look=lambda one: one.cache.index().tolist())
     batch, rows, held = come_and_go(method, (6, 70, 17, 90), (2, 1), **when)
     assert [batch.cache.index(i).tolist() for i in range(3)] == [held[row] for row in rows]

@@ -15,6 +15,7 @@ from kvalign.aligners.entries import KV
 from kvalign.app.cli.main import main
 from kvalign.cache.realign import Recursive
 from kvalign.methods import make_method
+from kvalign.models.architectures import rotation_of
 from kvalign.models.loading import load_model
 from kvalign.training.settings import ImportPublishedSettings
 
@@ -42,7 +43,7 @@ def check_equals_formula(aligner, model, paths, num_slots):
     states = [torch.load(path, weights_only=True, map_location="cpu") for path in paths]
     move = Move(1, first=4, now=torch.arange(4, 4 + num_slots))
     for layer in range(0, config.num_layers, max(1, config.num_layers // 3)):
-        found = Recursive(model, aligner).place(layer, KV(keys, values), move)
+        found = Recursive(rotation_of(model), aligner).place(layer, KV(keys, values), move)
         for x, state, moved in zip((keys, values), states, found, strict=True):
             expected = published(state["model_state_dict"], x, layer)
             assert (moved - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())

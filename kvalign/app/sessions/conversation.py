@@ -21,7 +21,7 @@ from kvalign.app.sessions.turns_in_cache import (
     make_room,
     note_turn,
 )
-from kvalign.cache.default_size import MOST
+from kvalign.cache.sizes import LARGEST_DEFAULT
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
@@ -378,7 +378,7 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
             num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
-        usual = usual_recalled(settings.cache_size or MOST, num_sinks or 0)
+        usual = usual_recalled(settings.cache_size or LARGEST_DEFAULT, num_sinks or 0)
         settings = replace(settings, num_recalled=min(MOST_RECALLED, usual))
     defaults = {"repetition_window": WINDOW, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)

@@ -9,8 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
-from kvalign.cache.default_size import MOST, OF_A_MINI
-from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
+from kvalign.cache.sizes import LARGEST_DEFAULT, OF_A_MINI, OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
@@ -46,7 +45,7 @@ class MethodSettings(Settings):
     cache_size: int | None = option(
         None,
         help="entries the cache keeps, sinks included (default: as many as the context length "
-        f"and a quarter of the free memory allow, at most {MOST}; for a mini model "
+        f"and a quarter of the free memory allow, at most {LARGEST_DEFAULT}; for a mini model "
         f"{OF_A_MINI})",
         at_least=1,
     )
