@@ -219,7 +219,7 @@ class OnRead(Realigner):
         assert decode.order is not None
         ranks, order = (x.to(keys.device) for x in (decode.ranks, decode.order))
         places = slice(step.first_place, step.first_place + len(order))
-        hidden = ~step.visible[:, None, None].to(keys.device) if decode.hides else None
+        hidden = ~step.visible[:, None, None].to(keys.device) if step.hides else None
         means = tables.key_means[:, places], tables.value_means[:, places]
         of_step = Tables(*means, *(x[layer] for x in decode.scales))
         return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)

@@ -107,8 +107,7 @@ class Realigner:
         """Attention of one query [B, H, 1, D] over all entries that a layer stores, with a bias [B,
         H_kv, S] float32 added to its scores: [B, 1, H, D].
         """
-        hides = step.hides if step.decode is None else step.decode.hides
-        mask = step.visible[:, None].to(keys.device) if hides else None
+        mask = step.visible[:, None].to(keys.device) if step.hides else None
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
             mask = mask.to(query.dtype).repeat_interleave(query.shape[1] // mask.shape[1], 1)

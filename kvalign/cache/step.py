@@ -27,8 +27,6 @@ class DecodeStep:
     Attributes:
         slot: [1] int64, the slot that it writes.
         read: slots that attention gets, in the order of time; None: as they lie.
-        size: number of entries or slots that it gets.
-        hides: whether some of these are not of their row.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
         behind: [B, 1, 1] int64, `Step.behind_rows`.
@@ -49,8 +47,6 @@ class DecodeStep:
 
     slot: Tensor
     read: slice | Tensor | None
-    size: int
-    hides: bool
     position_ids: Tensor
     at: Tensor
     behind: Tensor
@@ -278,8 +274,6 @@ class Step:
         return DecodeStep(
             slot=self._slot,
             read=read,
-            size=self.length,
-            hides=self.hides,
             position_ids=positions,
             at=positions[:, None],
             behind=self.behind_rows,

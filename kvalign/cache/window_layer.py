@@ -98,11 +98,11 @@ class WindowLayer(StreamingLayer):
             return KV(mark(data.keys.detach(), attend), data.values)
         if decode.read is not None:
             data = data.at(decode.read)
-        elif data.keys.shape[2] > decode.size:
-            data = data.slots(0, decode.size)
+        elif data.keys.shape[2] > step.length:
+            data = data.slots(0, step.length)
         if decode.all_at is not None:
             data = form.decode_at(data, decode.all_at)
-        if realigner.strategy == "read" or (decode.hides and not step.in_order):
+        if realigner.strategy == "read" or (step.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)
             return KV(mark(data.keys.detach(), attend), data.values)
         return data

@@ -5,21 +5,40 @@ for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens
     print(row, piece)
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Unpack
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
+from kvalign.foundation.settings import typed
 from kvalign.methods import make_method
+from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming.answer import Answer
-from kvalign.streaming.loop import stream_rows
+from kvalign.streaming.loop import Batch, Row, begin
 from kvalign.streaming.sampling import Sampling, StreamConfig
 from kvalign.streaming.turns import end_ids
+
+
+class _AnswerRow(Row):
+    """Row that ends with its answer, or where there is no `room` for more ids."""
+
+    number: int
+    answer: Answer
+    room: float
+
+    def piece(self) -> str:
+        """Text of the token that was just taken."""
+        return self.answer.take(int(self.token))[0]
+
+    def has_ended(self) -> bool:
+        return bool(self.answer.finish) or self.ids.shape[1] >= self.room
 
 
 @spelled_out(StreamConfig)
@@ -58,24 +77,36 @@ def stream_batch(
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
+    if max_rows is not None and typed("max_rows", max_rows, int) < 1:
+        raise UserError(f"max_rows must be at least 1, got {max_rows}")
     num_streams = max_rows or 1
     streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
     ends = end_ids(streaming.model, tokenizer) if sampling.stop_at_end else []
-    answers: list[Answer] = []
-
-    def ids_of() -> Iterator[list[int]]:
-        for prompt in prompts:
+    waiting, batch = enumerate(prompts), Batch[_AnswerRow](streaming)
+    while True:
+        new: list[tuple[_AnswerRow, Method]] = []
+        while max_rows is None or len(batch.rows) + len(new) < max_rows:
+            number, prompt = next(waiting, (None, None))
+            if number is None or prompt is None:
+                break
             ids = encoded(prompt, tokenizer, streaming.model)
+            if len(ids) == 0:
+                raise UserError(f"prompt {number} is empty: give at least one token")
             warn_if_too_long(streaming, len(ids))
-            answers.append(Answer(tokenizer, ids, sampling, ends))
-            yield ids
-
-    def has_ended(row: int) -> bool:
-        return bool(answers[row].finish)
-
-    for row, token in stream_rows(
-        streaming, ids_of(), sampling=sampling, has_ended=has_ended, max_rows=max_rows
-    ):
-        piece, _ = answers[row].take(token)
-        if piece:
-            yield row, piece
+            alone, of_row = streaming.new(), torch.tensor([ids], device=streaming.model.device)
+            row = _AnswerRow(of_row, **sampling.of_row(of_row.device, number))
+            row.number, row.answer = number, Answer(tokenizer, ids, sampling, ends)
+            row.room = math.inf if alone.tokens_left is None else alone.tokens_left + 1
+            row.take(begin(alone, of_row), streaming)
+            if piece := row.piece():
+                yield number, piece
+            if not row.has_ended():
+                new.append((row, alone))
+        if new:
+            batch.join((row for row, _ in new), [alone for _, alone in new])
+        if not batch.rows:
+            return
+        for row in batch.step():
+            if piece := row.piece():
+                yield row.number, piece
+        batch.leave()

@@ -1,11 +1,10 @@
 """The loop of every stream: choose a token of each row, feed it, and again.
 
-`stream_tokens` and `stream_rows` run it as iterators of tokens; the server runs it in a thread of
-its own.
+`stream_tokens` runs it as an iterator of tokens, `stream_batch` (`batch.py`) of many texts, and the
+server in a thread of its own.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -14,13 +13,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import expect, typed
+from kvalign.foundation.settings import expect
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
 
 if TYPE_CHECKING:
     from kvalign.streaming.lookup import Lookup
-    from kvalign.streaming.sampling import Sampling
 
 
 class Row:
@@ -213,7 +211,7 @@ def stream_tokens(
         row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:
         method.reset()
-    row.take(_read(method, prompt, mask), method)
+    row.take(begin(method, prompt, mask), method)
     batch = Batch(method, [row])
     while True:
         yield row.token
@@ -223,7 +221,7 @@ def stream_tokens(
 
 
 @torch.no_grad()  # of which generators are not made: one that is left complains as Python ends
-def _read(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
+def begin(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
     """Begin a stream with the prompts of a batch; those with padding are fed alone, without it."""
     if mask is None or mask.all():
         return method.feed(prompt)
@@ -237,70 +235,3 @@ def _read(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
     logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
     method.join(rows)
     return torch.cat(logits)
-
-
-class _NumberedRow(Row):
-    """Row that ends when it is `most` ids long, or its number `ends` it."""
-
-    number: int
-    most: float
-    ends: Callable[[int], bool]
-
-    def has_ended(self) -> bool:
-        return self.ids.shape[1] >= self.most or self.ends(self.number)
-
-
-def stream_rows(
-    method: Method,
-    prompts: Iterable[Sequence[int]],
-    *,
-    sampling: "Sampling",
-    has_ended: Callable[[int], bool] = lambda row: False,
-    max_rows: int | None = None,
-) -> Iterator[tuple[int, int]]:
-    """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
-
-    Args:
-        method: from `make_method`; it stays unchanged.
-        prompts: ids of each row, at least one.
-        sampling: how tokens are chosen, and how many; row i draws with seed + i.
-        has_ended: called after each token with the row's number; returns whether the row ends
-            there.
-        max_rows: most rows in one step; None: all.
-
-    Yields:
-        The number of the row, and its next token.
-
-    Raises:
-        UserError: an empty prompt, or a method whose rows cannot be joined.
-        RunError: non-finite logits; the message says where they come from.
-    """
-    if max_rows is not None and typed("max_rows", max_rows, int) < 1:
-        raise UserError(f"max_rows must be at least 1, got {max_rows}")
-
-    waiting, batch = enumerate(prompts), Batch[_NumberedRow](method)
-    while True:
-        new: list[tuple[_NumberedRow, Method]] = []
-        while max_rows is None or len(batch.rows) + len(new) < max_rows:
-            number, ids = next(waiting, (None, None))
-            if number is None or ids is None:
-                break
-            if len(ids) == 0:
-                raise UserError(f"prompt {number} is empty: give at least one token")
-            alone = method.new()
-            prompt = torch.tensor([list(ids)], device=method.model.device)
-            room = math.inf if alone.tokens_left is None else alone.tokens_left
-            row = _NumberedRow(prompt, **sampling.of_row(prompt.device, number))
-            row.number, row.ends = number, has_ended
-            row.most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
-            row.take(_read(alone, prompt), method)
-            yield number, int(row.token)
-            if not row.has_ended():
-                new.append((row, alone))
-        if new:
-            batch.join((row for row, _ in new), [alone for _, alone in new])
-        if not batch.rows:
-            return
-        for row in batch.step():
-            yield row.number, int(row.token)
-        batch.leave()

@@ -1,14 +1,11 @@
 """What a policy keeps, and where rows end whose positions are kept."""
 
 import pytest
-import torch
 from helpers.methods import make, tables
 from helpers.tiny_models import CONTEXT_LEN
 
 import kvalign
 from kvalign.policies import OLDEST, POLICIES
-from kvalign.streaming.loop import stream_rows
-from kvalign.streaming.sampling import Sampling
 
 OTHERS = ("h2o", "keydiff")  # by attention and by keys
 
@@ -25,15 +22,17 @@ def new(models, place, policy, **changes):
 
 def test_a_row_ends_where_its_positions_do(models):
     """One after the other, as each does alone; the others go on."""
-    method = new(models, "gpt2 keep", "h2o")
+    of_model = models["gpt2"], kvalign.load_model("gpt2-mini").tokenizer
+    how = dict(method="streaming-llm", cache_size=16, policy="h2o", positions="keep", temperature=0)
     prompts = [[5] * 3, [6, 7] * 12, [8]]
-    rows = [[] for _ in prompts]
-    for row, token in stream_rows(method, prompts, sampling=Sampling(temperature=0)):
-        rows[row].append(token)
-    for prompt, tokens in zip(prompts, rows, strict=True):
-        alone = kvalign.stream_tokens(method, torch.tensor([prompt]))
-        assert [int(token) for token in alone] == tokens
-        assert len(prompt) + len(tokens) == CONTEXT_LEN + 1
+    texts = ["" for _ in prompts]
+    for row, piece in kvalign.stream_batch(*of_model, prompts, **how):
+        texts[row] += piece
+    for prompt, text in zip(prompts, texts, strict=True):
+        alone = kvalign.stream(*of_model, **how)
+        alone.feed(prompt)
+        assert "".join(alone) == text and text
+        assert len(alone.ids) == CONTEXT_LEN + 1
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in (OLDEST, "second-chance")])
