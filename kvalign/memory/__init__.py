@@ -1,7 +1,7 @@
 """Memory behind the window: a guest of the cache, which imports it only where sizes ask for one.
 
 - `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
-- `memory`: where a layer's entries are stored and found; `search` and `sketch` make that fast.
+- `memory`: where a layer's entries are stored and found.
 - `sizes`: how many entries a step takes back, and in which layers; `plan`: as it was measured on a
   model.
 - `recall`, `recall_places`: which are taken back, and the positions that they get.
