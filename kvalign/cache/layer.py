@@ -70,12 +70,9 @@ class Ring:
     def grow(self, num: int) -> None:
         """Have at least so many slots, or all that there may be."""
         if self.num_slots < min(num, self.most):
-            self._lengthen(min(self.most, max(2 * num, _SHORTEST)))
-
-    @no_autograd_modes()
-    def _lengthen(self, num: int) -> None:
-        missing = num - self.num_slots
-        self.data = self.data.map(lambda x: pad(x, (0, 0, 0, missing)))
+            missing = min(self.most, max(2 * num, _SHORTEST)) - self.num_slots
+            with no_autograd_modes():
+                self.data = self.data.map(lambda x: pad(x, (0, 0, 0, missing)))
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:

@@ -31,13 +31,13 @@ class Stepper(ABC):
     """Maker of decode steps of one model. `Method`s on the model may share it."""
 
     @classmethod
-    def ready(cls, method: Any) -> Self | None:
+    def ready(cls, method: Method) -> Self | None:
         """Stepper for a method that compiles nothing; None if there is none."""
         return None
 
     @classmethod
     @abstractmethod
-    def compiling(cls, method: Any, **options: Any) -> Stepper | None:
+    def compiling(cls, method: Method, **options: Any) -> Stepper | None:
         """Stepper that compiles, with options of `torch.compile`; None without a compiler."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Stepper(ABC):
     def prepare_next(self, cache: FixedSizeCache) -> None:  # noqa: B027
         """Prepare the step after one that was just made, while the device makes that one."""
 
-    def prepare(self, method: Any, num_rows: int) -> bool:
+    def prepare(self, method: Method, num_rows: int) -> bool:
         """Prepare steps of so many rows for this start and later ones, and compile no others;
         return whether there are such steps.
         """
@@ -75,7 +75,7 @@ STEPPERS: Registry[type[Stepper]] = Registry(
 """Steppers, those first that are taken first."""
 
 
-def ready_stepper(method: Any) -> Stepper | None:
+def ready_stepper(method: Method) -> Stepper | None:
     """The first stepper for a method that compiles nothing."""
     of_each = (STEPPERS[name].ready(method) for name in STEPPERS)
     return next((stepper for stepper in of_each if stepper is not None), None)

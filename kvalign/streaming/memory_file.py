@@ -24,7 +24,7 @@ SUMS = "memory.crc32"
 DIGESTS = "memory.digests"
 """The same of their digests (`Memories.state`), which tell whether a file has a stream's own."""
 _AT_ONCE = 2**22  # bytes
-_Count = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class MemoryFile(BaseModel):
@@ -39,8 +39,8 @@ class MemoryFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     number: Annotated[int, Field(strict=True, ge=0, le=1)]
-    first: _Count
-    end: _Count
+    first: Count
+    end: Count
 
 
 def is_of_memory(name: str) -> bool:

@@ -13,10 +13,9 @@ cache.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,10 +33,10 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded, prefix_ids
 from kvalign.models.packed import weights_of
 from kvalign.models.wrapped import unwrapped
+from kvalign.streaming.memory_file import Count
 from kvalign.streaming.stream_file import checksum, open_saved
 
 _FORMAT = "kvalign piece 1"
-Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class PieceInfo(BaseModel):

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,13 +30,20 @@ from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import DIGESTS, SUMS, Before, Entries, MemoryFile, is_of_memory
+from kvalign.streaming.memory_file import (
+    DIGESTS,
+    SUMS,
+    Before,
+    Count,
+    Entries,
+    MemoryFile,
+    is_of_memory,
+)
 from kvalign.streaming.sampling import Sampling
 
 _FORMAT = "kvalign stream 2"
 _CHECKSUM = "sha256"
 STATE = "method."  # begins the names of the tensors of a method's state
-Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class SavedStream(BaseModel):
