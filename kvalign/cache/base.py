@@ -398,6 +398,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
         num_rows = state["seen"].numel() if "seen" in state else 0
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
+        if min(seen, default=0) < 1:
+            raise UserError("each row of a stream must have at least one token")
         stored = max(map(self.sizes.num_stored, seen))
         num_gone = [0] * num_rows
         if "gone" in state:
@@ -406,10 +408,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.end = stored
         if "end" in state:
             self.end = int(expect_tensor(state, "end", (1,), torch.int64))
+        if min(num_gone) < 0 or self.end < stored:
+            raise UserError("a stream's numbers of tokens are inconsistent")
         spec = spec_of(model.config)
-        for i in spec.states:
-            own = {x.removeprefix(f"{i}."): state[x] for x in state if x.startswith(f"{i}.")}
-            self.layers[i].restore(own, model.device)
+        if spec.states:
+            GUESTS["restored-states"](self.layers, state, num_rows, model)
         for layer in self.attention:
             i = layer.layer_idx
 

@@ -31,6 +31,7 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of
 from kvalign.models.attention import install
@@ -126,6 +127,8 @@ class Int8(Form):
         is_older = f"{layer}.bare.0" not in state
         full = f"{layer}.{_OLDER.get(name, name) if is_older else name}"
         tensor = expect_tensor(state, full, shape, torch.int8)
+        if not _scales(tensor).isfinite().all():
+            raise UserError(f"a stream's {full} has scales that are not finite")
         if not is_older or not name.endswith(".0"):
             return tensor
         at: Tensor = torch.arange(tensor.shape[2])

@@ -35,6 +35,7 @@ GUESTS: Registry[Any] = Registry(
         "memory-plan": "kvalign.memory.plan:as_planned",
         "memory-sizes": "kvalign.memory.sizes:num_recalled_of",
         "state": "kvalign.cache.state_layer:StateLayer",
+        "restored-states": "kvalign.cache.state_layer:restore_states",
     },
 )
 """What the cache works without, and imports only where sizes or models ask for it."""

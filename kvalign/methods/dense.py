@@ -50,6 +50,10 @@ class Dense(Method):
         self.reset()
         if state:
             length = state["0.keys"].shape[2] if "0.keys" in state else 0
+            if self.tokens_left is not None and length > self.tokens_left:
+                raise UserError(
+                    f"a stream of {length} entries exceeds the context length of {self.spec.name}"
+                )
             num_rows, spec = len(state["0.keys"]) if length else 0, self.spec
             shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
             read = (

@@ -54,6 +54,16 @@ class Reencoding(Method):
         num_rows, num_seen = (state[x].numel() if x in state else 0 for x in ("lens", "seen"))
         lens = expect_tensor(state, "lens", (num_rows,), torch.int64).tolist()
         seen = expect_tensor(state, "seen", (num_seen,), torch.int64)
+        longest, vocab_size = self.sizes.first_input_len, self.model.config.vocab_size
+        if not (
+            lens
+            and sum(lens) == num_seen
+            and 1 <= min(lens) <= max(lens) <= longest
+            and 0 <= seen.min() <= seen.max() < vocab_size
+        ):
+            raise UserError(
+                f"a stream's seen must be rows of ids below {vocab_size}, each of 1 to {longest}"
+            )
         return list(seen.to(self.model.device).split(lens))
 
     def extend(self, ids: Tensor) -> list[Tensor]:
@@ -143,9 +153,13 @@ class DiscardHalf(Reencoding):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
-        self.rows = self._rows_of(state)
+        rows = self._rows_of(state)
         of_cache = {name.removeprefix("cache."): x for name, x in state.items() if "." in name}
         self.cache.restore(of_cache, self.model)
+        if self.cache.seen != [len(row) for row in rows]:
+            self.reset()
+            raise UserError("a stream's entries must be those of its tokens")
+        self.rows = rows
 
     def feed(self, ids: Tensor) -> Tensor:
         """Read ids. A full row is re-encoded when it is full; the others take their step."""

@@ -1,5 +1,5 @@
-"""Model folders, hub ids and GGUF files, as transformers reads them. Errors are one line, and
-transformers prints nothing itself.
+"""Model folders, hub ids and GGUF files, as transformers reads them. Errors are one line, before
+memory is taken, and transformers prints nothing itself.
 
 A GGUF file, the format of llama.cpp, has a model's weights, usually quantised, its sizes and its
 tokenizer. transformers reads it with the packages of `kvalign[gguf]`. Quantised weights are
@@ -24,9 +24,13 @@ from transformers.utils import logging
 from kvalign import checkpoints
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import read_json
 from kvalign.foundation.names import nearest
 from kvalign.models import fetched
+from kvalign.models.weights import check_header
 
+MOST_LAYERS = 2**10
+_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _LONGEST = 300  # characters of a reason
 GGUF = ".gguf"
 _READERS = ("gguf", "accelerate")  # what transformers' reader imports
@@ -40,8 +44,12 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     """The config of the model in a folder or a GGUF file, or of a hub id."""
     if file := gguf_file(source):
         return _gguf_config(file)
-    if os.path.isdir(source) and not Path(source, "config.json").is_file():
-        raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
+    if os.path.isdir(source):
+        if not (path := Path(source, "config.json")).is_file():
+            raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
+        values = read_json(path)
+        for field in _LAYERS & values.keys():
+            check_layers(values[field], f"{path}: {field}")
     with _explain_errors(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
@@ -61,6 +69,8 @@ def read(
     if file := gguf_file(source):
         return _read_gguf(file, config, dtype)
     with _explain_errors(name, source):
+        if os.path.isdir(source):
+            _check_weights(Path(source), config)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -87,6 +97,14 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
         model(input_ids=ids, use_cache=False).logits.numel()
 
 
+def check_layers(num: object, name: str) -> None:
+    """Raise UserError for more layers than any model has. A config may list them one by one, and
+    even a model without memory for weights is built from them.
+    """
+    if isinstance(num, int) and num > MOST_LAYERS:
+        raise UserError(f"{name} must be at most {MOST_LAYERS}, got {num:g}")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context in which transformers loads and saves without messages or bars."""
@@ -106,6 +124,22 @@ def quiet() -> Iterator[None]:
 def _local(source: str) -> dict[str, Any]:
     is_local = os.path.isdir(source) or not hub.is_reachable()
     return {"local_files_only": is_local, "trust_remote_code": False}
+
+
+def _check_weights(folder: Path, config: PretrainedConfig) -> None:
+    """Raise UserError for files that cannot hold the weights that a config asks for; quantised ones
+    are packed, at most eight to a byte.
+    """
+    is_packed = hasattr(config, "quantization_config")
+    paths = list(folder.glob("*.safetensors"))
+    num_stored = sum(check_header(path, any_type=is_packed) for path in paths)
+    if is_packed:
+        num_stored = 8 * sum(path.stat().st_size for path in paths)
+    num_needed = num_weights(config)
+    if 0 < num_stored < num_needed:
+        raise UserError(
+            f"config.json asks for {num_needed} weights, but its files have {num_stored}"
+        )
 
 
 def num_weights(config: PretrainedConfig) -> int:
@@ -189,6 +223,9 @@ def _gguf_config(path: Path) -> PretrainedConfig:
             file = GGUFReader(path)  # it goes to the end of the last weights
         except Exception as error:
             raise UserError(f"it was cut or damaged ({error})") from error
+        for name, field in file.fields.items():
+            if name.endswith(".block_count"):
+                check_layers(field.contents(), name)
         scales = [name for name in file.fields if name.endswith(_SCALING)]
         scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
         scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]

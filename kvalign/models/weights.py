@@ -2,8 +2,11 @@
 needed ones before any number is read, and every number must be finite.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +27,7 @@ def read_weights(
         shapes: of exactly the tensors that it must contain.
         where: owner of the weights, for messages.
     """
-    try:
-        file = safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read the weights of {where}: {error}") from None
-    with file:
+    with opened(path, f"the weights of {where}") as file:
         names = set(file.keys())
         for name, shape in shapes.items():
             kind, sizes = "", "nothing"
@@ -44,6 +43,37 @@ def read_weights(
         weights = {name: file.get_tensor(name).float() for name in shapes}
     check_finite(weights.items(), where)
     return weights
+
+
+@contextmanager
+def opened(path: Path, what: str) -> Iterator[Any]:
+    """Safetensors file whose header was compared with its size; UserError if it is invalid."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is not a file")
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {what}: {error}") from None
+
+
+def check_header(path: Path, *, any_type: bool = False) -> int:
+    """Return how many numbers a file has according to its header, which is compared with the file's
+    size.
+
+    Args:
+        any_type: allow any type, for quantised weights.
+    """
+    num = 0
+    with opened(path, path.name) as file:
+        for name in file.keys():  # noqa: SIM118
+            claimed = file.get_slice(name)
+            is_float = any_type or claimed.get_dtype() in FLOATS
+            if name.endswith(".weight") and not is_float:
+                kinds = ", ".join(FLOATS)
+                raise UserError(f"{name} must be of {kinds}, found {claimed.get_dtype()}")
+            num += math.prod(claimed.get_shape())
+    return num
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

@@ -32,6 +32,7 @@ from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded, prefix_ids
 from kvalign.models.packed import weights_of
+from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.memory_file import Count
 from kvalign.streaming.stream_file import checksum, open_saved
@@ -218,4 +219,5 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
         KV(*(expect_tensor(tensors, f"{i}.{j}", shape, model.dtype) for j in range(2)))
         for i in range(spec.num_layers)
     ]
+    check_finite(tensors.items(), "its entries")
     return Piece(info.ids, info, entries)

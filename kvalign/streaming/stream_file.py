@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
+from kvalign.cache.form import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
@@ -29,6 +30,7 @@ from kvalign.methods.base import Method
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
+from kvalign.models.weights import check_finite
 from kvalign.streaming import memory_file
 from kvalign.streaming.memory_file import (
     DIGESTS,
@@ -289,6 +291,21 @@ def check_model(saved: SavedStream, model: PreTrainedModel) -> None:
         f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
         f"it with weights={saved.weights} (--weights {saved.weights})"
     )
+
+
+def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    """Raise UserError unless the stream belongs to this model and is complete."""
+    check_model(saved, model)
+    ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
+        raise UserError(f"its ids must be below {model.config.vocab_size}")
+    check_finite(tensors.items(), "its entries")
+    num_fed, num_new = saved.num_fed, saved.num_new
+    has_state = any(name.startswith(STATE) for name in tensors)
+    if not 0 <= num_new <= len(ids) or (num_fed > 0 and not saved.is_emptied) != has_state:
+        raise UserError("its numbers of tokens are inconsistent")
+    if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
+        raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
 
 
 def checksum(about: str, tensors: dict[str, Tensor]) -> str:

@@ -457,7 +457,7 @@ def load_stream(
         changes.pop("seed", None)
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
-        stream_file.check_model(saved, unwrapped(model))
+        stream_file.check_fits(saved, tensors, unwrapped(model))
         ignored = METHODS.find(saved.method).ignored_settings()
         family = spec_of(unwrapped(model).config).family
         sizes = {x: size for x, size in saved.sizes(family).items() if x not in ignored}

@@ -169,6 +169,7 @@ class InFolder(Store):
                 raise DamagedError(f"{path} was changed by another program than kvalign serve")
             turns = tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x)
             number = int(saved.notes.get(_NUMBER, "0"))
+            stream_file.check_fits(saved, tensors, method.model)
             method.restore(stream_file.state_of(tensors))
         except DamagedError:
             raise
