@@ -37,6 +37,8 @@ from kvalign.steppers.compiled import (
     stays,
 )
 
+log = logging.getLogger(__name__)
+
 _ROTATION = "apply_rotary_pos_emb"  # of queries and keys, in the file of a model
 _OURS = (entries.write, table.standardised, realign.read_alike)
 MOST_SHAPES = 64  # of inputs and weights that a region is compiled for
@@ -107,9 +109,6 @@ def _regions(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def _weights(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-log = logging.getLogger(__name__)
 
 
 class Inputs(NamedTuple):

@@ -5,6 +5,8 @@ a faster way with the same results.
 - Caches whose entries are placed from their original form (`window`, `streaming-llm`, `kvalign`
   with a table): whole segments in the relative form (`kvalign.cache.segments`).
 - Any other method: step by step.
+
+Non-finite logits have their reason in one line.
 """
 
 import math
@@ -25,6 +27,8 @@ from kvalign.models.weights import check_finite
 
 BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
+MOST_LOSS = 300.0
+"""Nats, far above any trained model's; its exp, and that of a difference, are finite."""
 
 OnLabels = Callable[[int], object]
 Measure = Callable[[Tensor, Tensor], Tensor]
@@ -165,10 +169,6 @@ def no_token(logits: Tensor, method: Method) -> RunError:
             "no token is left to choose: penalties or no_repeat_ngram_size exclude all of them"
         )
     return RunError(f"this stream has ended: {reason(method)}")
-
-
-MOST_LOSS = 300.0
-"""Nats, far above any trained model's; its exp, and that of a difference, are finite."""
 
 
 def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
