@@ -420,7 +420,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 name: str,
                 shape: tuple[int, ...],
                 dtype: torch.dtype,
-                device: str | None = None,
+                device: torch.device | None = None,
                 i: int = i,
             ) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)

@@ -69,7 +69,11 @@ class ReadTensor(Protocol):
     """
 
     def __call__(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> Tensor: ...
 
 

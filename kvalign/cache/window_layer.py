@@ -327,7 +327,7 @@ def read_kv(
     length: int,
     head_dim: int,
     form: Form,
-    device: str | None = None,
+    device: torch.device | None = None,
 ) -> KV:
     """Entries of a saved state, `length` of them, as they are stored."""
     shape, dtype = (length, form.width(head_dim)), form.stored_dtype

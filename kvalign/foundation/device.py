@@ -14,9 +14,14 @@ def resolved(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def has_room(device: str, num_bytes: int) -> bool:
+def is_on_card(device: torch.device) -> bool:
+    """Return whether a device has memory of its own, and says how much of it is free."""
+    return device.type == "cuda"
+
+
+def has_room(device: str | torch.device, num_bytes: int) -> bool:
     """Return whether a device has so many bytes free; only CUDA's say so."""
-    if not device.startswith("cuda"):
+    if not is_on_card(torch.device(device)):
         return True
     return num_bytes <= torch.cuda.mem_get_info(device)[0]
 

@@ -28,10 +28,11 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer, read_kv
+from kvalign.foundation.device import has_room, is_on_card
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
-from kvalign.memory.memory import TOGETHER, Memory
-from kvalign.memory.recall import Matches, QueryBatch, Recall
+from kvalign.memory.memory import TOGETHER, Memory, most_slots
+from kvalign.memory.recall import HOST, Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sizes import loudness_of
 from kvalign.methods.base import Method
@@ -113,6 +114,7 @@ class Memories(Part):
         loudness = loudness_of(sizes.recall_layers, spec.attention)
         self.recall = Recall(sizes, placer, places, loudness)
         self.of: dict[int, Memory] = {}
+        self._is_beside: bool | None = None
         install(config)
 
     @property
@@ -179,10 +181,19 @@ class Memories(Part):
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
-            form = layer.entries.form.without_position()
+            like, form = layer.entries.like(), layer.entries.form.without_position()
+            if self._is_beside is None:
+                one = like.map(lambda x: form.empty(x, 1))
+                num_slots = len(self._storing) * most_slots(self.sizes)
+                num_bytes = num_slots * (one.keys.nbytes + one.values.nbytes)
+                self._is_beside = is_on_card(layer.device) and has_room(layer.device, 2 * num_bytes)
+            # What has found room on a card is allocated at once, so that it has it later, too.
+            device = layer.device if self._is_beside else HOST
             is_searched = layer.layer_idx in self.recall.loudness
-            of_memory = form, self.recall.places, is_searched, self.grows
-            self.of[layer.layer_idx] = Memory(layer.entries.like(), *of_memory)
+            grows = self.grows and not self._is_beside
+            self.of[layer.layer_idx] = Memory(
+                like, form, self.recall.places, device, is_searched, grows
+            )
         return self.of[layer.layer_idx]
 
     def _recall(self, layer: int, block: Block, query: Tensor) -> RecalledEntries:
@@ -254,6 +265,7 @@ class Memories(Part):
         """Let go of all entries."""
         self.recall.end()
         self.of.clear()
+        self._is_beside = None
         self._storing = {*self._attention}
 
     def select(self, rows: Tensor) -> None:
@@ -276,7 +288,7 @@ class Memories(Part):
             tensors |= {f"{i}.memory.{j}": x for j, x in enumerate(entries)}
             tensors[f"{i}.base"] = memory.base
             # No layer counts as another does.
-            digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used]
+            digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used].cpu()
         return tensors | {"digests": digests}
 
     def begin_restore(self, state: Collection[str]) -> None:
@@ -289,8 +301,10 @@ class Memories(Part):
         if layer.layer_idx not in self._storing:
             return
         memory = self._of_layer(layer)
-        entries = read_kv(read, "memory", memory.num_used_after(seen), head_dim, memory.form, "cpu")
-        memory.base = read("base", (1, head_dim), torch.float32, "cpu").clone()
+        entries = read_kv(
+            read, "memory", memory.num_used_after(seen), head_dim, memory.form, memory.device
+        )
+        memory.base = read("base", (1, head_dim), torch.float32, memory.device).clone()
         memory.put([self.sizes.num_sinks] * len(seen), entries)
         memory.seen = seen
 
@@ -313,10 +327,10 @@ class Memories(Part):
         sinks, others = [], []
         for part in parts:
             if isinstance(part, CachePart):  # a first key would be written into the base
-                memory.base = _source(i, part).base.clone()
+                memory.base = _source(i, part).base.to(memory.device, copy=True)
             if part.is_raw(num_sinks):
                 entries = bare(layer, i, part)
-                stored = form.encode_at(entries, slice(0)).map(lambda x: x.to("cpu"))
+                stored = form.encode_at(entries, slice(0))
             else:
                 assert isinstance(part, CachePart)
                 aside = _source(i, part)
@@ -327,7 +341,7 @@ class Memories(Part):
             if part.place < num_sinks:
                 sinks.append(as_sinks(layer, i, part, entries))
             else:
-                others.append(stored)
+                others.append(stored.map(lambda x: x.to(memory.device)))
         rings = [[*sinks] for _ in layer.rings]
         if others:
             rest = cat(others)
@@ -376,10 +390,14 @@ def fill(cache: StreamingCache, rng: torch.Generator) -> None:
     first = memories[0]
     num = -(-first.most // period) * period  # that leaves every position what it is
     one = first.form.decode(first.entries.keys[:, :, :1])
-    what = f"the entries of a memory of {cache.sizes.memory} tokens"
-    check_room(first.nbytes // first.num_slots * num * len(memories), what)
+    if first.device == HOST:
+        what = f"the entries of a memory of {cache.sizes.memory} tokens"
+        check_room(first.nbytes // first.num_slots * num * len(memories), what)
     shape = (*one.shape[:2], num, one.shape[3])
     for memory in memories:
-        new = (torch.randn(shape, generator=rng, dtype=torch.float32).to(one) for _ in range(2))
+        device = memory.device
+        if rng.device != device:
+            rng = torch.Generator(device).manual_seed(rng.initial_seed())
+        new = (torch.randn(shape, generator=rng, device=device).to(one) for _ in range(2))
         memory.write(cache.seen, KV(*new))
     cache._hold([n + num for n in cache.seen])  # with the window as it is

@@ -1,7 +1,7 @@
 """Memory of a window: evicted entries, stored without their position and found by queries.
 
-It lies in the host's memory, whichever device the model is on, and is searched there: queries go to
-it, and the few entries that they take back return. So it may be larger than a GPU's memory.
+It lies beside the model on a GPU that has room for it, else in the host's memory. There queries go
+to it, and the few entries that they take back return, so it may be larger than a GPU's memory.
 
     slots   0 1 2 3 4 5 6 7 | 8 9 ...      a ring: the entry of token j lies in slot
             block 0         | block 1      (j - num_sinks) mod the number of slots
@@ -27,8 +27,9 @@ from torch.nn.functional import normalize, pad
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
 from kvalign.cache.segments import SEGMENT_LEN
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
-from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
+from kvalign.memory.recall import HOST, EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 
@@ -110,6 +111,7 @@ class Memory:
         like: entries of the shape [B, H, ?, D].
         form: of the stored entries.
         places: of what is taken back.
+        device: where it lies.
         is_searched: whether queries look for its entries; else they wait for edits.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
@@ -128,22 +130,26 @@ class Memory:
         like: KV,
         form: Form,
         places: RecallPlaces,
+        device: torch.device = HOST,
         is_searched: bool = True,
         grows: bool = True,
     ):
-        self.form, self.places, self.grows = form, places, grows
+        self.form, self.places, self.device = form, places, device
+        self.is_searched, self.grows = is_searched, grows
         self.sizes, self.alike = places.sizes, places.alike
         # A segment is written before its first query looks for what its last tokens overwrite.
-        self.most = _whole(self.sizes.memory + self.sizes.num_in_sight + SEGMENT_LEN)
-        like = like.map(lambda x: x[:, :, :0].to("cpu"))
+        self.most = most_slots(self.sizes)
+        like = like.map(lambda x: x[:, :, :0].to(device))
         self.seen = [0] * len(like.keys)
         self.entries = like.map(lambda x: self.form.empty(x, 0))
         with no_autograd_modes():
-            self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64)
-        with no_autograd_modes():
+            self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64, device=device)
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
-        has_kernel = like.keys.shape[3] in kernel.DIMS and kernel.is_here()
-        self.sketch = Sketch(self.base) if is_searched and has_kernel else None
+        self.sketch = Sketch(self.base) if self._has_kernel() else None
+
+    def _has_kernel(self) -> bool:
+        is_fit = self.device == HOST and self.base.shape[3] in kernel.DIMS
+        return self.is_searched and is_fit and kernel.is_here()
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
@@ -151,7 +157,7 @@ class Memory:
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""
-        new, num_new = new.map(lambda x: x.detach().to("cpu")), new.keys.shape[2]
+        new, num_new = new.map(lambda x: x.detach().to(self.device)), new.keys.shape[2]
         self._grow(max(seen) + num_new - self.sizes.num_sinks)
         alike = len(set(seen)) == 1
         for row, start in [(slice(None), seen[0])] if alike else enumerate(seen):
@@ -169,15 +175,16 @@ class Memory:
                 own[rows, :, slot : slot + num] = x
             self.digests[rows, slot : slot + num] = _digests(new.slots(first, num))
             keys = self.form.decode(new.keys[:, :, first : first + num]).float()
-            if not self.base[rows].any():
-                self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
+            mean = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
+            self.base[rows] = torch.where(self.base[rows].any(), self.base[rows], mean)
             if self.sketch is not None:
                 self.sketch.write(rows, slot, keys - self.base[rows])
             first += num
 
     def written(self, first: int, num: int) -> KV:
         """Entries of the tokens from `first` on, as they are stored."""
-        slots = (torch.arange(first, first + num) - self.sizes.num_sinks) % self.num_slots
+        slots = torch.arange(first, first + num, device=self.device) - self.sizes.num_sinks
+        slots = slots % self.num_slots
         return self.entries.at(slots)
 
     @property
@@ -205,21 +212,21 @@ class Memory:
 
     def prepare(self, batch: QueryBatch) -> EvictedSlots:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
-        evicted_slots = batch.evicted_slots(self.num_slots)
+        evicted_slots = batch.evicted_slots(self.num_slots, self.device)
         if self.sketch is None:
             _ = evicted_slots.worth, evicted_slots.newer
         return evicted_slots
 
     def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        host_queries, evicted_slots = queries.to("cpu"), self.prepare(batch)
+        own_queries, evicted_slots = queries.to(self.device), self.prepare(batch)
         if self.sketch is not None:
-            matches = self._find_by_kernel(host_queries.float(), self.sketch, evicted_slots)
+            matches = self._find_by_kernel(own_queries.float(), self.sketch, evicted_slots)
         else:
-            matches = self._find_by_torch(host_queries.to(self.form.dtype), evicted_slots)
+            matches = self._find_by_torch(own_queries.to(self.form.dtype), evicted_slots)
         base = self.form.base
         if base is not None:
-            keys = matches.entries.keys + base.to("cpu")[:, None]
+            keys = matches.entries.keys + base.to(self.device)[:, None]
             matches = matches._replace(entries=matches.entries._replace(keys=keys))
         return matches.to(queries.device, self.form.dtype)
 
@@ -281,7 +288,7 @@ class Memory:
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.seen = [self.seen[row] for row in rows.tolist()]
-        rows = rows.to("cpu")
+        rows = rows.to(self.device)
         self.entries, self.base = self.entries.rows(rows), self.base[rows]
         self.digests = self.digests[rows]
         if self.sketch is not None:
@@ -290,7 +297,10 @@ class Memory:
     @classmethod
     @no_autograd_modes()
     def joined(cls, memories: Sequence[Self]) -> Self:
-        """Memory of the rows of all these."""
+        """Memory of the rows of all these; on the host, unless all lie on one device."""
+        if len({one.device for one in memories}) > 1:
+            for one in memories:
+                one._to_host()
         for one in memories:
             one._lengthen(max(x.num_slots for x in memories))
         joined = copy.copy(memories[0])
@@ -301,6 +311,18 @@ class Memory:
         if joined.sketch is not None:
             joined.sketch = Sketch.joined([x.sketch for x in memories if x.sketch is not None])
         return joined
+
+    def _to_host(self) -> None:
+        if self.device == HOST:
+            return
+        self.device = HOST
+        self.entries = self.entries.map(lambda x: x.to(HOST))
+        self.base, self.digests = self.base.to(HOST), self.digests.to(HOST)
+        if self._has_kernel():
+            self.sketch = Sketch(self.base)
+            self.sketch.lengthen(self.num_slots)
+            keys = self.form.decode(self.entries.keys).float()
+            self.sketch.write(slice(None), 0, keys - self.base)
 
     def num_used_after(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""
@@ -318,15 +340,20 @@ def _digests(stored: KV) -> Tensor:
     both = torch.cat([keys, values], 2).view(torch.uint8)
     kind = torch.uint8 if both.shape[2] % 4 else torch.int32
     numbers = both.view(kind)
-    return (numbers * _factors(numbers.shape[2])).sum(2)
+    return (numbers * _factors(numbers.shape[2], numbers.device)).sum(2)
 
 
 @lru_cache(maxsize=4)
 @no_autograd_modes()
-def _factors(num: int) -> Tensor:
+def _factors(num: int, device: torch.device) -> Tensor:
     """Random odd numbers [num] int64, the same in every process."""
     rng = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (num,), generator=rng) | 1
+    return (torch.randint(-(2**63), 2**63 - 1, (num,), generator=rng) | 1).to(device)
+
+
+def most_slots(sizes: CacheSizes) -> int:
+    """Slots of a memory that is full."""
+    return _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
 
 
 def _whole(num: int) -> int:

@@ -22,6 +22,8 @@ from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 from kvalign.models.rope import Angles
 
+HOST = torch.device("cpu")
+
 
 class Matches(NamedTuple):
     """Entries that each of T queries takes back, oldest first.
@@ -51,6 +53,7 @@ class EvictedSlots:
         seen: [B, T] int64, tokens before each query.
         end: [B] int64, number of tokens of each row in the memory.
         num_slots: slots of the ring.
+        device: where it lies.
 
     Attributes:
         newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
@@ -60,22 +63,30 @@ class EvictedSlots:
         are_many: whether each query has lost as many entries as are compared.
     """
 
-    def __init__(self, places: RecallPlaces, seen: Tensor, end: Tensor, num_slots: int):
+    def __init__(
+        self,
+        places: RecallPlaces,
+        seen: Tensor,
+        end: Tensor,
+        num_slots: int,
+        device: torch.device,
+    ):
         sizes = places.sizes
-        self.num_slots, self.near = num_slots, sizes.num_in_sight
+        self.num_slots, self.near, self.device = num_slots, sizes.num_in_sight, device
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
-        self.newest, self.since = newest - sizes.num_sinks, seen - newest
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
-        self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
-        # Entries that are not yet in the memory are in the window, so no age is greater.
-        self.worths = _worths(num_slots + self.near + 1, places.recency)
+        oldest = oldest.where(seen >= sizes.first_input_len, 0)
         self._num_compared = min(places.num_compared, num_slots)
-        self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
+        self.are_many = bool((oldest - self.near >= self._num_compared).all())
+        of_ages = newest - sizes.num_sinks, seen - newest, oldest
+        self.newest, self.since, self.oldest = (x.to(device) for x in of_ages)
+        # Entries that are not yet in the memory are in the window, so no age is greater.
+        self.worths = _worths(num_slots + self.near + 1, places.recency, device)
 
     @cached_property
     def worth(self) -> Tensor:
         """Return what is added to the score of each entry, [B, 1, T, S] float32; -inf: not lost."""
-        ages = self.ages(torch.arange(self.num_slots))
+        ages = self.ages(torch.arange(self.num_slots, device=self.device))
         worths = self.worths[(len(self.worths) - 1 - ages).clamp(0, len(self.worths) - 1)]
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
 
@@ -94,9 +105,9 @@ class EvictedSlots:
 
 @lru_cache(maxsize=4)
 @no_autograd_modes()
-def _worths(num: int, recency: float) -> Tensor:
+def _worths(num: int, recency: float, device: torch.device) -> Tensor:
     """Return what is added to a score for ages from num - 1 down to 0, [num] float32."""
-    return -recency * torch.arange(num - 1, -1, -1).clamp_min(1).float().log()
+    return (-recency * torch.arange(num - 1, -1, -1).clamp_min(1).float().log()).to(device)
 
 
 class QueryBatch:
@@ -127,18 +138,19 @@ class QueryBatch:
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
         self.seen, self.end = seen[:num], end[:num]
-        self._evicted_slots: EvictedSlots | None = None
+        self._evicted_slots: dict[torch.device, EvictedSlots] = {}
 
     @property
     def finds_all(self) -> bool:
         """Return whether each query, of all layers, has lost as much as is compared for it."""
-        return self._evicted_slots is not None and self._evicted_slots.are_many
+        return any(slots.are_many for slots in self._evicted_slots.values())
 
-    def evicted_slots(self, num_slots: int) -> EvictedSlots:
+    def evicted_slots(self, num_slots: int, device: torch.device = HOST) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
-        if self._evicted_slots is None:
-            self._evicted_slots = EvictedSlots(self.places, self.seen, self.end, num_slots)
-        return self._evicted_slots
+        if device not in self._evicted_slots:
+            of_device = EvictedSlots(self.places, self.seen, self.end, num_slots, device)
+            self._evicted_slots[device] = of_device
+        return self._evicted_slots[device]
 
 
 class Recall:
@@ -278,7 +290,8 @@ class Recall:
         """
         added = self._added(layer, matches.ages)
         if added is None:
-            if not torch.compiler.is_compiling() and matches.visible.all():
+            on_cpu = matches.visible.device.type == "cpu"  # others would be waited for
+            if on_cpu and not torch.compiler.is_compiling() and matches.visible.all():
                 return None
             added = torch.zeros_like(matches.ages, dtype=torch.float32)
         return added.masked_fill(~matches.visible, -torch.inf)

@@ -13,6 +13,7 @@ from helpers.other_device import NAME, moved
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model, load_stream, stream, verify
+from kvalign.memory import memories
 from kvalign.streaming.sampling import Sampling
 
 CASES = [
@@ -43,8 +44,17 @@ def test_it_gives_the_same(name, kind, sizes, models, ids):
         assert torch.allclose(found.cpu(), expected, atol=1e-5)
 
 
+@pytest.fixture(params=["host", "card"])
+def place(request, monkeypatch):
+    """Where a memory lies: a card has room for it, or not."""
+    if request.param == "card":
+        monkeypatch.setattr(memories, "is_on_card", lambda device: device.type == NAME)
+        return NAME
+    return "cpu"
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_a_memory_lies_on_the_host(dtype, atol, ids):
+def test_a_memory_lies_where_there_is_room(dtype, atol, place, ids):
     """And its stream goes on where it was not begun. Of heads of 16 our kernel searches, if it is
     here.
     """
@@ -53,8 +63,8 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
     one, other = (made("streaming-llm", model, memory=100) for model in (here, there))
     expected = [one.feed(ids[:, start:end]) for start, end in ((0, 40), (40, 41), (41, 42))]
     found = [other.feed(ids[:, :40].to(NAME))]
-    memories = other.cache.memory.of.values()
-    assert all(x.device.type == "cpu" for memory in memories for x in memory.entries)
+    of_layers = other.cache.memory.of.values()
+    assert all(x.device.type == place for memory in of_layers for x in memory.entries)
     assert all(layer.entries.data.keys.device.type == NAME for layer in other.cache.layers)
     state = {name: x.cpu() for name, x in other.state().items()}
     for start in (40, 41):
@@ -67,8 +77,33 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
         assert torch.allclose(x.cpu(), y, atol=atol)
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_rows_join_where_one_card_has_no_room(is_int8, ids, monkeypatch):
+    """Then all lie on the host. They may be edited, before and after."""
+    here = tiny_model("llama", head_dim=16)
+    there = moved(copy.deepcopy(here))
+    sizes = dict(memory=100) | (dict(cache_dtype="int8") if is_int8 else {})
+
+    def rows(model, device):
+        first, second = (made("streaming-llm", model, **sizes) for _ in range(2))
+        monkeypatch.setattr(memories, "is_on_card", lambda device: device.type == NAME)
+        first.feed(ids[:1, :40].to(device))
+        first.edit(6, 9, ids[:1, 40:44].to(device))
+        monkeypatch.undo()
+        second.feed(ids[1:, :35].to(device))
+        places = [x.cache.memory.of[0].device.type for x in (first, second)]
+        first.join([second])
+        logits = [first.feed(ids[:, i : i + 1].to(device)) for i in (44, 45)]
+        return places, first.cache.memory.of[0].device.type, torch.cat(logits).cpu()
+
+    *_, expected = rows(here, "cpu")
+    places, joined, found = rows(there, NAME)
+    assert places == [NAME, "cpu"] and joined == "cpu"
+    assert torch.allclose(found, expected, atol=0.02 if is_int8 else 1e-5)
+
+
 @pytest.mark.slow
-def test_verify_knows_a_memory_on_the_host():
+def test_verify_knows_a_memory_elsewhere(place):
     make_it, names = (
         partial(made, "streaming-llm", memory=40),
         ("stored", "recalled", "all-recalled"),
