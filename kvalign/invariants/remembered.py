@@ -199,22 +199,20 @@ def stored(subject: Subject) -> Measured:
     cache, memories = remembered.cache, remembered.memories.of
     cache.settle()
     sizes, num = cache.sizes, cache.seen[0]
-    span = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
+    first = max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory)
     num_other = 0
     for layer, memory in memories.items():
         at_birth, _ = _at_birth(remembered, layer)
-        slots = (torch.arange(num)[span] - sizes.num_sinks) % memory.num_slots
-        read = memory.form.decode_at(memory.entries.at(slots), slice(0))
+        read = memory.form.decode_at(memory.written(first, num - first), slice(0))
         for original, actual in zip(at_birth, read, strict=True):
-            original, actual = original[:, :, span], actual.to(original)
+            original, actual = original[:, :, first:], actual.to(original)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
             same = torch.isclose(original, actual, rtol=1e-5, atol=1e-6)
             if subject.is_int8:
                 most = original.abs().amax(-1, keepdim=True)
                 same = (original - actual).abs() <= subject.same * most
             num_other += int((~same.all(-1)).sum())
-    num_lost = num - (span.start or 0)
-    return Measured(num_other, 0, f"{num_lost} tokens, {len(memories)} layers, each head")
+    return Measured(num_other, 0, f"{num - first} tokens, {len(memories)} layers, each head")
 
 
 @invariant(

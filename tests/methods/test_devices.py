@@ -128,11 +128,13 @@ def test_tensors_of_two_devices_do_not_mix():
     [
         ("gpt2-mini", "kvalign", dict(lookup=8)),
         ("llama-mini", "streaming-llm", dict(do_sample=True)),
+        ("llama-mini", "streaming-llm", dict(memory=60)),
     ],
 )
 def test_a_text_is_written_as_here(name, method, how, tmp_path, monkeypatch):
     """Also after it was saved there, and loaded here, where no random numbers go on."""
     new = Sampling.generator  # the device has no random numbers of its own
+    monkeypatch.setattr(memories, "is_on_card", lambda device: device.type == NAME)
     monkeypatch.setattr(Sampling, "generator", lambda self, _, row=0: new(self, "cpu", row))
     loaded = load_model(name)
     there = moved(copy.deepcopy(loaded.model))
