@@ -21,7 +21,7 @@ demo: .venv/installed
 	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 16000 --out $(DEMO)/caches
 	@echo "== 2. train: the paper's networks on these caches, position tables on text"
 	$(BIN)/kvalign train --target both --data $(DEMO)/caches --no-judge --out $(DEMO)/network
-	$(BIN)/kvalign train --aligner-kind table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
+	$(BIN)/kvalign train table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
 	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
 	  --max-new-tokens 600 --prompt "$(PROMPT)"

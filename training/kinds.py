@@ -23,7 +23,7 @@ from kvalign.foundation.settings import (
     keywords_of,
     option,
 )
-from kvalign.training.settings import NetworkSizes, TextSettings, TrainSettings, kind_of
+from kvalign.training.settings import NetworkSizes, TextSettings, TrainSettings
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -46,14 +46,14 @@ TRAINERS: Registry[Callable[..., dict[str, dict[str, Any]]]] = Registry(
 class NetworkSettings(NetworkSizes, TrainSettings):
     """Train the paper's networks on recorded caches; run the same command again to resume.
 
-    --aligner-kind table trains an aligner on a model and text instead: in a minute, without a
-    recording, and its errors do not accumulate.
+    kvalign train table needs a model and text instead: it takes a minute and no recording, and its
+    errors do not accumulate.
 
     Example:
-        kvalign train --data caches --max-steps 200 --out my-network
+        kvalign train network --data caches --max-steps 200 --out my-network
     """
 
-    aligner_kind: str = kind_of("network")
+    aligner_kind = "network"
     data: Path | None = option(
         None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
     )
@@ -130,12 +130,13 @@ class TableSettings(TextSettings):
     """Train position tables, the mean and the scale of keys and values at each position, on text.
 
     It takes a minute, and errors do not accumulate. The paper's networks are trained on recorded
-    caches (`kvalign gen-data`): use --aligner-kind network, which --target and --data imply.
+    caches (kvalign gen-data). Other kinds: kvalign train network, table-network or anchored.
 
     Example:
-        kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
+        kvalign train table --num-tokens 20000 --chunk-len 64 --out my-aligner
     """
 
+    aligner_kind = "table"
     objective: str = option(
         "mse",
         help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
@@ -177,10 +178,10 @@ class TableNetworkSettings(TableSettings):
     corrects an entry once, when it is written. For learned positions.
 
     Example:
-        kvalign train --aligner-kind table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
+        kvalign train table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
     """  # noqa: E501
 
-    aligner_kind: str = kind_of("table-network")
+    aligner_kind = "table-network"
     objective: str = option(
         "context",
         help="context: divergence from the LM that sees its whole context; kl: from the LM that "
@@ -217,10 +218,10 @@ class AnchoredSettings(NetworkSizes, TableSettings):
     on streams, through the frozen model. The tables are estimated, or come from --init.
 
     Example:
-        kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
-    """  # noqa: E501
+        kvalign train anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
+    """
 
-    aligner_kind: str = kind_of("anchored")
+    aligner_kind = "anchored"
     objective: str = option(
         "mse",
         help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "

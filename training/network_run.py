@@ -40,7 +40,6 @@ from kvalign.training.network_rows import InOrder, RecordedRows
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
 _FREE = (
-    "aligner_kind",
     "data",
     "model",
     "out",

@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from kvalign.aligners.kinds import KINDS, TARGETS
 from kvalign.aligners.kinds import NETWORK_SIZES as S
+from kvalign.aligners.kinds import TARGETS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import (
     DEFAULT_CORPUS,
@@ -30,21 +31,11 @@ from kvalign.foundation.settings import (
 HEAD_DIM = 64  # of a reference language model
 
 
-def kind_of(kind: str) -> str:
-    """Field of the settings of a kind of aligner."""
-    return option(
-        kind,
-        help="what to train: each kind has its own flags, which imply it; --target or --data alone "
-        "imply network",
-        choices=tuple(KINDS),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """Base of the settings of `kvalign train`; a subclass sets the kind (`kind_of`)."""
+    """Base of the settings of `kvalign train`; a subclass says of which kind of aligner."""
 
-    aligner_kind: str = kind_of("table")
+    aligner_kind: ClassVar[str]
     out: Path | None = option(
         None,
         help="folder of the aligner (default: kvalign-data/MODEL/KIND, for another corpus "
@@ -71,7 +62,7 @@ class TrainSettings(Settings):
         raise NotImplementedError
 
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
-        return super().command_line(f"{command} --aligner-kind {self.aligner_kind}", leave_out)
+        return super().command_line(f"{command} {self.aligner_kind}", leave_out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,13 @@ def _in_aligner(out: Path, settings: TextSettings) -> AlignerConfig | None:
     config = read_checked(AlignerConfig, out / CONFIG)
     same = record_of("train", settings, {})["command"], text_sha256(settings.corpus)
     parts = [config.training.get(kv, {}) for kv in settings.kvs]
-    sources = [(part.get("command"), part.get("data", {}).get("text_sha256")) for part in parts]
+    sources = [
+        (
+            part.get("command", "").replace("--aligner-kind ", ""),  # of 0.2
+            part.get("data", {}).get("text_sha256"),
+        )
+        for part in parts
+    ]
     return config if sources == [same] * len(sources) else None
 
 

@@ -15,7 +15,7 @@ _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 def reference() -> str:
     """Section for each command and kind, in the order of `kvalign --help`."""
     return "\n".join(
-        _section(f"{command} --aligner-kind {kind}" if kind else command, settings)
+        _section(f"{command} {kind}".strip(), settings)
         for command in COMMANDS
         for kind, settings in Command(command).all_settings().items()
     )

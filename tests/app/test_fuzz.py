@@ -121,7 +121,7 @@ def test_flags(data, tmp_path, monkeypatch, capsys):
 SUITE = {
     "title": "x",
     "variables": {"corpus": "python-docs"},
-    "prepare": [{"name": "p", "command": "train --aligner-kind table --out {out}/a"}],
+    "prepare": [{"name": "p", "command": "train table --out {out}/a"}],
     "cells": [
         {"name": "a", "command": "eval perplexity --corpus {corpus} --cache-sizes 16,32"},
         {"name": "b", "command": "eval latency --methods window --num-trials 2"},

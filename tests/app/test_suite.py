@@ -151,7 +151,7 @@ variables: {model: someone/model, corpus: paper-wikitext, prompts: mt-bench}
 prepare:
   - {name: caches, command: 'gen-data --model {model} --corpus {corpus} --out {out}/caches'}
   - {name: network, command: 'train --data {out}/caches --out {out}/network'}
-  - {name: table, command: 'train --aligner-kind table --out {out}/table'}
+  - {name: table, command: 'train table --out {out}/table'}
 cells:
   - {name: of-network, command: 'eval perplexity --aligner {out}/table,{out}/network'}
   - {name: of-prompts, command: 'eval chat --prompts {prompts}'}

@@ -152,8 +152,8 @@ def add_aligner(copy):
 def test_an_aligner_kind_is_a_file_and_a_line_in_each_registry(copy):
     sizes, trials = "--cache-sizes 32", "--aligner-kinds centred --num-trials 1 --trial-len 2"
     about, _, document, _ = copy.run(
-        "train --aligner-kind centred --help",
-        "train --aligner-kind centred --num-tokens 4000 --chunk-len 64 --out mine",
+        "train centred --help",
+        "train centred --num-tokens 4000 --chunk-len 64 --out mine",
         f"eval perplexity {sizes} --num-tokens 20 --methods kvalign --aligner mine --json",
         f"eval latency {sizes} --methods kvalign,streaming-llm {trials}",
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvalign.app.cli.arguments import parse
-from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.catalogue import COMMANDS, Command, find
 from kvalign.app.cli.main import main
 from kvalign.foundation.settings import Settings
 
@@ -91,7 +91,7 @@ def examples(command: str) -> list[list[str]]:
 
 def example(command: str) -> list[str]:
     """The words after `kvalign` of the example in a command's help."""
-    return _example(command, Command(command).settings_for())
+    return _example(command, Command(command).settings)
 
 
 def _example(command: str, settings_type: type[Settings]) -> list[str]:
@@ -114,8 +114,8 @@ def smaller(words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER) -
     """
     command = command_of(words)
     assert command in COMMANDS, f"no command {command!r}"
-    args = words[len(command.split()) :]
-    settings, as_json = parse(Command(command).settings_for(args), args, f"kvalign {command}")
+    one, args = find(words)
+    settings, as_json = parse(one.settings, args, f"kvalign {command}")
     changes = {}
     if getattr(settings, "text", None):  # written already: there is nothing to make smaller
         limits = {}

@@ -177,7 +177,7 @@ COMMANDS = (
         _bytes,
     ),
     Command(
-        "train --aligner-kind network",
+        "train network",
         _NETWORK,
         ("config.json", "model.safetensors", "training/*/*.json"),
         _trained,
@@ -185,8 +185,8 @@ COMMANDS = (
     ),
     *(
         Command(
-            f"train --aligner-kind {kind}",
-            f"train --aligner-kind {kind} {more} {_TEXT}",
+            f"train {kind}",
+            f"train {kind} {more} {_TEXT}",
             ("config.json", "model.safetensors"),
             _trained,
             share=0.7,

@@ -13,8 +13,8 @@ from helpers.tiny_models import tiny_model
 from kvalign import checkpoints
 from kvalign.aligners import KINDS, Aligner
 from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
-from kvalign.app.commands import train
 from kvalign.foundation.settings import settings_of
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
@@ -25,13 +25,13 @@ from kvalign.training.kinds import TRAINERS
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--data d --objective kl", "--objective is for --aligner-kind table or table-network or"),
-        ("--data=d --aligner-kind table", "--data is for --aligner-kind network, not table"),
-        ("--aligner-kind table --no-resume", "--resume is for --aligner-kind network, not table"),
+        ("--data d --objective kl", "--objective is for kvalign train table or table-network or"),
+        ("--data=d --aligner-kind table", "--data is for kvalign train network, not table"),
+        ("table --no-resume", "--resume is for kvalign train network, not table"),
     ],
 )
 def test_flags_of_another_kind_are_refused(words, message, capsys):
-    assert main(["train", "--out", "a", *words.split()]) == 2
+    assert main(["train", *words.split(), "--out", "a"]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
@@ -51,7 +51,8 @@ def test_recorded_commands_are_accepted(name):
     for part in json.loads((folder / "config.json").read_text())["training"].values():
         words = shlex.split(part["command"])
         assert words[:2] == ["kvalign", "train"]
-        settings, _ = parse(train.settings_for(words[2:]), words[2:], "kvalign train")
+        command, flags = find(words[1:])
+        settings, _ = parse(command.settings, flags, "kvalign train")
         assert settings.aligner_kind in name
 
 

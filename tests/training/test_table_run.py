@@ -113,18 +113,18 @@ SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loaded):
     out = str(tmp_path / "aligner")
-    train = ["train", "--aligner-kind", "table", *SMALL, "--max-steps", "4", "--out", out]
+    train = ["train", "table", *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
     assert "max_steps has no effect with --objective mse" in caplog.text
     said = capfd.readouterr()
     printed, plan = json.loads(said.out), find_plan(loaded.model, Aligner.from_pretrained(out))
     assert f"gives back to layers {plan.recall_layers}, by {plan.recall_places}\n" in said.err
-    assert plan.measured["command"].startswith("kvalign train --aligner-kind table ")
+    assert plan.measured["command"].startswith("kvalign train table ")
     aligner = Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner)
     assert printed == aligner.config.training
     assert printed["key"]["ratio"] < 1 and printed["key"]["used"]
-    assert "--aligner-kind table" in (tmp_path / "aligner/README.md").read_text()
+    assert "kvalign train table" in (tmp_path / "aligner/README.md").read_text()
     assert main(train) == 0
     assert "already has this, finished: nothing to do" in capfd.readouterr().err
     assert main([*train, "--num-tokens", "5900"]) == 2
@@ -137,7 +137,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loa
 def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, little_work):
     """The embedding is the same. What 0.2 trained says nothing of the other weights."""
     folder, out = copy_of("llama-mini", tmp_path / "m"), tmp_path / "aligner"
-    train = ["train", "--aligner-kind", "table", *SMALL, "--model", str(folder), "--no-judge"]
+    train = ["train", "table", *SMALL, "--model", str(folder), "--no-judge"]
     train += ["--out", str(out)]
     for _ in range(2):
         assert main(train) == 0
@@ -159,7 +159,7 @@ def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, li
 def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, verdicts):
     """Rotary keys need none: what is saved then changes nothing, and is said to."""
     out = str(tmp_path / "aligner")
-    argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
+    argv = ["train", "table", "--model", "llama-mini", *SMALL, "--out", out]
     assert main(argv) == 0
     said = capfd.readouterr()
     assert "not used: " in said.out and "the saved aligner changes nothing" in said.out
@@ -172,7 +172,7 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, verdicts):
 
 def test_all_is_kept_where_nothing_is_judged(tmp_path, capfd, little_work):
     out = str(tmp_path / "aligner")
-    argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
+    argv = ["train", "table", "--model", "llama-mini", *SMALL, "--out", out]
     assert main([*argv, "--no-judge"]) == 0
     said = capfd.readouterr()
     assert "not used" not in said.out and "judged" not in said.out and out in said.err
@@ -188,7 +188,7 @@ def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, lit
     folder = tmp_path / "bloom"
     tiny_model("bloom", vocab_size=8192).save_pretrained(folder)
     AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini")).save_pretrained(folder)
-    argv = ["train", "--aligner-kind", "table", "--model", str(folder), *SMALL]
+    argv = ["train", "table", "--model", str(folder), *SMALL]
     out = str(tmp_path / "aligner")
     capfd.readouterr()
     assert main([*argv, "--objective", "nll", "--out", out]) == 2

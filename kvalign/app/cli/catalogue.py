@@ -1,9 +1,8 @@
 """Commands, grouped by purpose, one line each. Listing them imports nothing heavy.
 
-CONTRIBUTING.md describes the module of a command. A command of several kinds has
-`settings_for(args)`, the settings class for these arguments, and `all_settings()`, the class of
-each kind by name. A command without JSON output has `HAS_JSON = False`. `evaluation.py` makes `eval
-NAME` from the evaluation of that name, and `listings.py` the tables of choices.
+CONTRIBUTING.md describes the module of a command. `train` has a settings class for each kind of
+aligner, its first argument. A command without JSON output has `HAS_JSON = False`. `evaluation.py`
+makes `eval NAME` from the evaluation of that name, and `listings.py` the tables of choices.
 """
 
 import importlib
@@ -62,26 +61,31 @@ COMMANDS = {name: about for group in GROUPS.values() for name, about in group.it
 
 @dataclass(frozen=True)
 class Command:
-    """Command with its name: `eval perplexity`."""
+    """Command with its name: `eval perplexity`; `train` with a kind."""
 
     name: str
+    kind: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.kind}".rstrip()
 
     @property
     def has_json(self) -> bool:
         return getattr(self._module, "HAS_JSON", True)
 
-    def settings_for(self, args: Sequence[str] = ()) -> type[Settings]:
-        """The settings class for a call with these arguments."""
+    @property
+    def settings(self) -> type[Settings]:
+        if self.kind:
+            return self.all_settings()[self.kind]
         module = self._module
-        if hasattr(module, "settings_for"):
-            return module.settings_for(args)
-        return get_type_hints(module.run)["settings"]
+        return getattr(module, "settings", None) or get_type_hints(module.run)["settings"]
 
     def all_settings(self) -> dict[str, type[Settings]]:
         """The settings classes by kind; a command of one kind has the key ""."""
         if hasattr(self._module, "all_settings"):
             return self._module.all_settings()
-        return {"": self.settings_for()}
+        return {"": self.settings}
 
     def run(self, settings: Settings, as_json: bool) -> None:
         document = self._module.run(settings, as_json)
@@ -102,9 +106,14 @@ class Command:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that these words begin with, and the other words. UserError names the nearest."""
+    """The command that these words begin with, and its flags. UserError names the nearest."""
     num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:
         raise UserError(unknown("command", name, COMMANDS))
-    return Command(name), list(words[num_words:])
+    args, kind = list(words[num_words:]), ""
+    if name == "train":
+        from kvalign.app.commands.train import kind_and_flags
+
+        kind, args = kind_and_flags(args)
+    return Command(name, kind), args

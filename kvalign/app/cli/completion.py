@@ -71,7 +71,6 @@ def _names() -> dict[str, tuple[str, ...]]:
     return {
         "model": (*checkpoints.MODELS, *fetched.MODELS),
         "aligner": checkpoints.ALIGNERS,
-        "aligner_kind": tuple(KINDS),
         "aligner_kinds": tuple(KINDS),
         "method": methods,
         "methods": methods,

@@ -91,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (code := _help(args)) is not None:
             return code
         command, flags = catalogue.find(args)
-        name = command.name
-        cls = command.settings_for(flags)
+        name, cls = command.words, command.settings
         flags_of = cls.flags()
         settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         check_outputs(settings)

@@ -1,6 +1,5 @@
 """`kvalign eval NAME`: run one evaluation; print its tables or its document."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,8 @@ class EvaluationCommand:
 
     evaluation: Evaluation
 
-    def settings_for(self, args: Sequence[str]) -> type[ComparisonSettings]:
+    @property
+    def settings(self) -> type[ComparisonSettings]:
         return self.evaluation.settings
 
     def run(self, settings: Any, as_json: bool) -> Document:

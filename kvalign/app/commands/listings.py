@@ -1,6 +1,5 @@
 """`kvalign methods`, `policies`, `aligners`, `corpora`: tables of choices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
@@ -26,7 +25,8 @@ class ListingCommand:
 
     name: str
 
-    def settings_for(self, args: Sequence[str]) -> type[Settings]:
+    @property
+    def settings(self) -> type[Settings]:
         about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
         name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
         return make_dataclass(

@@ -16,7 +16,7 @@ def run(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
         say_written(settings.out)
         if settings.arch == "gpt2" or settings.is_recall:
             corpus = ["--corpus", "recall"] if settings.is_recall else []
-            say_next("train", "--aligner-kind", "table", "--model", settings.out, *corpus)
+            say_next("train", "table", "--model", settings.out, *corpus)
         else:
             say_next("generate", "--method", "streaming-llm", "--model", settings.out)
     return figures

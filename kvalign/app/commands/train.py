@@ -1,4 +1,4 @@
-"""`kvalign train`: train an aligner. Each kind has its own flags."""
+"""`kvalign train KIND`: train an aligner of a kind, each of which has its own flags."""
 
 from __future__ import annotations
 
@@ -21,33 +21,28 @@ from kvalign.training.settings import TrainSettings
 if TYPE_CHECKING:
     from kvalign.aligners import AlignerConfig
 
-DEFAULT_KIND = "table"
 OF_NETWORKS = {"--target", "--data"}
-"""Flags that imply a network if no kind is named."""
+"""Flags that mean a network if no kind is named."""
 
 
-def settings_for(args: Sequence[str] = ()) -> type[TrainSettings]:
-    """The settings class of the kind that `--aligner-kind` names. Without that flag it is the first
-    kind that has all the given flags, beginning with the default; or `network`, if its data or a
-    target is given. UserError names the kind that has a flag which this one lacks.
+def kind_and_flags(args: Sequence[str]) -> tuple[str, list[str]]:
+    """The kind, which may be left out, and the flags after it. UserError names the kinds that have
+    a flag which this one lacks.
     """
-    parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--aligner-kind")
-    words = (word.partition("=")[0].replace("--no-", "--") for word in args)
-    names = {word for word in words if word.startswith("--")}
-    classes = all_settings()
-    flags = {kind: cls.flags() for kind, cls in classes.items()}
-    kind = parser.parse_known_args(args)[0].aligner_kind
-    if kind is None:
-        first = "network" if names & OF_NETWORKS else DEFAULT_KIND
-        own = names & set().union(*flags.values())
-        kind = next((kind for kind in (first, *flags) if own <= flags[kind]), first)
+    kind, flags = args[0] if args else "", [*args[1:]]
+    names = {word.partition("=")[0].replace("--no-", "--") for word in args if word[:2] == "--"}
+    if kind[:1] in ("", "-"):
+        older = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
+        older.add_argument("--aligner-kind", default="network" if names & OF_NETWORKS else "table")
+        known, flags = older.parse_known_args(args)
+        kind = known.aligner_kind
     if kind not in KINDS:
         raise UserError(unknown(KINDS.what, kind, KINDS))
-    for name in sorted(names - flags[kind]):
-        if others := [other for other in KINDS if name in flags[other]]:
-            raise UserError(f"{name} is for --aligner-kind {' or '.join(others)}, not {kind}")
-    return classes[kind]
+    flags_of = {name: cls.flags() for name, cls in all_settings().items()}
+    for name in sorted(names - flags_of[kind]):
+        if others := [other for other in KINDS if name in flags_of[other]]:
+            raise UserError(f"{name} is for kvalign train {' or '.join(others)}, not {kind}")
+    return kind, flags
 
 
 def all_settings() -> dict[str, type[TrainSettings]]:

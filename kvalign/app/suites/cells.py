@@ -111,13 +111,13 @@ def _overridden(
 ) -> tuple[str, Settings, set[str]]:
     """Checked command with the new flags that it has, its settings, and all flags that it has."""
     command, words = catalogue.find(words)
-    own_flags = command.settings_for(words).flags()
+    own_flags = command.settings.flags()
     of_cell = _flags(words)
     if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
         of_cell.pop("--aligner", None)  # of another model
     flags = of_cell | {flag: values for flag, values in new.items() if flag in own_flags}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
-    settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
+    settings, _ = parse(command.settings, words, f"{where}: kvalign {command.name}")
     return settings.command_line(command.name), settings, own_flags
 
 

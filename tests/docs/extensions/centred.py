@@ -12,7 +12,7 @@ from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.loading import LoadedModel
-from kvalign.training.settings import TextSettings, kind_of
+from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text
 from kvalign.training.text_run import train_on_text
 
@@ -22,10 +22,10 @@ class CentredSettings(TextSettings):
     """Train means of keys and values at each position.
 
     Example:
-        kvalign train --aligner-kind centred --num-tokens 20000 --chunk-len 64 --out my-aligner
+        kvalign train centred --num-tokens 20000 --chunk-len 64 --out my-aligner
     """
 
-    aligner_kind: str = kind_of("centred")
+    aligner_kind = "centred"
 
 
 class CentredAligner(Aligner):
