@@ -1,4 +1,6 @@
-"""Shipped reference language models, with an aligner for each. Every one has a card."""
+"""Shipped reference language models, with an aligner for each. Every one has a card. `copying` and
+`recall` are what trains some of them beyond the plain recipe (`kvalign.training.pretraining`).
+"""
 
 from pathlib import Path
 

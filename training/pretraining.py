@@ -5,7 +5,7 @@ Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the res
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
 tokens. With `--max-minutes` all this goes by the clock. The first steps have short rows. The input
 of a step depends only on the seed and the step, so a resumed run gives the same result.
-`copying` is for models that use a long context.
+What some reference models have beyond it lies beside them, in `kvalign.checkpoints`.
 """
 
 import itertools
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign.checkpoints.copying import ContextRows, decay, loss_and_copies
+from kvalign.checkpoints.recall import RecallRows, accuracy_by_age
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.device import resolved
@@ -45,16 +47,9 @@ from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.copying import ContextRows, copy_loss, decay
 from kvalign.training.first_model import first_model, open_tokenizer
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import (
-    RecallRows,
-    TokenMix,
-    accuracy_by_age,
-    open_mix,
-    parse_mix,
-)
+from kvalign.training.token_mix import TokenMix, open_mix, parse_mix
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +130,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     model = first_model(settings, tokenizer).to(resolved(settings.device))
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
-    loss_of: Callable[..., Tensor] = _loss_and_copies if settings.copy_weight else _loss
+    loss_of: Callable[..., Tensor] = loss_and_copies if settings.copy_weight else _loss
     if settings.copy_weight:
         model.set_attn_implementation("eager")  # which returns its weights
     if settings.compile:
@@ -332,15 +327,6 @@ def _loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Ten
     """Mean NLL in nats of the labels of ids [B, T], each the token after."""
     logits = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits  # [B, T, V]
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
-def _loss_and_copies(
-    model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
-) -> Tensor:
-    """`_loss`, and the loss of heads that copy by its weight []."""
-    out = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
-    nll = cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
-    return nll + weight * copy_loss(out.attentions, ids, labels)
 
 
 def _publish(

@@ -1,5 +1,6 @@
-"""Rows that reward a small model for copying what it has read far back, mixed into natural ones at
-first, and a loss of the heads that copy.
+"""What `context-gpt2` was trained with beyond the plain recipe: rows that reward a small model for
+copying what it has read far back, mixed into natural ones at first, and a loss of the heads that
+copy. `kvalign pretrain` has it as --repeat-share, --rename-share and --copy-weight.
 
 In a share of the rows a passage occurs a second time. In a share, rare tokens trade places, each
 with the same other one everywhere in its row: a name then cannot be known from earlier epochs, only
@@ -19,7 +20,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel
 
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import Rows, TokenMix
@@ -88,6 +90,15 @@ def renaming(vocab_size: int, rng: np.random.Generator) -> np.ndarray:
     becomes = np.arange(vocab_size)
     becomes[RARE_FROM:] = rng.permutation(becomes[RARE_FROM:])
     return becomes
+
+
+def loss_and_copies(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
+) -> Tensor:
+    """Mean NLL in nats of the labels of ids [B, T], and `copy_loss` by its weight []."""
+    out = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
+    nll = cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
+    return nll + weight * copy_loss(out.attentions, ids, labels)
 
 
 def copy_loss(attentions: tuple[Tensor, ...], ids: Tensor, labels: Tensor) -> Tensor:
