@@ -100,7 +100,7 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         ExistsError: `out` has a network of other settings or data, or another unfinished run, and
             `overwrite` is not set.
         UserError: data of another model, unfinished data, a network in `out` that no other can
-            join, a non-finite loss, a launcher that starts the command several times.
+            join, a non-finite loss, another run that is writing to `out`.
     """
     from kvalign.foundation.files import locked
     from kvalign.foundation.runs import keeping

@@ -31,7 +31,6 @@ from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds import NetworkSettings, train_network
-from kvalign.training.network_fit import check_runs_once
 from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import describe_data
 from kvalign.training.settings import TuneSettings
@@ -73,7 +72,6 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     store = open_store(data)
     check_model(store)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
-    check_runs_once()
     values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     config = {"settings": values, "data": describe_data(store)}
     run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)
