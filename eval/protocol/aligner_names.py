@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import PurePath
 
 from kvalign import checkpoints
-from kvalign.aligners.label import often
+from kvalign.aligners.kinds import often
 from kvalign.eval.protocol.evaluation import SIZES, Row
 from kvalign.foundation.folders import ROOT
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.aligners.label import note_of_use
+from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.eval.protocol.aligner_names import names_of
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
-from kvalign.aligners.config import CONFIG, AlignerConfig
+from kvalign.aligners.config import CONFIG, AlignerConfig, card_text
 from kvalign.aligners.entries import KV
-from kvalign.aligners.label import label_of
+from kvalign.aligners.kinds import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import NotFoundError, UserError
@@ -149,8 +149,6 @@ class Aligner(
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The README.md that `save_pretrained` writes unless one exists."""
-        from kvalign.aligners.card import card_text
-
         return ModelCard(card_text(self.config))
 
     def _save_pretrained(self, save_directory: Path) -> None:

@@ -1,9 +1,18 @@
-"""Config of an aligner, which its folder has beside the weights."""
+"""Config of an aligner, which its folder has beside the weights, and the model card, which is
+written from it alone. `training` may hold one dict for each part (`key` and `value`); the card's
+template prints the fields that it knows.
+"""
 
+import math
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
+from huggingface_hub import ModelCardData
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from kvalign import checkpoints
+from kvalign.models import fetched
 from kvalign.models.architectures import Family
 from kvalign.models.identity import FINGERPRINT_LEN
 
@@ -59,3 +68,52 @@ class AlignerConfig(BaseModel):
     def num_positions(self) -> int:
         """Positions after the sinks of a recorded cache after one eviction: the most to align."""
         return self.chunk_len - self.num_sinks - 1
+
+
+def card_text(config: AlignerConfig) -> str:
+    """The whole card, with the metadata for the hub."""
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvalign.aligners"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters["exp"] = math.exp
+    parts = config.training
+    data = [part["data"] for part in parts.values() if "data" in part]
+    imported = any("licence" in entry for entry in data)
+    datasets = {name for entry in data for name in entry.get("datasets", ()) if _is_hub_id(name)}
+    metadata = ModelCardData(
+        license="other" if imported else "apache-2.0",
+        library_name="kvalign",
+        tags=["kv-cache", "kvalign"],
+        base_model=config.base_model if _is_hub_id(config.base_model) else None,
+        datasets=sorted(datasets) or None,
+    )
+    judged = next((part["judged"] for part in parts.values() if "judged" in part), None)
+    return templates.get_template("card.md.jinja").render(
+        metadata=metadata.to_yaml(),
+        config=config,
+        parts=parts,
+        judged=judged,
+        set_name=_set_name,
+        imported=imported,
+        listed=_listing,
+        number=lambda x: "" if x is None else f"{x:.4g}",
+    )
+
+
+def _set_name(parts: list[str]) -> str:
+    """Set of parts in words: `keys and values`."""
+    return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
+
+
+def _listing(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
+
+
+def _is_hub_id(name: str) -> bool:
+    known_here = name in (*checkpoints.MODELS, *fetched.MODELS) or Path(name).exists()
+    return not known_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None

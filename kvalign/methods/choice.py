@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.config import CONFIG
-from kvalign.aligners.label import note_of_use
+from kvalign.aligners.kinds import note_of_use
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first

@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.aligners.label import often
+from kvalign.aligners.kinds import often
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes

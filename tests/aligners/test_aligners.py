@@ -7,7 +7,7 @@ from helpers.methods import network
 from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
 
 from kvalign.aligners import Aligner, NetworkAligner
-from kvalign.aligners.label import label_of, often
+from kvalign.aligners.kinds import label_of, often
 
 
 @pytest.fixture

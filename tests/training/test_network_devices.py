@@ -1,5 +1,5 @@
-"""Training on two devices: Lightning's DDP through the command's flags, two processes. What a launcher
-left in the environment does not count.
+"""Training on two devices: Lightning's DDP through the command's flags, two processes. What a
+launcher left in the environment does not count.
 """
 
 import json

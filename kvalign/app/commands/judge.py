@@ -7,13 +7,10 @@ from kvalign.training.settings import JudgeSettings
 
 
 def run(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.config import CONFIG
-    from kvalign.foundation.files import read_checked
     from kvalign.training import judge_aligner
 
     judged = judge_aligner(settings)
     if not as_json:
         print(*verdict_lines(judged), f"aligner: {settings.out}", sep="\n")
-        say_use_of(read_checked(AlignerConfig, settings.out / CONFIG), settings.out)
+        say_use_of(settings.out)
     return judged

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalign.aligners.kinds import KINDS, TARGETS
 from kvalign.app.cli.arguments import OneLineParser
@@ -17,9 +17,6 @@ from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import Settings, settings_of
 from kvalign.training.kinds import TRAINERS
 from kvalign.training.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from kvalign.aligners import AlignerConfig
 
 OF_NETWORKS = {"--target", "--data"}
 """Flags that mean a network if no kind is named."""
@@ -68,27 +65,24 @@ def run(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
     elif kind == "network":
         print("judged only by the error of one move: measure streams with kvalign eval perplexity")
     print(f"aligner: {settings.folder}")
-    _say_next(settings)
+    say_use_of(settings.folder, settings)
     return results
 
 
-def _say_next(settings: TrainSettings) -> None:
-    """Name the other network, if one is left to train; then `generate`."""
+def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
+    """Name the other network, if these settings left one to train; then `generate` with an aligner,
+    or without one that changes nothing.
+    """
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.config import CONFIG
     from kvalign.foundation.files import read_checked
 
-    config = read_checked(AlignerConfig, settings.folder / CONFIG)
+    config = read_checked(AlignerConfig, out / CONFIG)
     for kv in TARGETS:
-        if config.kind == "network" and kv not in config.training:
+        if settings and config.kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
             words = Settings.command_line(other, "train", ("overwrite",))  # --target says the kind
             say_next(*shlex.split(words)[1:])
-    say_use_of(config, settings.folder)
-
-
-def say_use_of(config: AlignerConfig, out: Path) -> None:
-    """Name `generate` with an aligner, or without one that changes nothing."""
     if any(part["used"] for part in config.training.values()):
         say_generate(config.base_model, out)
     else:

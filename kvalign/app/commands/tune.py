@@ -11,10 +11,7 @@ _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 
 def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.config import CONFIG
     from kvalign.foundation.console import Heading, print_table
-    from kvalign.foundation.files import read_checked
     from kvalign.training import tune_network
 
     result = tune_network(settings)
@@ -36,8 +33,7 @@ def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     if "judged" in result:
         print(*verdict_lines(result["judged"]), sep="\n")
     say_written(settings.folder)
-    config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
-    say_use_of(config, result["aligner"])
+    say_use_of(Path(result["aligner"]))
     return result
 
 

@@ -103,8 +103,7 @@ def aligners(model: str | None = None) -> list[Row]:
     Raises:
         NotFoundError: none is for that model.
     """
-    from kvalign.aligners.kinds import KINDS
-    from kvalign.aligners.label import label_of
+    from kvalign.aligners.kinds import KINDS, label_of
 
     def row(name: str, folder: Path) -> Row | None:
         config = _config(folder)
