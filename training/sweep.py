@@ -15,8 +15,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from kvalign.training.kinds import NetworkSettings, train_network
 from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import describe_data
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_trial import Trial, settings_at
 
+HIDDEN = ("hidden1", "hidden2")
+POINT = (*HIDDEN, "batch_size", "lr")
 _TRIALS, _ALIGNER = "trials", "aligner"
 # What may differ between a sweep and its resumption.
 _FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
@@ -43,6 +45,44 @@ _FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
 # Read by Ray Tune: its new output, which would be printed beside ours, and how often it writes down
 # where the sweep is, in seconds.
 _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Trial of a sweep, as it ended."""
+
+    name: str
+    point: Mapping[str, Any]  # by the names of `POINT`
+    reports: list[dict[str, Any]]  # of `kvalign.training.sweep_ray.Reports`, in order, each once
+    error: str = ""  # one line, of a failed trial
+
+    @property
+    def val_loss(self) -> float | None:
+        """Lowest validation loss; None if none is finite."""
+        finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
+        return min(finite, default=None)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Row of tables. The state is `finished` (early stopping included), `stopped` by the
+        scheduler, or `failed`.
+        """
+        last = self.reports[-1] if self.reports else {}
+        state = "finished" if last.get("is_last") else "stopped"
+        return {
+            "trial": self.name,
+            **self.point,
+            "num_reports": len(self.reports),
+            "state": "failed" if self.error or self.val_loss is None else state,
+            "val_loss": self.val_loss,
+            **{name: last.get(name) for name in ("num_parameters", "seconds")},
+        }
+
+
+def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:
+    """Training settings at a point of the search space, the rest as in `base`."""
+    sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
+    return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
 
 
 @keywords_of(TuneSettings)

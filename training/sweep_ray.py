@@ -1,21 +1,36 @@
 """Trials of a sweep in Ray Tune: drawn at random, stopped early by ASHA, resumed after a kill.
 
-ASHA is Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning".
+ASHA is Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning". A killed trial
+continues from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint. Reports that it may
+have missed are in that file, too, and are sent again.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Timer
 from ray import tune
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 
+from kvalign.aligners import NetworkAligner
+from kvalign.data_gen.store import open_store
 from kvalign.foundation import progress
 from kvalign.training.kinds import NetworkSettings
+from kvalign.training.network_fit import fit
+from kvalign.training.network_rows import RecordedRows
+from kvalign.training.network_run import config_for
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, Trial, run_trial
+from kvalign.training.sweep import HIDDEN, POINT, Trial, settings_at
+
+# Which report it would be, had an epoch exactly as many as asked: large batches are few, so an
+# epoch of them has some more reports, and equal numbers are not equal amounts of data.
+PLACE = "place"
 
 
 def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.Tuner:
@@ -115,3 +130,66 @@ def _best_loss(trial: RayTrial) -> float:
     """Lowest loss; infinite without one."""
     lowest = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
     return lowest if math.isfinite(lowest) else math.inf
+
+
+def run_trial(point: dict[str, Any], base: NetworkSettings, folder: Path) -> None:
+    """Train in `folder / trial's name`, in a process of Ray; all paths absolute."""
+    torch.set_num_threads(base.num_threads)
+    reports = Reports(tune.report, base.vals_per_epoch)
+    train_trial(settings_at(base, point), folder / tune.get_context().get_trial_name(), reports)
+
+
+def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -> None:
+    """Train one network from the initial weights of `train_network`."""
+    assert settings.data is not None  # a sweep names it
+    store = open_store(settings.data)
+    torch.manual_seed(settings.seed)
+    net = getattr(NetworkAligner(config_for(store, settings)), settings.target)
+    rows = RecordedRows(store, settings.target, settings.batch_size, settings.seed)
+    fit(net, rows, settings, work_dir, callbacks=[reports])
+    reports.send_rest()
+
+
+class Reports(pl.Callback):
+    """A trial's validation reports, saved in its checkpoints.
+
+    Each is sent when the next step begins. By then it is in `last.ckpt`, which Lightning writes
+    after this callback's `on_validation_end`. Sending may end the process.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any]], object], vals_per_epoch: int):
+        self.send, self.vals_per_epoch = send, vals_per_epoch
+        self.reports: list[dict[str, Any]] = []
+        self.num_sent = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reports": self.reports}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reports = state_dict["reports"]
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        num_batches, every = trainer.num_training_batches, trainer.val_check_batch
+        num_epochs, rest = divmod(int(trainer.estimated_stepping_batches), num_batches)
+        max_reports = num_epochs * (num_batches // every) + rest // every
+        number, epochs = len(self.reports) + 1, trainer.global_step / num_batches
+        (timer,) = (c for c in trainer.callbacks if isinstance(c, Timer))
+        self.reports.append(
+            {
+                "report": number,
+                "max_reports": max_reports,
+                "epochs": epochs,
+                PLACE: max(1, round(epochs * self.vals_per_epoch)),
+                "val_loss": trainer.callback_metrics["val_loss"].item(),
+                "num_parameters": sum(p.numel() for p in module.parameters()),
+                "seconds": round(timer.time_elapsed(), 3),  # over all sittings
+                "is_last": bool(trainer.should_stop or number == max_reports),
+            }
+        )
+
+    def send_rest(self, *_: Any) -> None:
+        for report in self.reports[self.num_sent :]:
+            self.num_sent += 1
+            self.send(report)
+
+    on_train_batch_start = send_rest

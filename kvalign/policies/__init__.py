@@ -14,13 +14,13 @@ OLDEST = "oldest"
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     {
-        OLDEST: "kvalign.policies.of_entries:Oldest",
-        "random": "kvalign.policies.of_entries:Random",
-        "key-norm": "kvalign.policies.of_entries:KeyNorm",
-        "keydiff": "kvalign.policies.of_entries:KeyDiff",
-        "tova": "kvalign.policies.of_attention:Tova",
-        "h2o": "kvalign.policies.of_attention:H2O",
-        "second-chance": "kvalign.policies.of_attention:SecondChance",
+        OLDEST: "kvalign.policies.ours:Oldest",
+        "random": "kvalign.policies.ours:Random",
+        "key-norm": "kvalign.policies.ours:KeyNorm",
+        "keydiff": "kvalign.policies.ours:KeyDiff",
+        "tova": "kvalign.policies.ours:Tova",
+        "h2o": "kvalign.policies.ours:H2O",
+        "second-chance": "kvalign.policies.ours:SecondChance",
     },
 )
 """Policy classes by their names on the command line."""

@@ -129,7 +129,7 @@ def test_a_method_is_a_file_and_a_line(copy):
 def add_policy(copy):
     copy.add("value_norm.py", "policies/value_norm.py")
     line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
-    copy.insert("policies/__init__.py", '"kvalign.policies.of_attention:H2O",\n', line)
+    copy.insert("policies/__init__.py", '"kvalign.policies.ours:H2O",\n', line)
 
 
 def test_a_policy_is_a_file_and_a_line(copy):

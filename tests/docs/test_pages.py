@@ -80,11 +80,11 @@ def test_what_pages_take_from_the_code_is_up_to_date(page):
 
 
 def test_an_excerpt_has_no_docstring_and_its_names_are_there():
-    shown = excerpt("kvalign.policies.of_entries.KeyNorm.score")
+    shown = excerpt("kvalign.policies.ours.KeyNorm.score")
     assert shown.startswith(
-        "[`kvalign/policies/of_entries.py`](../kvalign/policies/of_entries.py), `KeyNorm.score`"
+        "[`kvalign/policies/ours.py`](../kvalign/policies/ours.py), `KeyNorm.score`"
     )
     assert "def score(" in shown and '"""' not in shown
-    for name in ("kvalign.policies.of_entries.KeyNorm.no", "kvalign.policies.no.KeyNorm"):
+    for name in ("kvalign.policies.ours.KeyNorm.no", "kvalign.policies.no.KeyNorm"):
         with pytest.raises(UserError, match=name):
             excerpt(name)

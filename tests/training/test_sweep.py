@@ -21,9 +21,11 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
 from kvalign.training.kinds import NetworkSettings
 from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
+from kvalign.training.sweep import settings_at
 
 pytest.importorskip("ray")
+
+from kvalign.training.sweep_ray import PLACE, Reports, line, scheduler, train_trial
 
 POINT = {"hidden1": 8, "hidden2": 4, "batch_size": 32, "lr": 0.01}
 
@@ -58,8 +60,6 @@ def test_a_trial_is_the_training_run_of_its_settings(base, tmp_path, batch_size,
 
 
 def test_a_trial_that_fails_before_it_has_settings_has_a_line():
-    from kvalign.training.sweep_ray import line  # which imports Ray
-
     trial = SimpleNamespace(config={}, last_result=None, metric_analysis={})
     assert line([trial], trial, "failed").endswith(" failed: no val loss")
 
@@ -181,8 +181,6 @@ def test_a_finished_sweep_is_left_alone(resumed, capsys):
 
 
 def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
-    from kvalign.training.sweep_ray import scheduler
-
     asha = scheduler(tune_settings(Path("caches"), Path("sweep"), max_epochs=1, grace_reports=2))
     asha.set_search_properties("val_loss", "min")
     ahead, behind = (SimpleNamespace(trial_id=name) for name in ("ahead", "behind"))
