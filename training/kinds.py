@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.foundation import progress
 from kvalign.foundation.folders import beside, recording_or_default
 from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import (
@@ -102,27 +101,9 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         UserError: data of another model, unfinished data, a network in `out` that no other can
             join, a non-finite loss, another run that is writing to `out`.
     """
-    from kvalign.foundation.files import locked
-    from kvalign.foundation.runs import keeping
-    from kvalign.training.aligner_folder import save
-    from kvalign.training.judge import judge_networks
-    from kvalign.training.network_fit import is_helper, leading
-    from kvalign.training.network_run import networks_in, train
+    from kvalign.training.network_run import train_judge_save
 
-    out = settings.folder
-    if is_helper():
-        train(settings)
-        return {}
-    with leading(), progress.shown_as("train"):
-        aligner = train(settings)
-    if aligner is not None:
-        with locked(out), keeping(lambda: f"trained networks are kept in {out / 'training'}"):
-            if settings.judge:
-                judge_networks(aligner, settings.accelerator)
-            if networks_in(out) != aligner.config.training:
-                save(aligner, out)
-    records = networks_in(out)
-    return {kv: records[kv] for kv in settings.kvs}
+    return train_judge_save(settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,18 @@ from kvalign.foundation.files import locked, read_checked, read_json, sha256
 from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
-from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of
+from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
+from kvalign.training.judge import judge_networks
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import LAST, best_weights, fit, is_helper, losses, planned_rows
+from kvalign.training.network_fit import (
+    LAST,
+    best_weights,
+    fit,
+    is_helper,
+    leading,
+    losses,
+    planned_rows,
+)
 from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
@@ -52,8 +61,26 @@ _FREE = (
 )
 
 
+def train_judge_save(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
+    """Train, judge and save as `kvalign.training.train_network` says."""
+    out = settings.folder
+    if is_helper():
+        train(settings)
+        return {}
+    with leading(), progress.shown_as("train"):
+        aligner = train(settings)
+    if aligner is not None:
+        with locked(out), keeping(lambda: f"trained networks are kept in {out / 'training'}"):
+            if settings.judge:
+                judge_networks(aligner, settings.accelerator)
+            if networks_in(out) != aligner.config.training:
+                save(aligner, out)
+    records = networks_in(out)
+    return {kv: records[kv] for kv in settings.kvs}
+
+
 def train(settings: NetworkSettings) -> NetworkAligner | None:
-    """Train the networks of `kvalign.training.train_network` that are not trained yet.
+    """Train the networks that are not trained yet.
 
     Returns:
         an aligner with all networks of the folder, to be judged and saved. None on devices other

@@ -136,8 +136,8 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if settings.compile:
         loss_of = torch.compile(loss_of, dynamic=False)  # of two row lengths
     opening = prefix_ids(tokenizer)
-    progress.expect(run.num_steps * run.tokens_a_step, "tokens")
-    progress.skip(run.step * run.tokens_a_step)
+    progress.expect(settings.num_steps * settings.tokens_a_step, "tokens")
+    progress.skip(run.step * settings.tokens_a_step)
     progress.phase("training")
     with keeping(run.summary), defer_signals() as interrupted:
         while run.share < 1:
@@ -149,7 +149,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
                 loss = loss_of(model, *rows.on(model.device), *run.copy_weight())
             run.update(loss)
-            progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
+            progress.advance(settings.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
                 run.save()
             if interrupted.is_set():
@@ -235,8 +235,6 @@ class Run:
         self, settings: PretrainSettings, model: PreTrainedModel, path: Path, short_by: int
     ):
         self.settings, self.model, self.path, self.short_by = settings, model, path, short_by
-        self.tokens_a_step = settings.tokens_a_step
-        self.num_steps = settings.num_steps
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
         self.saved_at, self.saved_step = time.monotonic(), 0
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -254,7 +252,7 @@ class Run:
     @property
     def share(self) -> float:
         """Share of the run that is done: of its steps, or of its minutes."""
-        return max(self.step / self.num_steps, self.share_of_time)
+        return max(self.step / self.settings.num_steps, self.share_of_time)
 
     @property
     def share_of_time(self) -> float:
@@ -271,12 +269,12 @@ class Run:
     def rate(self) -> float:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
         fall = max(0.0, 1 - self.share) / self.settings.decay_share
-        rise = (self.step + 1) / min(WARMUP_STEPS, self.num_steps)
+        rise = (self.step + 1) / min(WARMUP_STEPS, self.settings.num_steps)
         return min(1.0, max(rise, self.share_of_time / WARMUP_SHARE), fall)
 
     def copy_weight(self) -> tuple[Tensor, ...]:
         """Weight of the loss of copies at this step, if there is such a loss."""
-        weight = self.settings.copy_weight * decay(self.step, self.num_steps)
+        weight = self.settings.copy_weight * decay(self.step, self.settings.num_steps)
         return (torch.tensor(weight, dtype=torch.float32),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:
@@ -306,7 +304,7 @@ class Run:
 
     def summary(self) -> str:
         """Return what is kept of an interrupted run."""
-        summary = f"{self.path} has step {self.saved_step} of {self.num_steps}"
+        summary = f"{self.path} has step {self.saved_step} of {self.settings.num_steps}"
         return summary if self.saved_step else ""
 
     def restore(self) -> None:
@@ -345,7 +343,7 @@ def _publish(
 
     write_together(settings.out, write, last="config.json")
     model.float().eval()
-    tokens_seen = run.step * run.tokens_a_step
+    tokens_seen = run.step * settings.tokens_a_step
     # After how many tokens the rate had fallen to 0 before it rose again: what was published here
     # was then asked for more.
     before = read_json(settings.out / FACTS) if (settings.out / FACTS).exists() else {}

@@ -62,13 +62,20 @@ class Text:
             yield with_prefix(rows, self.opening)
 
     def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:
-        """Mask of the labels of rows [B, N] that count, those after the first cache_size + 1 tokens
-        of a row: [B * labels] bool, row by row; None: all.
-
-        Raises:
-            UserError: there is none.
+        """Mask of the labels of rows [B, N] that count, of those after the first cache_size + 1
+        tokens of a row: [B * labels] bool, row by row; None: all. Of the corpus `recall` answers
+        count whose fact is in the cache; UserError if there is none.
         """
-        return answers(ids, cache_size) if self.is_recall else None
+        if not self.is_recall:
+            return None
+        ages = row_ages(ids)[:, cache_size + 1 :].flatten()
+        in_cache = (ages > 0) & (ages <= cache_size)
+        if not in_cache.any():
+            raise UserError(
+                f"this text has no question about facts in a cache of {cache_size}: use more text "
+                "(--num-tokens)"
+            )
+        return in_cache
 
 
 def read(
@@ -105,20 +112,3 @@ def read(
 def row_ages(ids: Tensor) -> Tensor:
     """`ages` of each row of ids [B, T]."""
     return torch.tensor([ages(row) for row in ids.tolist()])
-
-
-def answers(ids: Tensor, cache_size: int) -> Tensor:
-    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache: [B *
-    labels] bool, row by row.
-
-    Raises:
-        UserError: there is none.
-    """
-    ages = row_ages(ids)[:, cache_size + 1 :].flatten()
-    in_cache = (ages > 0) & (ages <= cache_size)
-    if not in_cache.any():
-        raise UserError(
-            f"this text has no question about facts in a cache of {cache_size}: use more text "
-            "(--num-tokens)"
-        )
-    return in_cache
