@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.aligners import AnchoredAligner, Move
-from kvalign.aligners.anchored import rows_of
+from kvalign.aligners import AnchoredAligner, Move, RealignNet
 from kvalign.aligners.entries import KV, cat
 from kvalign.aligners.kinds import TARGETS
 from kvalign.cache.realign import FromBirth, OnRead, realigner_of
@@ -87,7 +86,10 @@ def _loss(
     birth = now + whole.shape[3] - rest.shape[3]
     x = whole[chunk, layer, head, birth] - means[layer, head, birth]
     x = x / scales[layer, head, birth, None]
-    return mse_loss(rows_of(aligner, kv, x, now, layer, head), rest[chunk, layer, head, now])
+    placed = means[layer, head, now] + x * scales[layer, head, now, None]
+    net: RealignNet = getattr(aligner, kv)
+    rows = placed + (net(x, now, layer, head) - x)
+    return mse_loss(rows, rest[chunk, layer, head, now])
 
 
 def tune_networks(

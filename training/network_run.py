@@ -45,6 +45,7 @@ from kvalign.training.network_fit import (
     planned_rows,
 )
 from kvalign.training.network_rows import InOrder, RecordedRows
+from kvalign.training.settings import TuneSettings
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
@@ -89,14 +90,13 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     out = settings.folder
-    data = settings.data or newest_recording(settings.model or DEFAULT_MODEL)
-    if settings.data is None:
-        progress.say(f"recording: {data}")
-        settings = dataclasses.replace(settings, data=data)
     progress.phase("checking the recording")
-    store = open_store(data, verify=True)
+    store = open_store(recording_of(settings), verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
-        raise UserError(f"--model is {settings.model}, but {data} was recorded with {recorded}")
+        raise UserError(
+            f"--model is {settings.model}, but {store.folder} was recorded with {recorded}"
+        )
+    settings = dataclasses.replace(settings, data=store.folder)
     check_model(store)
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
     partner = _partner(runs, out)
@@ -152,6 +152,15 @@ def _of_runs(
             getattr(aligner, kv).clear()
     aligner.config = config.model_copy(update={"training": records})
     return aligner
+
+
+def recording_of(settings: NetworkSettings | TuneSettings) -> Path:
+    """Folder of the recording that is named, or the newest of the model, with a line on it."""
+    if settings.data is not None:
+        return settings.data
+    folder = newest_recording(settings.model or DEFAULT_MODEL)
+    progress.say(f"recording: {folder}")
+    return folder
 
 
 def networks_in(out: Path) -> dict[str, dict[str, Any]]:

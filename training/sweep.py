@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvalign.data_gen.store import check_model, newest_recording, open_store
+from kvalign.data_gen.store import check_model, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
@@ -33,7 +33,7 @@ from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds import NetworkSettings, train_network
 from kvalign.training.network_rows import RecordedRows
-from kvalign.training.network_run import describe_data
+from kvalign.training.network_run import describe_data, recording_of
 from kvalign.training.settings import TuneSettings
 
 HIDDEN = ("hidden1", "hidden2")
@@ -105,11 +105,8 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     """
     began = time.perf_counter()
     out = settings.folder.absolute()
-    data = settings.data or newest_recording(settings.model)
-    if settings.data is None:
-        progress.say(f"recording: {data}")
-        settings = dataclasses.replace(settings, data=data)
-    store = open_store(data)
+    store = open_store(recording_of(settings))
+    settings = dataclasses.replace(settings, data=store.folder)
     check_model(store)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
     values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}

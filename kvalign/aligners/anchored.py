@@ -6,13 +6,11 @@ is the entry without its position. Before training it equals the table. It is tr
 many shifts.
 """
 
-from torch import Tensor
-
 from kvalign.aligners.base import Aligner, Birth, Flags, Move
 from kvalign.aligners.config import AlignerConfig
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import NETWORK_SIZES, TARGETS
-from kvalign.aligners.network import RealignNet, new_net
+from kvalign.aligners.network import new_net
 from kvalign.aligners.table import TableAligner
 
 
@@ -41,13 +39,3 @@ class AnchoredAligner(Aligner):
             has_moved = (move.births != move.now)[..., None]
             keys, values = keys * has_moved, values * has_moved
         return KV(placed.keys + keys, placed.values + values)
-
-
-def rows_of(
-    aligner: AnchoredAligner, kv: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
-) -> Tensor:
-    """Realigned rows [N, D] of x [N, D], the output of `anchor`; for training."""
-    means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
-    placed = means[layer, head, now] + x * scales[layer, head, now, None]
-    net: RealignNet = getattr(aligner, kv)
-    return placed + (net(x, now, layer, head) - x)
