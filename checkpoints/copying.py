@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
+from kvalign.training.pretraining_inputs import Rows, TokenMix
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import Rows, TokenMix
 
 MIN_PASSAGE = 16  # tokens; the longest is half a row
 RARE_FROM = 1024  # a byte-level BPE numbers its tokens by how often they are merged

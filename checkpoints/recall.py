@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvalign.data_gen.facts import FactStreams
+from kvalign.training.pretraining_inputs import Rows
 from kvalign.training.text import row_ages
-from kvalign.training.token_mix import Rows
 
 NO_LABEL = -100  # what torch's cross entropy leaves out
 NUM_EVAL_ROWS = 2000

@@ -47,9 +47,14 @@ from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.first_model import first_model, open_tokenizer
+from kvalign.training.pretraining_inputs import (
+    TokenMix,
+    first_model,
+    open_mix,
+    open_tokenizer,
+    parse_mix,
+)
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import TokenMix, open_mix, parse_mix
 
 log = logging.getLogger(__name__)
 

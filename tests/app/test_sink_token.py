@@ -19,8 +19,8 @@ from kvalign.eval.evaluations.streameval.scores import encode, pieces
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run
-from kvalign.training.first_model import add_sink
 from kvalign.training.kinds import TableSettings, train_table
+from kvalign.training.pretraining_inputs import add_sink
 
 SINK = VOCAB - 1
 

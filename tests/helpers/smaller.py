@@ -67,7 +67,7 @@ TEXT = "".join(
 # Likewise inside: the text that a tokenizer or an objective sees, Python's documentation, and the
 # labels that an aligner is judged by, which are too few for a verdict.
 INSIDE = {
-    "kvalign.training.first_model._TOKENIZER_CHARS": 100_000,
+    "kvalign.training.pretraining_inputs._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
     "kvalign.training.judge.ROW_LABELS": 30,

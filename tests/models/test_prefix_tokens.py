@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.models.input_ids import prefix_ids, with_prefix
-from kvalign.training.first_model import SINK, add_sink
+from kvalign.training.pretraining_inputs import SINK, add_sink
 
 
 @pytest.fixture

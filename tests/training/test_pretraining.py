@@ -17,17 +17,16 @@ from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
-from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import Float32Muon, bits_per_byte, pretrain
+from kvalign.training.pretraining_inputs import TokenMix, build_model
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import TokenMix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.training.first_model._TOKENIZER_CHARS", 100_000)
+    monkeypatch.setattr("kvalign.training.pretraining_inputs._TOKENIZER_CHARS", 100_000)
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return f"text:{path}"
