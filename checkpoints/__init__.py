@@ -1,5 +1,5 @@
-"""Shipped reference language models, with an aligner for each. Every one has a card. `copying` and
-`recall` are what trains some of them beyond the plain recipe (`kvalign.training.pretraining`).
+"""Shipped reference language models, with an aligner for each. Every one has a card. `recipes`
+has what some of them were trained with beyond the plain recipe (`kvalign.training.pretraining`).
 """
 
 from pathlib import Path

@@ -25,8 +25,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.checkpoints.copying import ContextRows, decay, loss_and_copies
-from kvalign.checkpoints.recall import RecallRows, accuracy_by_age
+from kvalign.checkpoints.recipes import (
+    ContextRows,
+    RecallRows,
+    accuracy_by_age,
+    decay,
+    loss_and_copies,
+)
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.device import resolved

@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 def test_one_process_leads_whatever_is_in_the_environment(environment, data, tmp_path, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    before = dict(os.environ)
+    before = dict(os.environ) | {"MPLBACKEND": "agg"}
     flags = f"--data {data} --out {tmp_path / 'out'}"
     assert main(f"train {flags} --accelerator cpu --max-steps 2 --no-judge".split()) == 0
     assert dict(os.environ) == before

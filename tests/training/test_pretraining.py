@@ -10,8 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvalign.checkpoints.copying import ContextRows, copy_loss, layers_of, right_places
-from kvalign.checkpoints.recall import NO_LABEL, RecallRows
+from kvalign.checkpoints.recipes import (
+    NO_LABEL,
+    ContextRows,
+    RecallRows,
+    copy_loss,
+    layers_of,
+    right_places,
+)
 from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
@@ -140,7 +146,7 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
 
 
 def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.checkpoints.recall.NUM_EVAL_ROWS", 40)
+    monkeypatch.setattr("kvalign.checkpoints.recipes.NUM_EVAL_ROWS", 40)
     rows = RecallRows(64).batch(0, 3, 5, 16)
     again, other = (RecallRows(64).batch(0, step, 5, 16) for step in (3, 4))
     assert torch.equal(rows.ids, again.ids) and not torch.equal(rows.ids, other.ids)
@@ -176,7 +182,7 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
 
 @pytest.mark.slow
 def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):
-    monkeypatch.setattr("kvalign.checkpoints.copying.RARE_FROM", 20)
+    monkeypatch.setattr("kvalign.checkpoints.recipes.RARE_FROM", 20)
     ids = np.arange(5000, dtype=np.uint16) % 997
     mix = TokenMix([ids], np.ones(1))
 

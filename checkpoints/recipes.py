@@ -1,11 +1,14 @@
-"""What `context-gpt2` was trained with beyond the plain recipe: rows that reward a small model for
-copying what it has read far back, mixed into natural ones at first, and a loss of the heads that
-copy. `kvalign pretrain` has it as --repeat-share, --rename-share and --copy-weight.
+"""What some of the reference models were trained with beyond the plain recipe.
 
-In a share of the rows a passage occurs a second time. In a share, rare tokens trade places, each
-with the same other one everywhere in its row: a name then cannot be known from earlier epochs, only
-from the row. Small models do not learn to copy from a few million tokens of natural text alone;
-with such rows they form the heads that do.
+`recall-gpt2` and `recall-llama` learned from facts and questions, of which only answers count:
+`kvalign pretrain --corpus recall`.
+
+`context-gpt2` had rows that reward a small model for copying what it has read far back, mixed into
+natural ones at first, and a loss of the heads that copy: --repeat-share, --rename-share and
+--copy-weight. In a share of the rows a passage occurs a second time. In a share, rare tokens trade
+places, each with the same other one everywhere in its row: a name then cannot be known from earlier
+epochs, only from the row. Small models do not learn to copy from a few million tokens of natural
+text alone; with such rows they form the heads that do.
 
 After `A B ... A` such a model should guess `B`. Two layers do that (Olsson et al. 2022, "In-context
 learning and induction heads"): a head of the earlier one writes into each entry which token came
@@ -23,14 +26,61 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
+from kvalign.data_gen.facts import FactStreams
 from kvalign.training.pretraining_inputs import Rows, TokenMix
 from kvalign.training.settings import PretrainSettings
+from kvalign.training.text import row_ages
 
+NO_LABEL = -100  # what torch's cross entropy leaves out
+NUM_EVAL_ROWS = 2000
+NUM_EIGHTHS = 8
 MIN_PASSAGE = 16  # tokens; the longest is half a row
 RARE_FROM = 1024  # a byte-level BPE numbers its tokens by how often they are merged
 NUM_HEADS = 2  # of either kind
 _LEAST = 1e-5  # of an attention weight: the logarithm of 0 is none
 ENDS_AT = 0.8  # of the steps: from there on all rows are natural
+
+
+class RecallRows:
+    """Rows of the corpus `recall`, endless streams of facts and questions, with the loss of answers
+    only. The input of a step depends only on the seed and the step.
+
+    Rows begin anywhere in a stream. If all rows began alike, a model would learn the contents of
+    each position, and an aligner trained on its entries would carry content. The first, short rows
+    lie at random positions, so that all positions are trained from the beginning.
+    """
+
+    short_by = 4
+
+    def __init__(self, context_len: int):
+        self.context_len = context_len
+
+    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Rows:
+        """Rows of streams whose questions are for facts within a row."""
+        stream = FactStreams((seed, step), num_rows, row_len, ask_oldest=True)
+        ids = torch.from_numpy(stream.take(row_len + 1))
+        rng = np.random.default_rng((seed, step, 1))
+        first = int(rng.integers(self.context_len - row_len, endpoint=True))
+        labels = ids.masked_fill(row_ages(ids) == 0, NO_LABEL)
+        return Rows(ids[:, :-1], labels[:, 1:], first)
+
+
+@torch.no_grad()
+def accuracy_by_age(model: PreTrainedModel, context_len: int, seed: int = 1) -> list[float]:
+    """Share of right answers in rows of `context_len` tokens, each read whole, by the age of the
+    fact: up to an eighth of the context length, up to two, ...
+    """
+    streams = FactStreams(seed, NUM_EVAL_ROWS, context_len, ask_oldest=True)
+    ids = torch.from_numpy(streams.take(context_len))
+    right, total = torch.zeros(2, NUM_EIGHTHS, dtype=torch.float32)
+    for rows in ids.split(16):
+        logits = model(input_ids=rows.to(model.device), use_cache=False).logits
+        hits = (logits[:, :-1].argmax(-1).cpu() == rows[:, 1:]).float()
+        age = row_ages(rows)[:, 1:]
+        of = (age[age > 0] * NUM_EIGHTHS - 1) // context_len
+        right.index_add_(0, of, hits[age > 0])
+        total.index_add_(0, of, torch.ones(len(of), dtype=torch.float32))
+    return (right / total).tolist()
 
 
 def decay(step: int, num_steps: int) -> float:
