@@ -98,13 +98,26 @@ def token_pieces(
             yield read.popleft().result()
 
 
+def some_ids(
+    spec: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    num_ids: int,
+    *,
+    start: int = 0,
+    split: str = "train",
+) -> list[int]:
+    """So many ids of a corpus from one on; fewer if it ends before."""
+    ids = chain.from_iterable(token_pieces(spec, tokenizer, split))
+    return [*islice(ids, start, start + num_ids)]
+
+
 def first_ids(
     spec: str, tokenizer: "PreTrainedTokenizerBase", num_ids: int, or_smaller: str
 ) -> list[int]:
     """First ids of a corpus's test part, so many; UserError, which names what could be smaller, if
     it has fewer.
     """
-    ids = list(islice(chain.from_iterable(token_pieces(spec, tokenizer, "test")), num_ids))
+    ids = some_ids(spec, tokenizer, num_ids, split="test")
     if len(ids) < num_ids:
         raise UserError(
             f"corpus {spec!r} is too short: it has {len(ids)} tokens, {num_ids} are needed: name a "

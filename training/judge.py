@@ -19,7 +19,7 @@ the aligner as it is and saves a copy.
 
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import chain, combinations, islice
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import some_ids
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -310,10 +310,8 @@ def text_after(
     share = -(-num_tokens // len(corpora))
     texts = []
     for corpus in corpora:
-        ids = islice(
-            chain.from_iterable(token_pieces(corpus, tokenizer)), share, share + num_needed
-        )
-        texts.append(torch.tensor([*ids], dtype=torch.int64))
+        ids = some_ids(corpus, tokenizer, num_needed, start=share)
+        texts.append(torch.tensor(ids, dtype=torch.int64))
         if len(texts[-1]) < num_needed:
             raise UserError(
                 f"corpus {corpus!r} has {len(texts[-1])} tokens after the {share} recorded "

@@ -8,7 +8,6 @@ of a step depends only on the seed and the step, so a resumed run gives the same
 What some reference models have beyond it lies beside them, in `kvalign.checkpoints`.
 """
 
-import itertools
 import logging
 import math
 import platform
@@ -32,7 +31,7 @@ from kvalign.checkpoints.recipes import (
     decay,
     loss_and_copies,
 )
-from kvalign.data_gen.corpora import text_sha256, token_pieces
+from kvalign.data_gen.corpora import some_ids, text_sha256
 from kvalign.foundation import progress
 from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
@@ -175,8 +174,7 @@ def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: in
     Raises:
         UserError: it is shorter than one block.
     """
-    tokens = itertools.chain.from_iterable(token_pieces(corpus, tokenizer, "test"))
-    ids = list(itertools.islice(tokens, EVAL_BLOCKS * context_len))
+    ids = some_ids(corpus, tokenizer, EVAL_BLOCKS * context_len, split="test")
     num_blocks = len(ids) // context_len
     if num_blocks == 0:
         raise UserError(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.data_gen.chunks import equal_shares
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import some_ids
 from kvalign.data_gen.facts import ages
 from kvalign.foundation.errors import UserError
 from kvalign.models.input_ids import prefix_ids, with_prefix
@@ -88,8 +87,7 @@ def read(
     """
     train, val = [], []
     for corpus in corpora:
-        pieces = equal_shares([token_pieces(corpus, tokenizer)], num_tokens // len(corpora))
-        ids = torch.tensor([token for piece in pieces for token in piece])
+        ids = torch.tensor(some_ids(corpus, tokenizer, num_tokens // len(corpora)))
         num_val = int(len(ids) * VAL_SHARE)
         if num_val <= row_len:  # a row, and the label of its last token
             needed = math.ceil((row_len + 1) / VAL_SHARE)
