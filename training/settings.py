@@ -180,12 +180,6 @@ class TuneSettings(Settings):
                 raise UserError(f"--min-{words} {low} is above --max-{words} {high}")
         if self.min_batch_size & (self.min_batch_size - 1):
             raise UserError(f"--min-batch-size must be a power of two, got {self.min_batch_size}")
-        num_reports = self.max_epochs * self.vals_per_epoch
-        if self.scheduler == "asha" and self.grace_reports > num_reports:
-            raise UserError(
-                f"--grace-reports must be at most {num_reports}, the reports of a trial, got "
-                f"{self.grace_reports}"
-            )
 
     @property
     def folder(self) -> Path:

@@ -21,13 +21,10 @@ JSON = "print one JSON document instead of text"
 DEBUG = "show the whole traceback of an error"
 
 
-def parse(
-    cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
-) -> tuple[S, bool]:
+def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True) -> tuple[S, bool]:
     """The settings from the words after a command, and whether `--json` was given.
 
-    Wrong use prints one line and exits with code 2. The docstring of the settings is the help;
-    `about` follows it.
+    Wrong use prints one line and exits with code 2. The docstring of the settings is the help.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     commands = [help.example(line.strip()) for line in example.strip().splitlines()]
@@ -37,7 +34,7 @@ def parse(
     parser = OneLineParser(
         prog=prog,
         usage=" ".join([prog, *named, "[flags]"]),
-        description=help.wrapped("\n\n".join(filter(None, (help_text.strip(), about)))),
+        description=help.wrapped(help_text.strip()),
         epilog="\n".join(["example:", *commands]) if commands else None,
         formatter_class=help.Formatter,
         allow_abbrev=False,
