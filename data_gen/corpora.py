@@ -7,7 +7,7 @@ corpus is one stream of ids: no special tokens, rows joined.
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -124,6 +124,29 @@ def first_ids(
             f"longer text, or smaller {or_smaller}"
         )
     return ids
+
+
+def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Iterator[list[int]]:
+    """First ids of each corpus, `num_tokens` in all, one corpus after the other."""
+    for i, pieces in enumerate(corpora):
+        num_left = num_tokens * (i + 1) // len(corpora) - num_tokens * i // len(corpora)
+        for piece in pieces:
+            yield piece[:num_left]
+            num_left -= min(num_left, len(piece))
+            if not num_left:
+                break
+
+
+def cut_chunks(pieces: Iterable[list[int]], chunk_len: int, stride: int) -> Iterator[list[int]]:
+    """Cut ids into chunks, one every `stride` ids (at most chunk_len)."""
+    uncut: list[int] = []
+    for piece in pieces:
+        uncut += piece
+        start = 0
+        while len(uncut) - start >= chunk_len:
+            yield uncut[start : start + chunk_len]
+            start += stride
+        del uncut[:start]
 
 
 def hub_datasets(specs: Sequence[str]) -> list[str]:

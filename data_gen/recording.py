@@ -4,13 +4,18 @@ The content of a shard depends only on the settings and the corpus. So an interr
 where it stopped and ends in the same bytes, with any number of workers: this process, or several on
 Ray. Each computes on one thread, as sums in another order would change the last bits. A worker
 keeps one shard for each number evicted in memory.
+
+Chunks are tokens encoded together. The split of each depends only on its index, so that all runs
+agree.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +23,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.chunks import (
-    SPLITS,
-    ShardChunks,
-    by_shard,
-    cut_chunks,
-    equal_shares,
-    first_val_chunk,
-)
-from kvalign.data_gen.corpora import text_sha256, token_pieces
+from kvalign.data_gen.corpora import cut_chunks, equal_shares, text_sha256, token_pieces
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
@@ -36,7 +33,6 @@ from kvalign.data_gen.store import (
     RecordingConfig,
     Shard,
     Store,
-    expected_shard,
     find_damage,
     new_config,
     open_store,
@@ -56,6 +52,24 @@ from kvalign.models.input_ids import prefix_ids
 from kvalign.models.loading import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
+
+SPLITS = ("train", "val")
+BLOCK_CHUNKS = 4  # overlapping chunks are split by blocks of text this many chunks long
+
+
+@dataclass(frozen=True)
+class ShardChunks:
+    """Chunks of one shard; the shards of all numbers evicted have the same."""
+
+    split: str
+    shard_index: int  # in its split
+    chunk_indices: Tensor  # [num_chunks] int64, in the corpus
+    ids: Tensor  # [num_chunks, T] int64
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the tokens."""
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
+
 
 Work = Iterable[tuple[ShardChunks, list[Shard]]]
 """Chunks, and the shards to write of them, one for each number evicted."""
@@ -178,6 +192,74 @@ def _record_shards(
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.file))
+
+
+def by_shard(
+    chunks: Iterable[list[int]],
+    chunks_per_shard: int,
+    chunk_len: int,
+    stride: int,
+    val_share: float,
+    seed: int,
+) -> Iterator[ShardChunks]:
+    """Chunks, in order, gathered into shards of their split (`split_of`); the last may be
+    smaller.
+    """
+    waiting: dict[str, list[tuple[int, list[int]]]] = {split: [] for split in SPLITS}
+    shard_indices = {split: count() for split in SPLITS}
+
+    def take(split: str) -> ShardChunks:
+        indices, ids = map(torch.tensor, zip(*waiting[split], strict=True))
+        waiting[split].clear()
+        return ShardChunks(split, next(shard_indices[split]), indices, ids)
+
+    for index, ids in enumerate(chunks):
+        split = split_of(index, chunk_len, stride, val_share, seed)
+        if split is not None:
+            waiting[split].append((index, ids))
+            if len(waiting[split]) == chunks_per_shard:
+                yield take(split)
+    yield from (take(split) for split in SPLITS if waiting[split])
+
+
+def split_of(index: int, chunk_len: int, stride: int, val_share: float, seed: int) -> str | None:
+    """Split, `train` or `val`, of the chunk with that index; no token is in chunks of both.
+
+    Without overlap each chunk is drawn on its own. With overlap blocks of text are drawn, and a
+    chunk across the border of two splits is in neither: None. The first chunk or block is in
+    `train`, the second in `val`.
+    """
+    if stride >= chunk_len:
+        return _split_of(index, val_share, seed)
+    ends = (index * stride, index * stride + chunk_len - 1)
+    splits = {_split_of(token // (BLOCK_CHUNKS * chunk_len), val_share, seed) for token in ends}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def first_val_chunk(chunk_len: int, stride: int) -> int:
+    """Index of the first chunk that `split_of` gives to `val`."""
+    return 1 if stride >= chunk_len else -(-BLOCK_CHUNKS * chunk_len // stride)
+
+
+def _split_of(number: int, val_share: float, seed: int) -> str:
+    if number < len(SPLITS):
+        return SPLITS[number]
+    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+    return "val" if int.from_bytes(digest[:8], "big") < val_share * 2**64 else "train"
+
+
+def expected_shard(
+    folder: Path, config: RecordingConfig, chunks: ShardChunks, num_evicted: int
+) -> Shard:
+    """The shard of these chunks, written or not."""
+    return Shard(
+        file=f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors",
+        split=chunks.split,
+        num_evicted=num_evicted,
+        num_chunks=len(chunks.ids),
+        num_rows=config.num_rows(num_evicted, len(chunks.ids)),
+        folder=folder,
+    )
 
 
 def _num_expected(settings: RecordSettings, config: RecordingConfig) -> int:

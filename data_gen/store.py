@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_whole
@@ -263,20 +262,6 @@ def newest_recording(model: str) -> Path:
     raise NotFoundError(
         f"no finished recording of {model} in {folder_of(model)}: make one with {command}, or name "
         "its folder with --data"
-    )
-
-
-def expected_shard(
-    folder: Path, config: RecordingConfig, chunks: ShardChunks, num_evicted: int
-) -> Shard:
-    """The shard of these chunks, written or not."""
-    return Shard(
-        file=f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors",
-        split=chunks.split,
-        num_evicted=num_evicted,
-        num_chunks=len(chunks.ids),
-        num_rows=config.num_rows(num_evicted, len(chunks.ids)),
-        folder=folder,
     )
 
 

@@ -13,7 +13,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite, read_suite
-from kvalign.data_gen.chunks import split_of
+from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.report.contents import paper_tables
 from kvalign.eval.report.results_folder import Results, read

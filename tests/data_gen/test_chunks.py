@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvalign.data_gen.chunks import cut_chunks, equal_shares, first_val_chunk, split_of
+from kvalign.data_gen.corpora import cut_chunks, equal_shares
+from kvalign.data_gen.recording import first_val_chunk, split_of
 
 
 @pytest.mark.parametrize("stride", [24, 7])

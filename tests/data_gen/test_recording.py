@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen import recording
-from kvalign.data_gen.chunks import SPLITS
 from kvalign.data_gen.pairs import record_pairs
-from kvalign.data_gen.recording import record
+from kvalign.data_gen.recording import SPLITS, record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError

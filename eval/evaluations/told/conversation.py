@@ -9,8 +9,7 @@ from itertools import accumulate, chain, takewhile
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.data_gen.chunks import cut_chunks
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import cut_chunks, token_pieces
 from kvalign.eval.evaluations.told import ToldSettings
 from kvalign.eval.protocol.questions import Stop
 from kvalign.foundation.errors import UserError
