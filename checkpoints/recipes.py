@@ -1,4 +1,4 @@
-"""What some of the reference models were trained with beyond the plain recipe.
+"""Rows and losses of the reference models beyond the plain recipe.
 
 `recall-gpt2` and `recall-llama` learned from facts and questions, of which only answers count:
 `kvalign pretrain --corpus recall`.

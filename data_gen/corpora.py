@@ -106,7 +106,7 @@ def some_ids(
     start: int = 0,
     split: str = "train",
 ) -> list[int]:
-    """So many ids of a corpus from one on; fewer if it ends before."""
+    """Ids of a corpus, so many from one on; fewer if it ends before."""
     ids = chain.from_iterable(token_pieces(spec, tokenizer, split))
     return [*islice(ids, start, start + num_ids)]
 

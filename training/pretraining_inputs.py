@@ -1,5 +1,5 @@
-"""What pretraining begins with: tokenizer and model, new or those of another one, and rows of text
-of corpora with shares, in token files.
+"""Tokenizer and model that pretraining begins with, new or those of another model, and its rows of
+text of corpora with shares, in token files.
 """
 
 import hashlib
