@@ -43,7 +43,7 @@ from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.scoring import check_losses, score
 from kvalign.training.aligner_folder import IDENTITY, check_free, save
-from kvalign.training.settings import JudgeSettings
+from kvalign.training.settings import JudgeSettings, device_of
 from kvalign.training.text import Text, val_sizes
 
 ROW_LABELS = 256
@@ -322,8 +322,7 @@ def text_after(
 
 def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     """The model that networks were made for; UserError if it is not there any more."""
-    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu", "float32")
+    loaded = load_model(config.base_model, device_of(accelerator), "float32")
     digest = next(iter(config.training.values())).get("data", {}).get(IDENTITY)
     if not is_of(loaded.model, digest, config.embedding_fingerprint):
         raise UserError(f"{config.base_model} has other weights than at the time of the recording")

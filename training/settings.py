@@ -31,6 +31,11 @@ from kvalign.foundation.settings import (
 HEAD_DIM = 64  # of a reference language model
 
 
+def device_of(accelerator: str) -> str:
+    """Device of a model, by Lightning's name for what to train on."""
+    return "cuda" if accelerator == "gpu" else accelerator
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
     """Base of the settings of `kvalign train`; a subclass says of which kind of aligner."""

@@ -33,7 +33,7 @@ from kvalign.training.aligner_folder import (
 )
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.recall_tuning import plan_of_training
-from kvalign.training.settings import TextSettings
+from kvalign.training.settings import TextSettings, device_of
 from kvalign.training.text import Text, read
 
 BATCH_SIZE = 16  # chunks encoded at once
@@ -84,9 +84,7 @@ def train_on_text(
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
-        accelerator = settings.accelerator
-        on_gpu = accelerator == "gpu" or (accelerator == "auto" and torch.cuda.is_available())
-        loaded = load_model(settings.model, "cuda" if on_gpu else "cpu", "float32")
+        loaded = load_model(settings.model, device_of(settings.accelerator), "float32")
     model, longest = loaded.model, loaded.spec.context_len
     if former is not None:
         digest = former.training[settings.kvs[0]]["data"].get(IDENTITY)

@@ -38,6 +38,7 @@ LINES = [
     ("kvalign ", FIRST),
     ("kvalign gen", {"generate", "gen-data"}),
     ("kvalign eval ", EVALS),
+    ("kvalign train ta", {"table", "table-network"}),
     ("kvalign generate --method ", {AUTO, *METHODS}),
     ("kvalign generate --method=kv", {"kvalign"}),
     (

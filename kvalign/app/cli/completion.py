@@ -41,11 +41,10 @@ def parser() -> argparse.ArgumentParser:
         if group not in groups:
             groups[group] = groups[""].add_parser(group, help="evaluate").add_subparsers()
         one = Command(command)
-        arguments = add_arguments(
-            groups[group].add_parser(name, help=about),
-            *one.all_settings().values(),
-            has_json=one.has_json,
-        )
+        of_one, kinds = groups[group].add_parser(name, help=about), one.all_settings()
+        if "" not in kinds:
+            of_one.add_argument("kind", nargs="?", choices=[*kinds])
+        arguments = add_arguments(of_one, *kinds.values(), has_json=one.has_json)
         for action, field, hint in arguments.values():
             if hint is not bool:
                 action.completer = _completer(field, hint)  # type: ignore[attr-defined]
