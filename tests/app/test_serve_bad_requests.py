@@ -14,6 +14,7 @@ from helpers.served import serving
 
 from kvalign.app.serve.answers import Answers, Piece
 from kvalign.app.serve.replies import Events, EventStream, TextForm
+from kvalign.app.serve.wire import Completion
 from kvalign.models.loading import load_model
 
 KEY = {"Authorization": "Bearer secret"}
@@ -189,9 +190,8 @@ def test_a_reader_that_does_not_read_is_left():
     answers, events, cancelled = Answers(1), Events(), []
     answers.on_cancel = lambda: cancelled.append(True)
     events.put_nowait(Piece(0, "text"))
-    stream = EventStream(
-        TextForm("m", None, answers), answers, events, has_usage=False, timeout=0.05
-    )
+    form = TextForm("m", Completion(model="m", prompt="?"), answers)
+    stream = EventStream(form, events, timeout=0.05, headers={})
 
     async def send(message):
         if b"text" in message.get("body", b""):

@@ -1,5 +1,6 @@
 """Tools of /v1/responses, through OpenAI's client."""
 
+import asyncio
 import json
 from typing import get_type_hints
 
@@ -11,9 +12,9 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 
 from kvalign.app.serve.answers import Answers, End, Piece
 from kvalign.app.serve.form import REFUSED
-from kvalign.app.serve.messages import CallItem, Function, MessageItem, ResultItem, messages_of
-from kvalign.app.serve.replies import PartReader, usage_of
-from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
+from kvalign.app.serve.messages import Function, Item, messages_of
+from kvalign.app.serve.replies import Events, parts_of, usage_of
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.tools import HERMES, Tools
 from kvalign.app.serve.wire import parsed
 
@@ -81,14 +82,19 @@ def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
     tools = Tools([WEATHER, TIME], (), HERMES)
     answers = Answers(1, tools=tools)
-    form = ResponseForm("m", read(tools=FLAT), answers)
-    stream = ResponseStream(form, answers, None, has_usage=True, timeout=1)
-    end, reader = End(0, "stop", 1, 0), PartReader(answers)
-    pieces = [Piece(0, text[i : i + num]) for i in range(0, len(text), num)]
-    parts = [reader.read(event) for event in (*pieces, end)]
-    sent = stream._first() + "".join(map(stream._of_part, parts)) + stream._last([end])
+    form, ending = ResponseForm("m", read(tools=FLAT), answers), End(0, "stop", 1, 0)
+
+    async def parts_told():
+        events = Events()
+        for start in range(0, len(text), num):
+            events.put_nowait(Piece(0, text[start : start + num]))
+        events.put_nowait(ending)
+        return [x async for batch in parts_of(answers, events, asyncio.Event().wait) for x in batch]
+
+    parts = asyncio.run(parts_told())
+    sent = form.begin() + "".join(map(form.events_of, parts)) + form.end([ending])
     events = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: ")]
-    return form.whole([parts], usage_of(answers, [end]))["output"], events
+    return form.whole([parts], usage_of(answers, [ending]))["output"], events
 
 
 def plain(items):
@@ -127,15 +133,16 @@ def test_items_of_one_answer_are_one_message():
 
 
 @pytest.mark.parametrize(
-    ("form", "their"),
+    "their",
     [
-        (CallItem, theirs.ResponseFunctionToolCallParam),
-        (ResultItem, FunctionCallOutput),
-        (MessageItem, theirs.EasyInputMessageParam),
+        theirs.ResponseFunctionToolCallParam,
+        FunctionCallOutput,
+        theirs.EasyInputMessageParam,
     ],
 )
-def test_each_field_of_openai_s_items_has_a_rule(form, their):
-    rules = {*form.model_fields, *form.harmless, *REFUSED}
+def test_each_field_of_openai_s_items_has_a_rule(their):
+    read_as = {"type", "name", "arguments", "output"}
+    rules = {*Item.model_fields, *Item.harmless, *REFUSED, *read_as}
     assert set(get_type_hints(their)) - rules == set()
 
 

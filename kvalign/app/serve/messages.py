@@ -3,16 +3,14 @@ chats, and the items of responses.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     ValidationInfo,
 )
@@ -75,7 +73,7 @@ class ToolCall(Form):
 class Message(Form):
     """One message; `content` is its text. Results of calls are read in the order of the calls."""
 
-    harmless: ClassVar = ("annotations", "tool_call_id")
+    harmless: ClassVar[Collection[str]] = ("annotations", "tool_call_id")
     within = "messages"
     role: Literal["system", "user", "assistant", "tool"]
     content: Text
@@ -108,71 +106,35 @@ class Message(Form):
         return {**own, "tool_calls": calls} if calls else own
 
 
-class MessageItem(Form):
-    harmless: ClassVar = ("id", "status", "phase")
+class Item(Message):
+    """An item of /v1/responses, read as the message that it is: one, a call that an answer has, or
+    the result of a call. Results are read in the order of the calls.
+    """
+
+    harmless: ClassVar = (*Message.harmless, "id", "status", "phase", "call_id")
     within = "input"
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text
 
-    @property
-    def message(self) -> Message:
-        return Message.model_validate({"role": self.role, "content": self.content})
-
-
-class CallItem(Form):
-    """Call of a function, in an answer that a client sends back."""
-
-    harmless: ClassVar = ("id", "status", "call_id")
-    within = "input"
-    type: Literal["function_call"]
-    name: str
-    arguments: Arguments
-
-    @property
-    def message(self) -> Message:
-        function = CalledFunction(name=self.name, arguments=self.arguments)
-        call = ToolCall(type="function", function=function)
-        return Message(role="assistant", content="", tool_calls=[call])
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        values = dict(values)
+        kind = values.pop("type", "message")
+        if kind == "function_call":
+            function = {name: values.pop(name) for name in ("name", "arguments") if name in values}
+            call = {"type": "function", "function": function}
+            values |= {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif kind == "function_call_output":
+            values |= {"role": "tool", "content": values.pop("output", None)}
+        elif kind != "message":
+            raise unsupported(f"input: an item of the type {kind!r:.80}", "input")
+        return super().obeyed(values, ignored)
 
 
-class ResultItem(Form):
-    """Result of a call; results are read in the order of the calls."""
-
-    harmless: ClassVar = ("id", "status", "call_id", "name")
-    within = "input"
-    type: Literal["function_call_output"]
-    output: Text
-
-    @property
-    def message(self) -> Message:
-        return Message(role="tool", content=self.output)
-
-
-_ITEMS = ("message", "function_call", "function_call_output")
-
-
-def _kind_of(item: Any) -> str:
-    kind = item.get("type", _ITEMS[0]) if isinstance(item, dict) else _ITEMS[0]
-    if kind in _ITEMS:
-        return kind
-    raise unsupported(f"input: an item of the type {kind!r:.80}", "input")
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag(_ITEMS[0])]
-    | Annotated[CallItem, Tag(_ITEMS[1])]
-    | Annotated[ResultItem, Tag(_ITEMS[2])],
-    Discriminator(_kind_of),
-]
-
-
-def messages_of(items: Iterable[MessageItem | CallItem | ResultItem]) -> list[Message]:
+def messages_of(items: Iterable[Message]) -> list[Message]:
     """The messages that items are. An answer comes in several of them, its text and its calls; it
     is one message.
     """
     messages = list[Message]()
-    for role, run in groupby((item.message for item in items), key=lambda message: message.role):
+    for role, run in groupby(items, key=lambda message: message.role):
         several = list(run)
         calls = [call for message in several for call in message.tool_calls or ()]
         if role == "assistant" and calls:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect
@@ -19,6 +18,7 @@ from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.tools import as_json
 from kvalign.app.serve.turn import TokenLogprob
+from kvalign.app.serve.wire import Request
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _DISCONNECT = "gone"
@@ -48,37 +48,19 @@ class Part:
         return "tool_calls" if is_call else self.end.finish
 
 
-class PartReader:
-    """Reader of the engine's events of a request: the parts that they tell."""
-
-    def __init__(self, answers: Answers):
-        tools = answers.tools
-        self._readers = [tools.reader() if tools else None for _ in range(answers.num)]
-        self._num_calls = [0] * answers.num
-
-    def read(self, event: Piece | End) -> Part:
-        index, tokens, end = event.index, tuple[TokenLogprob, ...](), None
-        reader, first = self._readers[index], self._num_calls[index]
-        if isinstance(event, Piece):
-            tokens = event.tokens
-            content, calls = reader.read(event.text) if reader else (event.text, [])
-        else:
-            end = event
-            content, calls = reader.rest() if reader else ("", [])
-        self._num_calls[index] += len(calls)
-        return Part(index, content, [*map(as_json, calls)], first, tokens, end)
-
-
 class TextForm:
-    """Answers of /v1/completions."""
+    """Answers of /v1/completions: one document, or the events of a stream."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
     opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
     of_end: ClassVar[dict[str, Any]] = {"text": ""}  # and in its last one
+    last = "data: [DONE]\n\n"
 
-    def __init__(self, model: str, request: Any, answers: Answers):
-        self.model, self.id = model, self.prefix + secrets.token_hex(12)
+    def __init__(self, model: str, request: Request, answers: Answers):
+        self.model, self.id, self.answers = model, self.prefix + secrets.token_hex(12), answers
         self.created = int(time.time())
+        has_usage = request.stream_options and request.stream_options.include_usage
+        self.usage: dict[str, Any] = {"usage": None} if has_usage else {}  # of each chunk
 
     def of_text(self, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a choice's fields for a whole answer."""
@@ -114,6 +96,37 @@ class TextForm:
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **usage}
+
+    def begin(self) -> str:
+        """The first events of a stream."""
+        numbers = range(self.answers.num) if self.opening else ()
+        return "".join(self._chunk(i, self.opening) for i in numbers)
+
+    def events_of(self, part: Part) -> str:
+        chunk = ""
+        if not part.end or part.content or part.calls:
+            logprobs = self.of_tokens(part.tokens)
+            chunk = self._chunk(part.index, self.of_part(part), logprobs=logprobs)
+        return chunk + (self._chunk(part.index, self.of_end, part.finish) if part.end else "")
+
+    def end(self, ends: Sequence[End]) -> str:
+        """The last events of complete answers, before `last`."""
+        if not self.usage:
+            return ""
+        return _line(self.document(self.chunk_kind, [], usage=usage_of(self.answers, ends)))
+
+    def of_error(self, error: RequestError) -> str:
+        return _line(error.form())
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choices = [choice_of(index, content, finish, logprobs)]
+        return _line(self.document(self.chunk_kind, choices, **self.usage))
 
 
 class ChatForm(TextForm):
@@ -202,6 +215,20 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
     """Yield the parts that are there, until the answers end or an error ends them. A client that
     disconnects, or a reader that stops, cancels them.
     """
+    readers = [answers.tools.reader() if answers.tools else None for _ in range(answers.num)]
+    num_calls = [0] * answers.num
+
+    def part_of(event: Piece | End) -> Part:
+        index, reader = event.index, readers[event.index]
+        first, tokens, end = num_calls[index], tuple[TokenLogprob, ...](), None
+        if isinstance(event, Piece):
+            tokens = event.tokens
+            content, calls = reader.read(event.text) if reader else (event.text, [])
+        else:
+            end = event
+            content, calls = reader.rest() if reader else ("", [])
+        num_calls[index] += len(calls)
+        return Part(index, content, [*map(as_json, calls)], first, tokens, end)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -209,7 +236,6 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
         events.put_nowait(_DISCONNECT)
 
     watching, num_left = asyncio.ensure_future(watch()), answers.num
-    reader = PartReader(answers)
     try:
         while num_left:
             batch: list[Event] = [await events.get()]
@@ -217,7 +243,7 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
                 batch.append(events.get_nowait())
             if _DISCONNECT in batch:
                 raise ClientDisconnect
-            parts = [reader.read(event) for event in batch if not isinstance(event, RequestError)]
+            parts = [part_of(event) for event in batch if not isinstance(event, RequestError)]
             if parts:
                 yield parts
             for event in batch:
@@ -230,9 +256,10 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
 
 
 async def whole(
-    form: TextForm, answers: Answers, events: Events, receive: Receive, headers: Mapping[str, str]
+    form: TextForm, events: Events, receive: Receive, headers: Mapping[str, str]
 ) -> Response:
     """The complete answer as one document, with these headers."""
+    answers = form.answers
     parts: list[list[Part]] = [[] for _ in range(answers.num)]
     async for batch in parts_of(answers, events, receive):
         for part in batch:
@@ -245,77 +272,35 @@ class EventStream(Response):
     """Answer that is sent piece by piece. A client that takes none in time is dropped."""
 
     media_type = "text/event-stream"
-    last = "data: [DONE]\n\n"
 
-    def __init__(
-        self,
-        form: TextForm,
-        answers: Answers,
-        events: Events,
-        *,
-        has_usage: bool,
-        timeout: float,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ):
-        self.form, self.answers, self.events = form, answers, events
-        self.usage: dict[str, Any] = {"usage": None} if has_usage else {}
-        self.timeout, self.status_code, self.background = timeout, 200, None
+    def __init__(self, form: TextForm, events: Events, timeout: float, headers: Mapping[str, str]):
+        self.form, self.events, self.timeout = form, events, timeout
+        self.status_code, self.background = 200, None
         how = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self.init_headers({**how, **headers} | warning_of(answers))
+        self.init_headers({**how, **headers} | warning_of(form.answers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(body: str, more: bool = True) -> None:
             async with asyncio.timeout(self.timeout):
                 await send({"type": "http.response.body", "body": body.encode(), "more_body": more})
 
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        form, ends = self.form, list[End]()
         try:
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)
-            await put(self._first())
-            ends = list[End]()
+            await put(form.begin())
             try:
-                async for batch in parts_of(self.answers, self.events, receive):
+                async for batch in parts_of(form.answers, self.events, receive):
                     ends += (part.end for part in batch if part.end)
-                    await put("".join(map(self._of_part, batch)))
+                    await put("".join(map(form.events_of, batch)))
+                await put(form.end(ends))
             except RequestError as error:
-                await put(self._of_error(error))
-            else:
-                await put(self._last(ends))
-            await put(self.last, more=False)
+                await put(form.of_error(error))
+            await put(form.last, more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one
             pass
         finally:
-            self.answers.cancel()
-
-    def _first(self) -> str:
-        numbers = range(self.answers.num) if self.form.opening else ()
-        return "".join(self._chunk(i, self.form.opening) for i in numbers)
-
-    def _last(self, ends: list[End]) -> str:
-        if not self.usage:
-            return ""
-        usage = usage_of(self.answers, ends)
-        return _line(self.form.document(self.form.chunk_kind, [], usage=usage))
-
-    def _of_error(self, error: RequestError) -> str:
-        return _line(error.form())
-
-    def _of_part(self, part: Part) -> str:
-        chunk, form = "", self.form
-        if not part.end or part.content or part.calls:
-            logprobs = form.of_tokens(part.tokens)
-            chunk = self._chunk(part.index, form.of_part(part), logprobs=logprobs)
-        return chunk + (self._chunk(part.index, form.of_end, part.finish) if part.end else "")
-
-    def _chunk(
-        self,
-        index: int,
-        content: dict[str, Any],
-        finish: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> str:
-        choices = [choice_of(index, content, finish, logprobs)]
-        return _line(self.form.document(self.form.chunk_kind, choices, **self.usage))
+            form.answers.cancel()
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from kvalign.app.serve.answers import Answers, End
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.form import Form, unsupported
 from kvalign.app.serve.messages import MOST_TOOLS, Item, Message, NamedTool, Tool, messages_of
-from kvalign.app.serve.replies import ChatForm, EventStream, Part, usage_of
+from kvalign.app.serve.replies import ChatForm, Part, usage_of
 from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -120,11 +120,15 @@ class ResponseRequest(Request):
 class ResponseForm(ChatForm):
     """Answers of /v1/responses."""
 
-    kind, opening = "response", {}
+    kind, last = "response", ""  # these streams have no [DONE]
 
     def __init__(self, model: str, request: ResponseRequest, answers: Answers):
         super().__init__(model, request, answers)
         self.request, self.id = request, f"{request.name}{answers.num_prompt:08x}"
+        # Of a stream, in which each item of the output begins, comes in pieces, and ends.
+        self._number, self._output = 0, list[dict[str, Any]]()
+        self._finish: str | None = None
+        self._message: dict[str, Any] | None = None  # the item of text that comes
 
     def part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         entries = logprobs["content"] if logprobs else []
@@ -190,70 +194,48 @@ class ResponseForm(ChatForm):
             "usage": usage and _usage(usage),
         }
 
-
-def _usage(counts: dict[str, Any]) -> dict[str, Any]:
-    """Token counts by the names of /v1/responses."""
-    return {
-        "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": counts["total_tokens"],
-        "kvalign": counts["kvalign"],
-    }
-
-
-class ResponseStream(EventStream):
-    """Events of a response: each item of its output begins, comes in pieces, and ends."""
-
-    form: ResponseForm
-    last = ""  # these streams have no [DONE]
-    _number, _finish = 0, None
-
-    def _first(self) -> str:
-        self._output = list[dict[str, Any]]()
-        self._message: dict[str, Any] | None = None  # the item of text that comes
-        begun = {"response": self.form.response("in_progress", [])}
+    def begin(self) -> str:
+        begun = {"response": self.response("in_progress", [])}
         created = self._event("response.created", **begun)
         return created + self._event("response.in_progress", **begun)
 
-    def _of_part(self, part: Part) -> str:
+    def events_of(self, part: Part) -> str:
         events, self._finish = "", part.finish
         if part.content or part.tokens:
             if self._message is None:
                 events += self._message_begins()
-            logprobs = (self.form.of_tokens(part.tokens) or {"content": []})["content"]
+            logprobs = (self.of_tokens(part.tokens) or {"content": []})["content"]
             self._text += part.content
             self._logprobs += logprobs
             delta = {"delta": part.content, "logprobs": logprobs}
             events += self._event("response.output_text.delta", **self._place, **delta)
         for call in part.calls:
-            events += self._message_ends("completed") + self._call(self.form.call(call))
+            events += self._message_ends("completed") + self._call(self.call(call))
         return events
 
-    def _last(self, ends: list[End]) -> str:
-        status = self.form.status_of(self._finish)
+    def end(self, ends: Sequence[End]) -> str:
+        status = self.status_of(self._finish)
         last = self._message_begins() if not self._output and self._message is None else ""
         last += self._message_ends(status)
-        whole = self.form.response(status, self._output, usage_of(self.answers, ends))
+        whole = self.response(status, self._output, usage_of(self.answers, ends))
         return last + self._event(f"response.{status}", response=whole)
 
     def _message_begins(self) -> str:
         self._text, self._logprobs = "", list[Any]()
-        self._message = item = self.form.message("in_progress")
+        self._message = item = self.message("in_progress")
         self._place = {
             "item_id": item["id"],
             "output_index": len(self._output),
             "content_index": 0,
         }
         added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        part = self.form.part("")
+        part = self.part("")
         return added + self._event("response.content_part.added", **self._place, part=part)
 
     def _message_ends(self, status: str) -> str:
         if self._message is None:
             return ""
-        part = self.form.part(self._text, {"content": self._logprobs})
+        part = self.part(self._text, {"content": self._logprobs})
         item = {**self._message, "status": status, "content": [part]}
         done = {"text": self._text, "logprobs": self._logprobs}
         self._message = None
@@ -280,10 +262,22 @@ class ResponseStream(EventStream):
         number = len(self._output) - 1
         return self._event("response.output_item.done", output_index=number, item=item)
 
-    def _of_error(self, error: RequestError) -> str:
+    def of_error(self, error: RequestError) -> str:
         return self._event("error", **error.form()["error"] | {"type": "error"})
 
     def _event(self, kind: str, **values: Any) -> str:
         values = {**values, "type": kind, "sequence_number": self._number}
         self._number += 1
         return f"event: {kind}\ndata: {json.dumps(values)}\n\n"
+
+
+def _usage(counts: dict[str, Any]) -> dict[str, Any]:
+    """Token counts by the names of /v1/responses."""
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts["total_tokens"],
+        "kvalign": counts["kvalign"],
+    }

@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -31,7 +30,7 @@ from kvalign.app.serve.replies import (
     ignored_of,
     whole,
 )
-from kvalign.app.serve.responses import ResponseForm, ResponseRequest, ResponseStream
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
@@ -71,8 +70,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def answer(
         request: Request,
         kind: type[Chat] | type[Completion] | type[ResponseRequest],
-        form_of: type[TextForm],
-        stream: type[EventStream],
+        form_of: Callable[..., TextForm],
         begin: Callable[..., Answers],
     ) -> Response:
         body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
@@ -86,25 +84,22 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         answers = await run_in_threadpool(begin, fields, headers, put)
-        ignored = ignored_of(fields.ignored)
-        form = form_of(name, fields, answers)
-        if not fields.stream:
-            return await whole(form, answers, events, request.receive, ignored)
-        has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-        how: dict[str, Any] = {"has_usage": has_usage, "timeout": settings.timeout}
-        return stream(form, answers, events, headers=ignored, **how)
+        ignored, form = ignored_of(fields.ignored), form_of(name, fields, answers)
+        if fields.stream:
+            return EventStream(form, events, settings.timeout, ignored)
+        return await whole(form, events, request.receive, ignored)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat, ChatForm, EventStream, service.chat)
+        return await answer(request, Chat, ChatForm, service.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Completion, TextForm, EventStream, service.completion)
+        return await answer(request, Completion, TextForm, service.completion)
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        return await answer(request, ResponseRequest, ResponseForm, ResponseStream, service.respond)
+        return await answer(request, ResponseRequest, ResponseForm, service.respond)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:
