@@ -305,12 +305,12 @@ def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.sessions.conversation.turns", lambda say: lines())
+    monkeypatch.setattr("kvalign.app.commands.chat.turns", lambda say: lines())
     assert chat() == 130
     kept = "talk holds the conversation up to its last answer; to go on: kvalign chat --state talk"
     assert capsys.readouterr().err.endswith(f"\nkvalign chat: interrupted; {kept}\n")
     monkeypatch.setattr(
-        "kvalign.app.sessions.conversation.turns", lambda say: itertools.islice(lines(), 1, 9)
+        "kvalign.app.commands.chat.turns", lambda say: itertools.islice(lines(), 1, 9)
     )
     assert chat() == 130
     assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted\n")
@@ -345,7 +345,7 @@ def test_a_file_that_others_have_is_not_overwritten(tmp_path, monkeypatch, capsy
         yield "When?"
 
     monkeypatch.setattr(
-        "kvalign.app.sessions.conversation.turns", lambda say: iter(say) if say else lines()
+        "kvalign.app.commands.chat.turns", lambda say: iter(say) if say else lines()
     )
     assert chat("--state", str(path)) == 1
     error = f"this answer was not saved: {path} was since changed by another program"

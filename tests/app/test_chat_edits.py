@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvalign.app.sessions.chat_commands import obey
+from kvalign.app.commands.chat import obey
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import begins_of
 from kvalign.foundation.errors import UserError

@@ -8,8 +8,8 @@ import pytest
 from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
 
 from kvalign.aligners import Aligner
-from kvalign.app.cli import standard_input
 from kvalign.app.cli.main import main
+from kvalign.app.commands import generate
 from kvalign.app.commands.generate import BEYOND, PROMPT, tokens_past
 
 NETWORK = "kvalign-data/gpt2-mini/network"
@@ -126,21 +126,21 @@ def test_a_prompt_is_read_where_it_is_piped(standing_in, tmp_path, kvalign):
 
 def test_nothing_that_gives_no_prompt_is_waited_for(standing_in, monkeypatch, capfd):
     standing_in(None)
-    assert standard_input.piped_text() == "" == standard_input.whole_text()
+    assert generate.piped_text() == "" == generate.whole_text()
     with open(os.devnull) as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
-        assert standard_input.piped_text() == ""
+        assert generate.piped_text() == ""
     standing_in(pipe()[0])
-    assert standard_input.piped_text() == ""
+    assert generate.piped_text() == ""
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(standard_input, "QUIET_S", 0.01)
-    monkeypatch.setattr(standard_input, "WAIT_S", 0.1)
+    monkeypatch.setattr(generate, "QUIET_S", 0.01)
+    monkeypatch.setattr(generate, "WAIT_S", 0.1)
     reader, writer = pipe(closed=False)
     standing_in(reader)
-    assert standard_input.piped_text() == ""
+    assert generate.piped_text() == ""
     assert "waiting 0.1 s for a prompt on standard input" in capfd.readouterr().err
     os.close(writer)
     terminal, other = os.openpty()
     standing_in(os.fdopen(terminal))
-    assert standard_input.piped_text() == ""
+    assert generate.piped_text() == ""
     os.close(other)

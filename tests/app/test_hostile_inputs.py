@@ -18,7 +18,6 @@ HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
 PROMPT = ["--prompt", "The"]
 CASES = [
     (["generate", "--prompt", HALF], "--prompt is not UTF-8: character 11 is U+DCFF"),
-    (["generate", "--prompt-file", "pipe"], "without input for"),
     (["generate", "--prompt-file", "halves.txt"], "halves.txt is not UTF-8"),
     (
         ["chat", "--model", "gpt2-mini", "--state", "pipe", "--say", "Hi"],
@@ -48,7 +47,6 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("argv", "message"), CASES, ids=[" ".join(a)[:50] for a, _ in CASES])
 def test_texts_and_paths(argv, message, place, capfd, monkeypatch):
-    monkeypatch.setattr("kvalign.app.cli.standard_input.PIPE_S", 0.1)
     refused(argv, message, capfd)
 
 

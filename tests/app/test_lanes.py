@@ -6,8 +6,7 @@ from html import unescape
 import pytest
 
 from kvalign.app.cli.main import main
-from kvalign.app.pages.frames import NUM_TOKENS, record
-from kvalign.app.pages.lanes import frame, page
+from kvalign.app.pages.lanes import NUM_TOKENS, frame, page, record
 from kvalign.methods import make_method
 from kvalign.methods.registry import METHODS
 

@@ -12,8 +12,8 @@ import pytest
 from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
-from kvalign.app.serve.answers import Answers, Piece
 from kvalign.app.serve.replies import Events, EventStream, TextForm
+from kvalign.app.serve.turn import Answers, Piece
 from kvalign.app.serve.wire import Completion
 from kvalign.models.loading import load_model
 

@@ -11,12 +11,11 @@ import torch
 from helpers.edited_talks import ASKED, TALK, edited, more
 from helpers.patience import PATIENCE_S, until
 
-from kvalign.app.serve.answers import End, Piece, SessionUpdate
 from kvalign.app.serve.edits import Change
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import Turn
+from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method
 

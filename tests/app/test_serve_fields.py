@@ -17,8 +17,7 @@ from openai.types.chat.chat_completion_content_part_refusal_param import (
 )
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import REFUSED
-from kvalign.app.serve.messages import Message, TextPart
+from kvalign.app.serve.messages import REFUSED, Message, TextPart
 from kvalign.app.serve.wire import Chat, Completion, StreamOptions, parsed
 
 

@@ -13,10 +13,10 @@ from helpers.patience import PATIENCE_S
 from helpers.uncompiled_step import not_compiled
 
 import kvalign
-from kvalign.app.serve.answers import End, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.turn import End, Piece
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
 from kvalign.models.loading import load_model

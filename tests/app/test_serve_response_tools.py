@@ -10,12 +10,11 @@ from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 from openai.types import responses as theirs
 from openai.types.responses.response_input_param import FunctionCallOutput
 
-from kvalign.app.serve.answers import Answers, End, Piece
-from kvalign.app.serve.form import REFUSED
-from kvalign.app.serve.messages import Function, Item, messages_of
+from kvalign.app.serve.messages import REFUSED, Function, Item, messages_of
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.tools import HERMES, Tools
+from kvalign.app.serve.turn import Answers, End, Piece
 from kvalign.app.serve.wire import parsed
 
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]

@@ -9,7 +9,7 @@ from helpers.served import serving
 from openai.types.responses import response_create_params as params
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import REFUSED
+from kvalign.app.serve.messages import REFUSED
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.wire import parsed
 

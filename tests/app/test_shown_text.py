@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvalign.app.pages.shown_text import pieces
+from kvalign.app.pages.side_by_side import pieces
 from kvalign.eval.judging.chunks import chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.judging.words import load_words

@@ -1,17 +1,35 @@
-"""Arguments of a command: a parser made from its settings, and the flags of all commands."""
+"""Arguments of a command: a parser made from its settings, and its help of at most 80 columns."""
 
 import argparse
 import dataclasses
 import inspect
 import re
+import shutil
+import textwrap
 import typing
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from kvalign.app.cli import help
 from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import Settings, flag, without_none
+
+WIDTH = 80
+_OTHER = "flags"
+_GROUPS = {
+    "results": "out csv keep plot page open",
+    "text": "max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
+    "repetition_window no_repeat_ngram_size stop_at_end stop_strings seed",
+    "cache": "cache_size cache_sizes num_sinks memory evict",
+    "method": "method methods aligner policy reference",
+    "expert": "num_evicted realign_every num_recent positions num_recalled recall_places "
+    "recall_layers cache_dtype weights dtype device compile lookup",
+}
+_OF_ALL = "with any command"
+_TITLES = (_OTHER, *_GROUPS, _OF_ALL)
+"""Groups of flags, in the order of help."""
+_TITLE_OF = {name: title for title, names in _GROUPS.items() for name in names.split()}
 
 LONGEST_CHOICES = 64  # characters that fit behind a flag
 
@@ -27,16 +45,16 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     Wrong use prints one line and exits with code 2. The docstring of the settings is the help.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
-    commands = [help.example(line.strip()) for line in example.strip().splitlines()]
+    commands = [_example(line.strip()) for line in example.strip().splitlines()]
     named = [
         field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]
     ]
     parser = OneLineParser(
         prog=prog,
         usage=" ".join([prog, *named, "[flags]"]),
-        description=help.wrapped(help_text.strip()),
+        description=_wrapped(help_text.strip()),
         epilog="\n".join(["example:", *commands]) if commands else None,
-        formatter_class=help.Formatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=False,
     )
@@ -54,9 +72,9 @@ def add_arguments(
     Returns:
         for each field: its action, itself, and its type without `| None`.
     """
-    arguments, groups = {}, {title: parser.add_argument_group(title) for title in help.TITLES}
+    arguments, groups = {}, {title: parser.add_argument_group(title) for title in _TITLES}
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    titles = help.titles_of(names)
+    titles = _titles_of(names)
     for cls in classes:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
@@ -66,7 +84,7 @@ def add_arguments(
                 group = groups[titles[field.name]]
                 action = group.add_argument(name, **_argument(field, hint))
                 arguments[field.name] = (action, field, hint)
-    of_all = groups[help.OF_ALL]
+    of_all = groups[_OF_ALL]
     if not parser.add_help:
         of_all.add_argument("-h", "--help", action="help", help="this")
     if has_json:
@@ -127,3 +145,42 @@ def _comma_separated(item: type) -> Any:
 
     parse_items.__name__ = f"comma-separated {item.__name__}"  # what argparse shows in its error
     return parse_items
+
+
+def columns() -> int:
+    """Width of help in columns."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def _titles_of(names: Collection[str]) -> dict[str, str]:
+    """Group titles of a command's flags, by flag. An idea has the same title in all commands. A
+    single flag has no group.
+    """
+    titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}
+    sizes = Counter(titles.values())
+    return {name: title if sizes[title] > 1 else _OTHER for name, title in titles.items()}
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs, each as wide as help is; lists keep their lines."""
+    return "\n\n".join(textwrap.fill(part, columns()) for part in text.split("\n\n"))
+
+
+def _example(command: str) -> str:
+    """A command in lines for a shell, broken before flags."""
+    lines: list[str] = []
+    indent = "  "
+    for part in re.split(r" (?=--)", command):
+        if lines and len(lines[-1]) + len(part) + 3 <= columns():
+            lines[-1] += f" {part}"
+        else:
+            lines.append(indent + part)
+            indent = "    "
+    return " \\\n".join(lines)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter of argparse, at most 80 columns wide."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=26, width=columns())

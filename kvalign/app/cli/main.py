@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import kvalign
-from kvalign.app.cli import catalogue, help
-from kvalign.app.cli.arguments import parse
+from kvalign.app.cli import catalogue
+from kvalign.app.cli.arguments import columns, parse
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS
 from kvalign.app.cli.next_steps import say_stopped
 from kvalign.foundation import progress
@@ -192,8 +192,6 @@ def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:
     """Line for each command, names in a column as wide as the longest, or `width`."""
     width = max(width, *map(len, commands))
     return [
-        textwrap.fill(
-            f"  {name:{width}}  {about}", help.width(), subsequent_indent=" " * (width + 4)
-        )
+        textwrap.fill(f"  {name:{width}}  {about}", columns(), subsequent_indent=" " * (width + 4))
         for name, about in commands.items()
     ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import select
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
-from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
 from kvalign.app.sessions.stream_settings import (
     MAX_NEW_TOKENS,
     StreamSettings,
     num_of_keep,
     pieces_of,
 )
-from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_text, text_of
 from kvalign.foundation.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ MOST = 1024
 """Longest context length that a stream without a length passes; longer ones take minutes."""
 BEYOND = 88
 """Number of tokens that it writes past that."""
+QUIET_S, WAIT_S = 1.0, 10.0  # for a prompt; the first part of the wait is not spoken of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +141,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     if prompt_file == Path("-"):
         prompt = whole_text()
     elif prompt_file is not None:
-        from kvalign.foundation.files import read_text
-
-        if not prompt_file.exists():
-            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names")
-        prompt = (text_of_pipe if prompt_file.is_fifo() else read_text)(prompt_file)
+        if prompt_file.is_fifo():  # a shell's <(...)
+            prompt = text_of(prompt_file.read_bytes(), prompt_file)
+        else:
+            prompt = read_text(prompt_file)
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     return prompt
@@ -187,3 +190,35 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
         for line in lines if number else ():  # else the prompt passed it: `warn_if_too_long`
             print(f"{start}[token {stream.num_fed}: {line}]", file=sys.stderr, flush=True)
         yield piece
+
+
+def piped_text() -> str:
+    """Return the piped text without its last line break; "" without a pipe.
+
+    After `WAIT_S` seconds it gives up on an open and empty pipe, which some CI systems leave.
+    """
+    try:
+        file = sys.stdin.fileno()
+        mode = os.fstat(file).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or no file of the system's
+        return ""
+    is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    has_text = stat.S_ISREG(mode) or (is_pipe and _has_come(file))
+    return whole_text().removesuffix("\n") if has_text else ""
+
+
+def whole_text() -> str:
+    """Standard input up to its end, without a time limit; UserError if it is not UTF-8 text."""
+    return text_of(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
+
+
+def _has_come(file: int) -> bool:
+    """Return whether there is input, or its end."""
+    try:
+        if select.select([file], [], [], QUIET_S)[0]:
+            return True
+        about = "for a prompt on standard input; --prompt gives one, --prompt-file - waits longer"
+        print(f"waiting {WAIT_S:g} s {about}", file=sys.stderr)
+        return bool(select.select([file], [], [], WAIT_S - QUIET_S)[0])
+    except OSError:  # Windows asks sockets alone
+        return True

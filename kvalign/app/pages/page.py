@@ -1,23 +1,59 @@
 """Live page: a Gradio app whose streams and lane use the same settings."""
 
 import functools
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
 
 from kvalign.aligners import Aligner
-from kvalign.app.pages import controls, lanes, render, source
+from kvalign.app.pages import lanes, render, source
 from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
-from kvalign.cache.sizes import CacheSizes
+from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.cache.sizes import CacheSizes, Positions
 from kvalign.eval.judging.words import load_words
 from kvalign.foundation.errors import UserError
+from kvalign.methods import registry
+from kvalign.methods.choice import aligners_at_hand
 from kvalign.models.loading import LoadedModel, load_model
+from kvalign.policies import OLDEST, POLICIES
+from kvalign.streaming.sampling import Sampling
 
+_LABELS = {
+    "cache_size": "Cache size",
+    "num_evicted": "Evicted at once",
+    "max_new_tokens": "New tokens",
+    "temperature": "Temperature",
+    "top_k": "Top-k",
+    "top_p": "Top-p",
+    "min_p": "Min-p",
+    "repetition_penalty": "Repetition penalty",
+    "seed": "Seed",
+}
+"""Labels of a stream's settings on the page."""
+_WORDS = {
+    "num_sinks": "sinks",
+    "chunk_len": "chunks of",
+    "realign_every": "evictions before a move",
+    "num_recent": "newest entries that stay",
+    "num_recalled": "entries taken back",
+}
+"""Names in errors that have no control on the page."""
+_SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
+    "temperature": (0, 2, 0.05),
+    "top_k": (0, 200, 1),
+    "top_p": (0.05, 1, 0.05),
+    "min_p": (0, 0.5, 0.01),
+    "repetition_penalty": (1, 2, 0.05),
+}
+_LEAST_ENTRIES, _MOST_ENTRIES, _MOST_EVICTED = 8, 1024, 128
+_HELP = {field.name: field.metadata["help"] for field in fields(StreamSettings)}
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 # On gpt2-mini streaming-llm leaves entries stale, which the other two do not.
 DEFAULT_METHODS = ("streaming-llm", "kvalign", "discard-half")
@@ -31,7 +67,7 @@ SIZES = (
     *("has_memory", "policy", "positions", "methods", "model", "aligner"),
     *("cache_size", "num_evicted"),
 )
-INPUTS = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
+INPUTS = ("prompt", *SIZES, "max_new_tokens", *_SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
 # The report's greys, from paper to ink.
 _GREYS = "#f6f8fa #eaeef2 #d0d7de #c4ccd4 #9aa4af #6e7781 #57606a #30363d #161b22 #12171e #0d1117"
@@ -64,7 +100,8 @@ def build(
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:
-        return controls.aligners_of(load(model), aligner if model == models[0] else None)
+        own = [aligner] if aligner and model == models[0] else []
+        return list(dict.fromkeys([*own, *aligners_at_hand(load(model).model)]))
 
     def able(methods: Sequence[str], model: str) -> list[str]:
         """Methods that need no aligner or have one for the model."""
@@ -98,7 +135,7 @@ def build(
                 views=views,
                 seed=seed,
                 verdict=verdict(views),
-                labelled=controls.labelled,
+                labelled=_labelled,
             )
             yield cards, gr.skip(), gr.skip()
         yield gr.skip(), *_buttons(is_running=False)
@@ -121,7 +158,7 @@ def build(
 
     def follow(model: str, methods: list[str], cache_size: int) -> list[dict]:
         """Return the changes with another model: its aligners, its methods, its largest cache."""
-        names, most = offered(model), controls.most_entries(load(model))
+        names, most = offered(model), _most_entries(load(model))
         return [
             gr.update(choices=names, value=names[0] if names else None),
             gr.update(value=able(methods, model)),
@@ -148,27 +185,44 @@ def build(
                     info="they take turns; tokens/s counts own steps only",
                     elem_id="methods",
                 )
-                most = controls.most_entries(first)
-                cache_size = controls.slider(
+                most = _most_entries(first)
+                cache_size = _slider(
                     "cache_size",
-                    controls.LEAST_ENTRIES,
+                    _LEAST_ENTRIES,
                     most,
                     min(64, most),
                     info="entries that stay",
                     elem_id="cache_size",
                 )
-                num_evicted = controls.slider(
+                num_evicted = _slider(
                     "num_evicted",
                     1,
-                    controls.MOST_EVICTED,
+                    _MOST_EVICTED,
                     1,
                     info="entries; discard-half: half",
                     elem_id="num_evicted",
                 )
-                has_memory = controls.memory_switch(memory or MEMORY, memory is not None, METHODS)
+                has_memory = gr.Checkbox(
+                    memory is not None,
+                    label="Memory",
+                    info=f"of {memory or MEMORY} evicted tokens; {_without_policy()}",
+                    elem_id="memory",
+                )
                 with gr.Row(elem_id="eviction"):
-                    policy, positions = controls.eviction(METHODS)
-                num_tokens = controls.slider(
+                    policy = gr.Dropdown(
+                        list(POLICIES),
+                        value=OLDEST,
+                        label="Policy",
+                        info=_without_policy(),
+                        min_width=80,
+                    )
+                    positions = gr.Dropdown(
+                        list(get_args(Positions)),
+                        label="Positions",
+                        info="of the entries that stay",
+                        min_width=80,
+                    )
+                num_tokens = _slider(
                     "max_new_tokens", 10, 2000, 600, step=10, info="by each method"
                 )
                 with gr.Row(elem_id="actions"):
@@ -188,10 +242,10 @@ def build(
                         info="shipped, trained here, or given by --aligner",
                     )
                 with gr.Accordion("Sampling", open=False):
-                    drawing = controls.sampling_sliders()
+                    drawing = _sampling_sliders()
                     seed = gr.Number(
                         SEED,
-                        label=controls.LABELS["seed"],
+                        label=_LABELS["seed"],
                         info="random seed; empty: a new one each time",
                         precision=0,
                     )
@@ -222,8 +276,44 @@ def build(
     return page
 
 
+def _slider(
+    name: str, least: float, most: float, value: float, step: float = 1, **more: Any
+) -> gr.Slider:
+    """Control for a setting, with the command line's help unless `more` has `info`."""
+    more = {"label": _LABELS[name], "info": _HELP[name], **more}
+    return gr.Slider(least, most, value, step=step, **more)
+
+
+def _sampling_sliders() -> list[gr.Slider]:
+    """Control for each of `_SAMPLING`, with the command line's defaults."""
+    return [
+        _slider(name, least, most, getattr(Sampling, name), step)
+        for name, (least, most, step) in _SAMPLING.items()
+    ]
+
+
+def _without_policy() -> str:
+    """Methods that have their own way to evict."""
+    names = (name for name in METHODS if not registry.METHODS[name].takes_policy)
+    return f"{', '.join(names)}: none"
+
+
+def _labelled(line: str) -> str:
+    """Error message with the page's labels instead of flags."""
+    names = _LABELS | _WORDS
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[0]], line)
+
+
+def _most_entries(loaded: LoadedModel) -> int:
+    """The largest cache for which the model has positions."""
+    ends = [_MOST_ENTRIES]
+    if loaded.spec.context_len is not None:
+        ends.append(loaded.spec.context_len - 1)
+    return max(_LEAST_ENTRIES, min(ends))
+
+
 def _message(line: str) -> str:
-    return render("message.html", line=controls.labelled(line))
+    return render("message.html", line=_labelled(line))
 
 
 def _buttons(is_running: bool) -> list[dict]:

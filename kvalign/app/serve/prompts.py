@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import unsupported
-from kvalign.app.serve.messages import Message
+from kvalign.app.serve.messages import Message, unsupported
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools

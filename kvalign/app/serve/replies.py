@@ -14,10 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.tools import as_json
-from kvalign.app.serve.turn import TokenLogprob
+from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
 from kvalign.app.serve.wire import Request
 
 WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"

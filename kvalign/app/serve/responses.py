@@ -11,11 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
-from kvalign.app.serve.answers import Answers, End
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import Form, unsupported
-from kvalign.app.serve.messages import MOST_TOOLS, Item, Message, NamedTool, Tool, messages_of
+from kvalign.app.serve.messages import (
+    MOST_TOOLS,
+    Form,
+    Item,
+    Message,
+    NamedTool,
+    Tool,
+    messages_of,
+    unsupported,
+)
 from kvalign.app.serve.replies import ChatForm, Part, usage_of
+from kvalign.app.serve.turn import Answers, End
 from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
 
 _LOGPROBS = "message.output_text.logprobs"

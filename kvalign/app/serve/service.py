@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.answers import Answers, End, Piece, Put, SessionUpdate
 from kvalign.app.serve.constraints import Constraints
 from kvalign.app.serve.edits import RUN, Change, Edits, edits_between
-from kvalign.app.serve.engine import Engine
+from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.messages import Message
-from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools
-from kvalign.app.serve.turn import AnswerRow, State, Turn
+from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
 from kvalign.app.sessions.conversation import sinks_of, talk_defaults
 from kvalign.foundation.errors import UserError

@@ -18,8 +18,7 @@ from pydantic import (
 )
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.form import Form
-from kvalign.app.serve.messages import MOST_TOOLS, Message, NamedTool, Tool
+from kvalign.app.serve.messages import MOST_TOOLS, Form, Message, NamedTool, Tool
 from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
