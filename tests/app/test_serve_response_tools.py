@@ -10,7 +10,7 @@ from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 from openai.types import responses as theirs
 from openai.types.responses.response_input_param import FunctionCallOutput
 
-from kvalign.app.serve.messages import REFUSED, Function, Item, messages_of
+from kvalign.app.serve.messages import REFUSED, Function, Item
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.tools import HERMES, Tools
@@ -123,11 +123,11 @@ def test_items_of_one_answer_are_one_message():
     items, _ = told(text, 1000)
     result = {"type": "function_call_output", "call_id": "a", "output": "9"}
     back = read(input=[{"role": "user", "content": "When?"}, *items, result, result], tools=FLAT)
-    _, answer, *results = messages_of(back.input)
+    _, answer, *results = back.messages
     assert answer == tools.message(text)
     assert [(one.role, one.content) for one in results] == [("tool", "9")] * 2
     two = [{"role": "assistant", "content": text} for text in "ab"]
-    apart = messages_of(read(input=[*two, {"role": "user", "content": "c"}]).input)
+    apart = read(input=[*two, {"role": "user", "content": "c"}]).messages
     assert [one.content for one in apart] == ["a", "b", "c"]
 
 

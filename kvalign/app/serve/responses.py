@@ -7,43 +7,48 @@ name and the number of tokens before the answer, so it needs no list, and is kno
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.messages import (
-    MOST_TOOLS,
-    Form,
-    Item,
-    Message,
-    NamedTool,
-    Tool,
-    messages_of,
-    unsupported,
-)
+from kvalign.app.serve.messages import Form, Item, messages_of, unsupported
 from kvalign.app.serve.replies import ChatForm, Part, usage_of
 from kvalign.app.serve.turn import Answers, End
-from kvalign.app.serve.wire import MOST_MESSAGES, OF_REQUESTS, Chat, Request, fault_in
+from kvalign.app.serve.wire import MOST_MESSAGES, Chat, FormatType, schema_of
 
 _LOGPROBS = "message.output_text.logprobs"
-_OF_CHAT = {"messages": "input", "response_format": "text"}  # its fields, as they are named here
+_OF_CHATS = (
+    *("n", "session", "logprobs", "response_format", "max_completion_tokens"),
+    "chat_template_kwargs",
+)
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
 
 
 class TextFormat(Form):
+    """Form of an answer, whose schema stands beside the type."""
+
+    harmless: ClassVar = ("description",)
     within = "text"
-    format: dict[str, Any] | None = None
+    type: FormatType
+    name: str | None = None
+    strict: bool | None = None
+    of: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseRequest(Request):
-    """A request to /v1/responses."""
+class Text(Form):
+    within = "text"
+    format: TextFormat | None = None
 
-    harmless = (*Request.harmless, "max_tool_calls", "background_options")
-    input: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("items")],
-        Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+
+class ResponseRequest(Chat):
+    """A request to /v1/responses: a chat whose messages are items."""
+
+    harmless = (*Chat.harmless, "max_tool_calls", "background_options")
+    messages: Annotated[  # type: ignore[assignment]
+        list[Item],
+        Field(alias="input", min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+        AfterValidator(messages_of),
     ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(pattern=_ID)] | None = None
@@ -51,19 +56,40 @@ class ResponseRequest(Request):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None  # what of it is not here is not in an answer either
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    text: TextFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    text: Text | None = None
     _root: str = PrivateAttr(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
 
     @classmethod
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        for name in ("n", "session"):
-            if values.get(name) not in (None, 1):
+        for name in _OF_CHATS:
+            if values.get(name) is not None and (name, values[name]) != ("n", 1):
                 raise unsupported(name, name)
-        return super().obeyed(values, ignored)
+        fields = super().obeyed(values, ignored)
+        if isinstance(fields.get("input"), str):
+            fields["input"] = [{"role": "user", "content": fields["input"]}]
+        if isinstance(fields.get("input"), list) and isinstance(fields.get("instructions"), str):
+            system = {"role": "system", "content": fields["instructions"]}
+            fields["input"] = [system, *fields["input"]]
+        return fields
+
+    @model_validator(mode="after")
+    def _in_session(self) -> "ResponseRequest":
+        if self.store is False and self.previous_response_id is not None:
+            raise RequestError(
+                "store: false is not supported with previous_response_id, whose session grows",
+                param="store",
+                code="unsupported",
+            )
+        if self.num_top is not None and self.tools and self.may_call:
+            param = "top_logprobs" if self.top_logprobs else "include"
+            raise RequestError(
+                f"{param}: logprobs are not supported with tools: leave one of them out, or ask "
+                "for tool_choice: none",
+                param=param,
+                code="unsupported",
+            )
+        self.session = self.name if self.store is not False else None
+        return self
 
     @property
     def name(self) -> str:
@@ -77,52 +103,18 @@ class ResponseRequest(Request):
         return None if name is None else int(name[len(self._root) :], 16)
 
     @property
-    def as_chat(self) -> Chat:
-        """The same request to /v1/chat/completions."""
-        if self.store is False and self.previous_response_id is not None:
-            raise RequestError(
-                "store: false is not supported with previous_response_id, whose session grows",
-                param="store",
-                code="unsupported",
-            )
-        if isinstance(self.input, str):
-            messages = [Message(role="user", content=self.input)]
-        else:
-            messages = messages_of(self.input)
-        if self.instructions is not None:
-            messages = [Message(role="system", content=self.instructions), *messages]
-        same = {name: getattr(self, name) for name in (*OF_REQUESTS, "seed", "stop", "model")}
-        has_logprobs = bool(self.top_logprobs or _LOGPROBS in (self.include or ()))
-        if has_logprobs and self.tools and self.tool_choice != "none":
-            param = "top_logprobs" if self.top_logprobs else "include"
-            raise RequestError(
-                f"{param}: logprobs are not supported with tools: leave one of them out, or ask "
-                "for tool_choice: none",
-                param=param,
-                code="unsupported",
-            )
-        of_tools = self.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
-        values = {
-            **{name: value for name, value in same.items() if value is not None},
-            "messages": [message.model_dump() for message in messages],
-            "max_tokens": self.max_output_tokens or self.max_tokens,
-            "session": self.name if self.store is not False else None,
-            "response_format": self._format(),
-            "logprobs": has_logprobs,
-            "top_logprobs": self.top_logprobs,
-            **of_tools,
-        }
-        try:
-            return Chat.model_validate(values)
-        except ValidationError as error:
-            raise fault_in(error, _OF_CHAT) from None
+    def num_top(self) -> int | None:
+        has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if has_logprobs else None
 
-    def _format(self) -> dict[str, Any] | None:
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
         form = self.text and self.text.format
-        if not form or form.get("type") != "json_schema":
-            return form or None
-        rest = {name: value for name, value in form.items() if name != "type"}
-        return {"type": "json_schema", "json_schema": rest}
+        return schema_of(form.type, form.of) if form else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_output_tokens or self.max_tokens
 
 
 class ResponseForm(ChatForm):
@@ -174,6 +166,9 @@ class ResponseForm(ChatForm):
             {"type": "function", "strict": False, **tool.function.model_dump()}
             for tool in request.tools or ()
         ]
+        form: Any = {"type": "text"}
+        if request.text and request.text.format:
+            form = request.text.format.model_dump(by_alias=True, exclude_none=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice: Any = request.tool_choice or "auto"
         if not isinstance(choice, str):
@@ -194,7 +189,7 @@ class ResponseForm(ChatForm):
             "previous_response_id": request.previous_response_id,
             "store": request.store is not False,
             "temperature": request.temperature,
-            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "text": {"format": form},
             "tool_choice": choice,
             "tools": tools,
             "top_p": request.top_p,

@@ -115,10 +115,10 @@ class Service:
         """Answer a request to /v1/responses, in a session of its own or that of an earlier one. One
         that sends all messages takes up the state of the session that had them, which stays.
         """
-        chat, begun = request.as_chat, None
+        begun = None
         if request.previous is None:
-            begun = self.sessions.begun(chat.messages, chat.opening)
-        return self.chat(chat, headers, put, request.previous, begun)
+            begun = self.sessions.begun(request.messages, request.opening)
+        return self.chat(request, headers, put, request.previous, begun)
 
     def chat(
         self,

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
@@ -114,11 +113,15 @@ class Request(Form):
 
 
 # Who answers and how the answer is sent; what is answered, which `sessions.digest` compares; and
-# the other name of a field.
+# the other names of fields.
 _NOT_OF_THE_ANSWER = {
     *("model", "session", "stream", "stream_options"),
     *("messages", "prompt", "max_completion_tokens"),
+    *("instructions", "previous_response_id", "max_output_tokens", "store", "metadata", "include"),
 }
+
+
+FormatType = Literal["text", "json_object", "json_schema"]
 
 
 class JSONSchema(Form):
@@ -131,19 +134,13 @@ class ResponseFormat(Form):
     """Form of an answer."""
 
     within = "response_format"
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     json_schema: JSONSchema | None = None
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """JSON schema that the answer obeys; None: any text."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        if self.json_schema is None:
-            raise RequestError("response_format: json_schema is missing", param="response_format")
-        return self.json_schema.of or {}
+
+def schema_of(kind: FormatType, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    """JSON schema that an answer of a form obeys; None: any text."""
+    return {"text": None, "json_object": {"type": "object"}, "json_schema": schema or {}}[kind]
 
 
 class Chat(Request):
@@ -193,7 +190,7 @@ class Chat(Request):
         if names and self.may_call and self.schema_of_answer is not None:
             what = "response_format is not supported with tools: leave one of them out, or ask for "
             refuse(f"{what}tool_choice: none", "response_format", "unsupported")
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs and self.num_top is None:
             refuse("top_logprobs needs logprobs: true", "top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             what = "max_tokens and max_completion_tokens differ: give one of them"
@@ -226,8 +223,11 @@ class Chat(Request):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        form = self.response_format
-        return None if form is None else form.schema_of_answer
+        if (form := self.response_format) is None:
+            return None
+        if form.type == "json_schema" and form.json_schema is None:
+            raise RequestError("response_format: json_schema is missing", param="response_format")
+        return schema_of(form.type, form.json_schema.of if form.json_schema else None)
 
     @property
     def most_tokens(self) -> int | None:
@@ -299,19 +299,11 @@ def parsed(model: type[M], body: bytes, session: str | None) -> M:
             values["session"] = session
         request = model.model_validate(values, context={"ignored": ignored})
     except ValidationError as error:
-        raise fault_in(error) from None
+        fault = error.errors(include_url=False, include_context=False)[0]
+        param = str(fault["loc"][0]) if fault["loc"] else None
+        what = fault["msg"].removeprefix("Value error, ")
+        raise RequestError(f"{param or 'the body'}: {what}", param=param) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     request._ignored = ignored
     return request
-
-
-def fault_in(
-    error: ValidationError, names: Mapping[str, str] = MappingProxyType({})
-) -> RequestError:
-    """The first fault of a request, in one line; `names` are what the client calls fields."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    param = str(fault["loc"][0]) if fault["loc"] else None
-    param = names.get(param, param) if param else None
-    what = fault["msg"].removeprefix("Value error, ")
-    return RequestError(f"{param or 'the body'}: {what}", param=param)
