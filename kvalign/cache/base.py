@@ -31,9 +31,8 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect
-from kvalign.foundation.whole import Whole
+from kvalign.foundation.whole import NotPickled, Whole
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.input_ids import rows_of
 

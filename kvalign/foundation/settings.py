@@ -248,15 +248,7 @@ def check_outputs(settings: Settings) -> None:
 
 
 def check_output(path: Path, output: Output, name: str = "--out") -> None:
-    """Raise UserError if a file or a folder cannot be written; folders above it need not exist. A
-    name with control characters is refused.
-    """
-    if not str(path).strip() or not str(path).isprintable():
-        raise UserError(
-            f"{name} {str(path)!r:.80} is blank or has control characters: use another name"
-        )
-    if path.absolute() == Path(path.absolute().anchor):
-        raise UserError(f"{name} {path} is the root folder: name a folder in it")
+    """Raise UserError if a file or a folder cannot be written; folders above it need not exist."""
     if output == "file" and path.exists() and not path.is_file():  # it would be replaced
         if path.is_dir():
             raise UserError(f"{name} {path} is a folder: name a file in it")

@@ -1,7 +1,8 @@
-"""Objects that change in several steps, and must not be used after one of them failed."""
+"""Objects that hold a stream: not used after one of their changes failed, and not pickled."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar, NoReturn
 
 from kvalign.foundation.errors import UserError
 
@@ -59,3 +60,16 @@ def _interrupted() -> UserError:
         "this stream was interrupted within a step and cannot continue: reset() it, or load a "
         "saved one"
     )
+
+
+class NotPickled:
+    """Base of objects that refuse pickle: they need a model that their bytes would not contain.
+
+    Attributes:
+        instead: how to save it, in a line.
+    """
+
+    instead: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise UserError(self.instead)

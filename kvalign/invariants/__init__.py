@@ -19,8 +19,7 @@ from kvalign.foundation.settings import expect, typed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvalign.invariants.base import Invariant, Outcome
-    from kvalign.invariants.subject import Make
+    from kvalign.invariants.subject import Invariant, Make, Outcome
 
 NUM_STEPS = 1000
 
@@ -86,9 +85,8 @@ def verify(
     import torch
 
     from kvalign.foundation.errors import UserError
-    from kvalign.invariants.base import Outcome
     from kvalign.invariants.stream import NotApplicableError
-    from kvalign.invariants.subject import Subject
+    from kvalign.invariants.subject import Outcome, Subject
 
     names = list(INVARIANTS) if invariants is None else list(invariants)
     by_name = {name: INVARIANTS.find(name) for name in names}

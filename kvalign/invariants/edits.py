@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kvalign.aligners import AnchoredAligner
 from kvalign.foundation.errors import UserError
-from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.entries import aligner_of, first_layer_outputs
 from kvalign.invariants.stream import NotApplicableError
-from kvalign.invariants.subject import Subject
+from kvalign.invariants.subject import Measured, Subject, difference, invariant
 from kvalign.methods.cached import Cached
 
 NUM_ROWS = 2

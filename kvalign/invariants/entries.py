@@ -15,9 +15,8 @@ from kvalign.aligners.entries import cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realign import OnRead
 from kvalign.cache.realigner import LONG_RUN, Realigner, rotated
-from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched, matches
-from kvalign.invariants.subject import Subject, first_layer, once
+from kvalign.invariants.subject import Measured, Subject, difference, first_layer, invariant, once
 
 FIRST_INPUT = 5
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, is_exact
-from kvalign.invariants.subject import Subject
+from kvalign.invariants.subject import Measured, Subject, difference, invariant
 
 NUM_ROWS = 3
 MOST_AT_ONCE = 7

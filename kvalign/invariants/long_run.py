@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from kvalign.foundation import progress
-from kvalign.invariants.base import Measured, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream
-from kvalign.invariants.subject import Subject, in_precision, once
+from kvalign.invariants.subject import Measured, Subject, in_precision, invariant, once
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over

@@ -14,9 +14,8 @@ from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.invariants.base import Measured, difference, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
-from kvalign.invariants.subject import Subject, once
+from kvalign.invariants.subject import Measured, Subject, difference, invariant, once
 from kvalign.memory.memories import Memories
 from kvalign.memory.recall import Matches
 from kvalign.models.attention import MARK, mark

@@ -20,9 +20,8 @@ from kvalign.cache.edits import EncodedPart
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import spelled_out
-from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import check_output, typed
-from kvalign.foundation.whole import Whole
+from kvalign.foundation.whole import NotPickled, Whole
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long

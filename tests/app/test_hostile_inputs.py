@@ -24,7 +24,6 @@ CASES = [
         "--state pipe cannot be written",
     ),
     (["eval", "run", "pipe.yaml", "--out", "o"], "pipe.yaml is not a file but a pipe"),
-    (["lanes", "--out", "l\x1b[31m.html"], "is blank or has control"),
 ]
 
 

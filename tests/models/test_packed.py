@@ -17,7 +17,7 @@ from kvalign import load_model, load_stream, make_method, stream, verify
 from kvalign.cache.form import Form
 from kvalign.cache.int8 import Int8
 from kvalign.foundation.errors import UserError
-from kvalign.invariants.base import difference
+from kvalign.invariants.subject import difference
 from kvalign.models import kernel, packed
 from kvalign.models.identity import embedding_fingerprint, has_fingerprint
 from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, weights_of

@@ -24,7 +24,8 @@ from kvalign.app.sessions.stream_settings import (
 )
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text, text_of
-from kvalign.foundation.settings import NUM_SINKS, option
+from kvalign.foundation.settings import NUM_SINKS, like, option
+from kvalign.streaming.sampling import Sampling
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -52,10 +53,11 @@ class GenerateSettings(StreamSettings):
     prompt_file: Path | None = option(
         None, help="file with the text to continue; -: standard input, to its end"
     )
-    max_new_tokens: int | None = option(
-        None,
-        help="most tokens to generate (default: past the context length if that is at most "
-        f"{MOST}, else {MAX_NEW_TOKENS})",
+    max_new_tokens: int | None = like(
+        Sampling,
+        "max_new_tokens",
+        more=f" (default: past the context length if that is at most {MOST}, else "
+        f"{MAX_NEW_TOKENS})",
     )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     keep: str | None = option(

@@ -27,8 +27,7 @@ from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods.registry import check_name
 
 if TYPE_CHECKING:
-    from kvalign.invariants.base import Outcome
-    from kvalign.invariants.subject import Make
+    from kvalign.invariants.subject import Make, Outcome
 
 OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 

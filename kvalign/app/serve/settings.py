@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import option
+from kvalign.foundation.settings import like, option
 from kvalign.streaming.sampling import Sampling
 
 
@@ -79,16 +79,9 @@ class ServeSettings(TalkSettings):
     max_queue: int = option(
         256, help="most requests that may wait; further ones get 429", at_least=0
     )
-    max_new_tokens: int | None = option(
-        None, help="most tokens of an answer (default: 2048)", at_least=1
-    )
+    max_new_tokens: int | None = like(Sampling, "max_new_tokens", more=" (default: 2048)")
     max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
     max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
-    top_k: int | None = option(
-        None,
-        help=f"draw from the k most likely tokens; 0: from all (default: {Sampling.top_k})",
-        at_least=0,
-    )
     seed: int | None = option(
         None, help="random seed of requests without one (default: random)", at_least=0
     )

@@ -21,11 +21,11 @@ from kvalign.app.sessions.turns_in_cache import (
     make_room,
     note_turn,
 )
-from kvalign.cache.sizes import LARGEST_DEFAULT
+from kvalign.cache.sizes import LARGEST_DEFAULT, CacheSizes
 from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
-from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
+from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
 from kvalign.memory.sizes import usual_recalled
 from kvalign.models import fetched
 from kvalign.streaming.sampling import DRAWS, Sampling
@@ -67,9 +67,7 @@ class TalkSettings(StreamSettings):
         help="special tokens in messages, such as <|im_end|>, act as special tokens; by "
         "default they are plain text",
     )
-    stop_at_end: bool | None = option(
-        None, help="stop at a token that ends a text or an answer of the model (the default)"
-    )
+    stop_at_end: bool | None = like(Sampling, "stop_at_end", more=" (the default)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,31 +98,22 @@ class ConversationSettings(TalkSettings):
     system: str | None = option(
         None, help="instructions to the model before the first turn, never evicted"
     )
-    temperature: float | None = option(
-        None,
-        help="divides the logits before drawing; 0 takes the most likely token (default: the "
-        f"model's, else {CALM['temperature']:g})",
+    temperature: float | None = like(
+        Sampling, "temperature", more=f" (default: the model's, else {CALM['temperature']:g})"
     )
-    top_p: float | None = option(
-        None,
-        help="draw from the fewest tokens whose probabilities add up to this (default: the "
-        f"model's, else {CALM['top_p']:g})",
+    top_p: float | None = like(
+        Sampling, "top_p", more=f" (default: the model's, else {CALM['top_p']:g})"
     )
-    repetition_penalty: float | None = option(
-        None,
-        help="above 1, tokens that occurred in the --repetition-window are less likely (default: "
-        f"the model's, else {UNREPEATED['repetition_penalty']:g}; 1: off)",
+    repetition_penalty: float | None = like(
+        Sampling,
+        "repetition_penalty",
+        more=f" (default: the model's, else {UNREPEATED['repetition_penalty']:g}; 1: off)",
     )
-    repetition_window: int | None = option(
-        None,
-        help="number of tokens that were generated last, to which --repetition-penalty is limited; "
-        f"0: all tokens (default: {WINDOW})",
+    repetition_window: int | None = like(
+        Sampling, "repetition_window", more=f" (default: {WINDOW})"
     )
-    num_recalled: int | None = option(
-        None,
-        help="entries that a step takes back from the --memory (default: a quarter of the cache, "
-        f"at most {MOST_RECALLED})",
-        at_least=1,
+    num_recalled: int | None = like(
+        CacheSizes, "num_recalled", more=f"; here at most {MOST_RECALLED}", at_least=1
     )
     keep: str | None = option(
         None,
