@@ -164,9 +164,15 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
         return tables
-    from kvalign.eval.protocol.evaluation import Column, Table
-    from kvalign.eval.report.terminal import fits, print_tables
-    from kvalign.foundation.console import ROW_WIDTH, Entry, console_for, print_cards, print_table
+    from kvalign.eval.report.terminal import fits
+    from kvalign.foundation.console import (
+        ROW_WIDTH,
+        Entry,
+        Heading,
+        console_for,
+        print_cards,
+        print_table,
+    )
 
     console = console_for(pipe_width=ROW_WIDTH)
     for number, rows in enumerate(tables.values()):
@@ -175,12 +181,10 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
         lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
         if len(titles) > 2 and not fits(titles, lines, console.width):
             print_cards(titles, lines, console)
-        elif "about" in rows[0]:  # sentences, which wrap
-            print_table(titles, lines)
-        else:
+        else:  # a name and a sentence, which wraps, or a table that has room
             facts = zip(titles, rows[0].values(), strict=True)
-            columns = [Column(title, 0 if isinstance(x, int) else None) for title, x in facts]
-            print_tables([Table("", columns, lines)])
+            headings = [Heading(title, isinstance(value, int)) for title, value in facts]
+            print_table(headings, lines, console=console)
     return tables
 
 

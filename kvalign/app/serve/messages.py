@@ -152,17 +152,26 @@ Text = Annotated[str, BeforeValidator(_joined)]
 Arguments = Annotated[str, AfterValidator(_an_object)]
 
 
-class CalledFunction(Form):
-    within = "messages"
+class OfFunction(Form):
+    """A tool, its name, or a call of it. In chats the function's fields stand in one field, in
+    /v1/responses beside the type.
+    """
+
+    type: Literal["function"]
     name: str
-    arguments: Arguments
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        if isinstance(values.get("function"), dict):
+            rest = {name: value for name, value in values.items() if name != "function"}
+            values = {**values["function"], **rest}
+        return super().obeyed(values, ignored)
 
 
-class ToolCall(Form):
+class ToolCall(OfFunction):
     harmless: ClassVar = ("id", "index")
     within = "messages"
-    type: Literal["function"]
-    function: CalledFunction
+    arguments: Arguments
 
 
 class Message(Form):
@@ -188,8 +197,7 @@ class Message(Form):
     @property
     def calls(self) -> list[tuple[str, dict[str, Any]]]:
         """Names and arguments of its calls."""
-        functions = [call.function for call in self.tool_calls or ()]
-        return [(one.name, json.loads(one.arguments)) for one in functions]
+        return [(one.name, json.loads(one.arguments)) for one in self.tool_calls or ()]
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
@@ -214,8 +222,8 @@ class Item(Message):
         values = dict(values)
         kind = values.pop("type", "message")
         if kind == "function_call":
-            function = {name: values.pop(name) for name in ("name", "arguments") if name in values}
-            call = {"type": "function", "function": function}
+            call: dict[str, Any] = {"type": "function"}
+            call |= {name: values.pop(name) for name in ("name", "arguments") if name in values}
             values |= {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind == "function_call_output":
             values |= {"role": "tool", "content": values.pop("output", None)}
@@ -239,44 +247,19 @@ def messages_of(items: Iterable[Message]) -> list[Message]:
     return messages
 
 
-class OfFunction(Form):
-    """A tool, or its name. In /v1/responses the function's fields stand beside the type."""
-
-    type: Literal["function"]
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        if "function" not in values:
-            function = {name: value for name, value in values.items() if name != "type"}
-            values = {"type": values.get("type"), "function": function}
-        return super().obeyed(values, ignored)
-
-
-class Function(Form):
+class Tool(OfFunction):
     harmless: ClassVar = ("strict",)
     within = "tools"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
-
-class Tool(OfFunction):
-    within = "tools"
-    function: Function
-
     def for_template(self) -> dict[str, Any]:
         """The tool as a chat template takes it."""
-        own = self.function
-        parameters = own.parameters or {"type": "object", "properties": {}}
-        about = {"description": own.description or "", "parameters": parameters}
-        return {"type": "function", "function": {"name": own.name, **about}}
-
-
-class NamedFunction(Form):
-    within = "tool_choice"
-    name: str
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        about = {"description": self.description or "", "parameters": parameters}
+        return {"type": "function", "function": {"name": self.name, **about}}
 
 
 class NamedTool(OfFunction):
     within = "tool_choice"
-    function: NamedFunction

@@ -162,17 +162,14 @@ class ResponseForm(ChatForm):
     ) -> dict[str, Any]:
         """The response, with the items of its output."""
         request = self.request
-        tools = [
-            {"type": "function", "strict": False, **tool.function.model_dump()}
-            for tool in request.tools or ()
-        ]
+        tools = [{"strict": False, **tool.model_dump()} for tool in request.tools or ()]
         form: Any = {"type": "text"}
         if request.text and request.text.format:
             form = request.text.format.model_dump(by_alias=True, exclude_none=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice: Any = request.tool_choice or "auto"
         if not isinstance(choice, str):
-            choice = {"type": "function", "name": choice.function.name}
+            choice = choice.model_dump()
         return {
             "id": self.id,
             "object": self.kind,

@@ -179,11 +179,11 @@ class Chat(Request):
         def refuse(what: str, param: str, code: str | None = None) -> NoReturn:
             raise RequestError(what, param=param, code=code)
 
-        names, choice = [tool.function.name for tool in self.tools or ()], self.tool_choice
+        names, choice = [tool.name for tool in self.tools or ()], self.tool_choice
         if len({*names}) < len(names):
             refuse("tools has two of the same name", "tools")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            what = f"tool_choice names {choice.function.name!r:.80}, which is not among tools"
+        if isinstance(choice, NamedTool) and choice.name not in names:
+            what = f"tool_choice names {choice.name!r:.80}, which is not among tools"
             refuse(what, "tool_choice")
         if choice == "required" and not names:
             refuse("tool_choice needs tools", "tool_choice")
@@ -206,9 +206,9 @@ class Chat(Request):
     def must_call(self) -> list[str]:
         """Names of the tools, one of which must be called; empty: the model may choose."""
         if isinstance(self.tool_choice, NamedTool):
-            return [self.tool_choice.function.name]
+            return [self.tool_choice.name]
         is_required = self.tool_choice == "required"
-        return [tool.function.name for tool in self.tools or ()] if is_required else []
+        return [tool.name for tool in self.tools or ()] if is_required else []
 
     @property
     def opening(self) -> str:
