@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from itertools import islice
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -188,7 +189,7 @@ def test_a_body_that_does_not_come(server, loaded):
 @pytest.mark.slow
 def test_a_reader_that_does_not_read_is_left():
     answers, events, cancelled = Answers(1), Events(), []
-    answers.on_cancel = lambda: cancelled.append(True)
+    answers.turns.append(SimpleNamespace(cancel=lambda: cancelled.append(True)))
     events.put_nowait(Piece(0, "text"))
     form = TextForm("m", Completion(model="m", prompt="?"), answers)
     stream = EventStream(form, events, timeout=0.05, headers={})

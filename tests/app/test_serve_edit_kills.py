@@ -170,8 +170,7 @@ def of_ids(loaded, ids, cache_size=60):
 
 
 def turn_of(method, ids, changes):
-    none = dict(rows=[], ended=lambda *_: None, failed=lambda _: None, keeps=False)
-    return Turn(method.new(), method.state(), ids, **none, changes=changes)
+    return Turn(method.new(), method.state(), ids, [], lambda _: None, changes=changes)
 
 
 @torch.no_grad()

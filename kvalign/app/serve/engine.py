@@ -224,7 +224,7 @@ class Engine(threading.Thread):
                     now - row.since_s
                 )
                 row.since_s = now
-        whole = [i for i, row in enumerate(rows) if row.turn.keeps and row.is_whole]
+        whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):
             if row.is_whole:

@@ -104,7 +104,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        return await answer(request, ResponseRequest, ResponseForm, service.respond)
+        return await answer(request, ResponseRequest, ResponseForm, service.chat)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:

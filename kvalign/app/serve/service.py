@@ -111,28 +111,17 @@ class Service:
         notes = store.notes if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in notes)
 
-    def respond(self, request: ResponseRequest, headers: Headers, put: Put) -> Answers:
-        """Answer a request to /v1/responses, in a session of its own or that of an earlier one. One
-        that sends all messages takes up the state of the session that had them, which stays.
-        """
-        begun = None
-        if request.previous is None:
-            begun = self.sessions.begun(request.messages, request.opening)
-        return self.chat(request, headers, put, request.previous, begun)
-
-    def chat(
-        self,
-        request: Chat,
-        headers: Headers,
-        put: Put,
-        previous: int | None = None,
-        begun: Session | None = None,
-    ) -> Answers:
+    def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.
 
-        `previous`: tokens before the session's last answer, if a request names this answer as the
-        one that it continues. `begun`: a session whose conversation a new one goes on with.
+        A response is in a session of its own or that of an earlier one. One that sends all messages
+        takes up the state of the session that had them, which stays.
         """
+        previous, begun = None, None
+        if isinstance(request, ResponseRequest):
+            previous = request.previous
+            if previous is None:
+                begun = self.sessions.begun(request.messages, request.opening)
         sampling, name, prompts = self._sampling(request), request.session, self.prompts
         tools = Tools.of(request, self.tokenizer)
         if tools and tools.form and request.parallel_tool_calls is False:
@@ -310,8 +299,6 @@ class Service:
                 if messages
                 else None
             )
-            if update:
-                answers.on_cancel = update.release
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
             answers.count(method, len(ids) - num_gone, num_gone)
             if text is not None:
@@ -322,11 +309,10 @@ class Service:
                     sampling,
                     number * num_choices + draw,
                     ids,
-                    method.sizes,
+                    method,
                     self.tokenizer,
                     ends,
-                    self.method.model.device,
-                    lambda index, text, tokens: put(Piece(index, text, tokens)),
+                    put,
                     draw,
                     request.num_top,
                     constraint,
@@ -341,16 +327,7 @@ class Service:
                 num_cached, changes = edits.num_held, edits.changes
                 answers.num_edited += edits.num_new
                 answers.num_cached -= edits.num_new
-            turn = Turn(
-                method,
-                state,
-                ids[num_cached:],
-                rows,
-                ended=update.ended if update else lambda row, _: put(End.of(row)),
-                failed=update.release if update else put,
-                keeps=update is not None,
-                changes=[*changes],
-            )
+            turn = Turn(method, state, ids[num_cached:], rows, put, update, [*changes])
             answers.turns.append(turn)
             answers.num_cached += num_cached
         self.engine.submit(answers.turns)

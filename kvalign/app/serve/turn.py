@@ -1,5 +1,7 @@
 """A request to the engine: its turns and their answers, and the session that is stored with one."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
@@ -16,7 +18,6 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.app.serve.tools import Tools
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.streaming.answer import Answer, token_bytes
@@ -46,7 +47,7 @@ class TokenLogprob:
 
 class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
-    tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`. With
+    tokens before it, `ends` end it, and it draws with seed + `draw`. With
     `num_top` each token is shown with its logprob; a `constraint` gives it a form.
 
     Attributes:
@@ -55,28 +56,28 @@ class AnswerRow(Row):
         since_s: time of its last token; at first, of the request.
     """
 
-    turn: "Turn"
+    turn: Turn
 
     def __init__(
         self,
         sampling: Sampling,
         index: int,
         ids: Tensor,
-        sizes: CacheSizes,
+        method: Method,
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
-        device: torch.device,
-        show: Callable[[int, str, tuple[TokenLogprob, ...]], None],
+        put: Put,
         draw: int = 0,
         num_top: int | None = None,
         constraint: Callable[[int], LogitsProcessor] | None = None,
     ):
-        before = ids.tolist()
+        before, device = ids.tolist(), method.model.device
         drawing = sampling.of_row(device, draw)
         if constraint is not None:  # before what chooses among the likeliest
             drawing["processors"].insert(0, constraint(len(before)))
         super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
-        self.index, self._show, self._sizes, self._num_before = index, show, sizes, len(before)
+        self.index, self._put = index, put
+        self._sizes, self._num_before = method.sizes, len(before)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
         self._answer = Answer(tokenizer, before, sampling, ends)
@@ -111,7 +112,7 @@ class AnswerRow(Row):
             self.text += text
             logprobs = self._logprobs_of(logits)
             if text or logprobs:
-                self._show(self.index, text, logprobs)
+                self._put(Piece(self.index, text, logprobs))
         except Exception as error:
             log.error("a token could not be taken", exc_info=error)
             self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
@@ -135,19 +136,14 @@ class AnswerRow(Row):
 
 @dataclass(eq=False)
 class Turn:
-    """One request to the engine: tokens to read and to answer, once or several times.
-
-    `ended` receives a complete answer and the state of a method that was fed all but its last token
-    (None if `keeps` is False). `failed` receives the reason why the answers of this turn end.
-    """
+    """One request to the engine: tokens to read and to answer, once or several times."""
 
     method: Method  # the turn's own, which has been fed nothing
     state: State | None  # what it takes up first; None: it begins
     rest: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
     rows: Sequence[AnswerRow]  # the answers, drawn from one prompt; none once they have begun
-    ended: Callable[[AnswerRow, State | None], None]
-    failed: Callable[[RequestError], None]
-    keeps: bool  # whether the state after a whole answer is wanted
+    put: Put
+    update: SessionUpdate | None = None  # which wants the state after a whole answer
     changes: list[Change] = field(default_factory=list)
     """Changes of what its state holds, in order: the last is made first, all before it is fed."""
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
@@ -169,6 +165,25 @@ class Turn:
         if rest:
             self.changes.append(Change(start + len(now), start + len(now), rest))
         return len(now)
+
+    def ended(self, row: AnswerRow, state: State | None) -> None:
+        """An answer is complete; the state is that of a method that was fed all but its last token,
+        None without an update.
+        """
+        if self.update is None:
+            self.put(End.of(row))
+        else:
+            self.update.ended(row, state)
+
+    def failed(self, error: RequestError) -> None:
+        """The answers of this turn end, for this reason."""
+        (self.update.release if self.update else self.put)(error)
+
+    def cancel(self) -> None:
+        """The client has left. Finished answers stay."""
+        self.is_cancelled = True
+        if self.update is not None:
+            self.update.release()
 
     def begin(self) -> Sequence[AnswerRow]:
         """Return the rows, each of which knows its turn from now on. The turn no longer knows them:
@@ -216,7 +231,7 @@ class End:
     num_evicted: int  # tokens that left the cache since the answer began
 
     @classmethod
-    def of(cls, row: AnswerRow) -> "End":
+    def of(cls, row: AnswerRow) -> End:
         return cls(row.index, row.finish, len(row.token_ids), row.num_evicted)
 
 
@@ -236,7 +251,6 @@ class Answers:
     num_reencoded: int = 0  # those that were, of turns that stay when older ones go
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory
-    on_cancel: Callable[[], None] = field(default=lambda: None)
     tools: Tools | None = None  # that they may call
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
@@ -248,10 +262,8 @@ class Answers:
         self.num_forgotten += num_gone + method.num_forgotten(num_fed)
 
     def cancel(self) -> None:
-        """Cancel the request: the client has left. Finished answers stay."""
         for turn in self.turns:
-            turn.is_cancelled = True
-        self.on_cancel()
+            turn.cancel()
 
 
 @dataclass(eq=False)
