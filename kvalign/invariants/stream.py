@@ -16,7 +16,6 @@ from kvalign.cache.step import Step, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
 from kvalign.models.architectures import spec_of
 
@@ -244,11 +243,6 @@ def _matches(values: Tensor, originals: Tensor) -> list[int | None]:
 def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     written = save({name: x.contiguous() for name, x in state.items()})
     return {name: x.to(device) for name, x in load(written).items()}
-
-
-def is_exact(stream: Stream) -> bool:
-    """Return whether an input of several tokens should equal its tokens one by one."""
-    return not isinstance(stream.keeper, Cached) or stream.keeper.is_exact
 
 
 def by_time(step: Step, entries: KV) -> KV:

@@ -2,12 +2,13 @@
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.sessions.conversation import CUT, SYSTEM, Conversation, ConversationSettings, turns
+from kvalign.app.sessions.conversation import CUT, SYSTEM, Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
-from kvalign.foundation.errors import ExistsError, UserError
+from kvalign.foundation.errors import ExistsError, Killed, UserError
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.registry import unknown
 
@@ -81,6 +82,36 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
             num_out = num_forgotten(stream)
     values = settings.values_of(stream) | {"system": stream.notes.get(SYSTEM)}
     return {"settings": values, "answers": answers}
+
+
+def turns(say: Sequence[str] | None = None) -> Iterator[str]:
+    """Yield the user's turns, without empty ones: only `say`, or else those on stdin. In a terminal
+    the first Ctrl-C instead of a turn asks for confirmation.
+    """
+    if say is not None:
+        yield from say
+        return
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401  line editing in input()
+
+    is_warned = False
+    while True:
+        try:
+            turn = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt as stop:
+            if is_warned or isinstance(stop, Killed):
+                raise
+            is_warned = True
+            print("\nCtrl-C again leaves, like Ctrl-D", file=sys.stderr)
+            continue
+        is_warned = False
+        if turn:
+            yield turn
 
 
 def is_command(line: str) -> bool:

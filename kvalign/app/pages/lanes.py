@@ -9,6 +9,7 @@ import base64
 import hashlib
 import random
 import typing
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from markupsafe import Markup
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvalign.app.pages import render, source
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.memory.recall import QueryBatch
@@ -59,19 +60,9 @@ a memory `lost`, the tokens in it, and `back`, those that were taken back.
 """
 
 
-def page(
-    method: str = "kvalign",
-    cache_size: int = 7,
-    num_sinks: int = 3,
-    num_evicted: int = 1,
-    controls: bool = True,
-    family: str = "learned",
-    evicts: str = "after",
-    memory: int = 0,
-    num_recalled: int | None = None,
-) -> str:
+def page(method: str = "kvalign", controls: bool = True, **how: Any) -> str:
     """Source of the page: a lane of slots, one for each entry that a step sees, and a method at
-    work on it.
+    work on it. `how` are the settings of `_recording`.
 
     Sizes that the method sets itself come from it. `controls` offer other methods of these sizes,
     positions and examples. Play, step and restart are always there. An eviction happens `after` a
@@ -81,16 +72,13 @@ def page(
     With a `memory` of so many tokens each step takes back `num_recalled`. In a model the queries
     choose them; here they are drawn with a fixed seed.
     """
-    how: dict[str, Any] = {"cache_size": cache_size, "num_sinks": num_sinks, "family": family}
-    how |= {"num_evicted": num_evicted, "evicts": evicts}
-    shown = [_recording(method, memory=memory, num_recalled=num_recalled, **how)]
+    shown = [_recording(method, **how)]
     if controls:
+        plain = {name: value for name, value in how.items() if name not in OF_MEMORY}
         for name in METHODS:
             if name != method:
-                try:
-                    shown.append(_recording(name, **how))
-                except UserError:
-                    continue  # it does not take these sizes
+                with suppress(UserError):  # it does not take these sizes
+                    shown.append(_recording(name, **plain))
         for title, example in EXAMPLES.items():
             shown.append({**_recording(**example), "title": title})
     script = Markup("\n").join(map(source, SCRIPTS))
@@ -113,8 +101,8 @@ def page(
 
 def _recording(
     method: str,
-    cache_size: int,
-    num_sinks: int,
+    cache_size: int = 7,
+    num_sinks: int = 3,
     num_evicted: int = 1,
     family: str = "learned",
     evicts: str = "after",
@@ -168,10 +156,10 @@ def frame(method: Method) -> str:
     num_evicted = min(sizes.num_evicted, cache_size - num_sinks)
     source = page(
         method.name,
-        cache_size,
-        num_sinks,
-        num_evicted,
         controls=False,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
         family=method.spec.family,
         memory=sizes.memory,
     )

@@ -107,9 +107,7 @@ class Service:
 
     def folder_notes(self) -> str:
         """Return the ignored files in the folder of sessions, a line each; "" for none."""
-        store = self.sessions.store
-        notes = store.notes if isinstance(store, InFolder) else []
-        return "\n".join(f"not changed: {one}" for one in notes)
+        return "\n".join(f"not changed: {one}" for one in self.sessions.store.notes)
 
     def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.

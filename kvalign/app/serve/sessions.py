@@ -70,7 +70,11 @@ class Session:
 
 
 class Store:
-    """Store of the states of sessions: here in memory, as long as the server lives."""
+    """Store of the states of sessions: here in memory, as long as the server lives. `notes` say why
+    files are ignored, a line each.
+    """
+
+    notes: Sequence[str] = ()
 
     def load(self) -> list[Session]:
         """The stored sessions, the least recently used first."""

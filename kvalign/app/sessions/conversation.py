@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvalign.app.sessions.turns_in_cache import (
     note_turn,
 )
 from kvalign.cache.sizes import LARGEST_DEFAULT, CacheSizes
-from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
+from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
@@ -293,36 +293,6 @@ class Conversation:
             f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
             f"{sampling.max_new_tokens} {flags}{by_model}{file}"
         )
-
-
-def turns(say: Sequence[str] | None = None) -> Iterator[str]:
-    """Yield the user's turns, without empty ones: only `say`, or else those on stdin. In a terminal
-    the first Ctrl-C instead of a turn asks for confirmation.
-    """
-    if say is not None:
-        yield from say
-        return
-    if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
-        return
-    import readline  # noqa: F401  line editing in input()
-
-    is_warned = False
-    while True:
-        try:
-            turn = input("\n> ").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt as stop:
-            if is_warned or isinstance(stop, Killed):
-                raise
-            is_warned = True
-            print("\nCtrl-C again leaves, like Ctrl-D", file=sys.stderr)
-            continue
-        is_warned = False
-        if turn:
-            yield turn
 
 
 def _fetched_model() -> str:
