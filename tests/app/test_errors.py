@@ -38,7 +38,7 @@ def fail(monkeypatch):
         def methods():
             raise error
 
-        monkeypatch.setattr("kvalign.app.inventory.listing.methods", methods)
+        monkeypatch.setattr("kvalign.app.listing.methods", methods)
 
     return plant
 

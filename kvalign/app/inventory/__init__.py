@@ -1,1 +1,0 @@
-"""Inventory of this machine, for the listings and `kvalign doctor`."""
