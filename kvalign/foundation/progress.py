@@ -43,8 +43,10 @@ class Bar:
             self._counts_since = time.monotonic()  # the speed is that of what counts
         self.total, self.units = self.total + amount, units
 
-    def update(self, amount: int = 1) -> None:
-        """Add to the work done."""
+    def update(self, amount: int = 1, **figures: str) -> None:
+        """Add to the work done; figures follow the count."""
+        if figures:
+            self._figures = "".join(f", {name}={value}" for name, value in figures.items())
         self.n += amount
         self._advanced_at = time.monotonic()
 
@@ -56,10 +58,6 @@ class Bar:
     def phase(self, doing: str) -> None:
         """Name the current phase."""
         self._doing = doing
-
-    def note(self, **figures: str) -> None:
-        """Show figures behind the count."""
-        self._figures = "".join(f", {name}={value}" for name, value in figures.items())
 
     def close(self) -> None:
         """Close the bar and leave it visible, unless it counted nothing."""
@@ -161,9 +159,7 @@ def expect(amount: int, units: str) -> None:
 def advance(amount: int, **figures: str) -> None:
     """Add to the work done; figures follow the count."""
     if _bar is not None:
-        if figures:
-            _bar.note(**figures)
-        _bar.update(amount)
+        _bar.update(amount, **figures)
 
 
 def skip(amount: int) -> None:

@@ -9,7 +9,7 @@ import json
 import secrets
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -129,9 +129,14 @@ def digest(before: str, messages: Sequence[Message], comparison: str) -> list[st
     return digests
 
 
-def _beginnings(messages: Sequence[Message], tools: str) -> list[tuple[str, str]]:
-    """Return how sessions that messages may go on with are known, the longest first."""
-    return [(how, one) for how in (AS_READ, "") for one in digest(tools, messages, how)[-2::-1]]
+def _longest(there: Iterable[Session], messages: Sequence[Message], tools: str) -> Session | None:
+    """The session that shares the longest beginning with messages; None if none does."""
+    known = {(one.comparison, one.messages_digest): one for one in there}
+    for how in (AS_READ, ""):
+        for beginning in digest(tools, messages, how)[-2::-1]:
+            if (how, beginning) in known:
+                return known[how, beginning]
+    return None
 
 
 class Sessions:
@@ -169,13 +174,11 @@ class Sessions:
             RequestError: it is answering another turn; it was dropped and these messages do not
                 repeat it from the start; or its file is not the one that this server wrote.
         """
-        digests = _beginnings(messages, tools) if name is None else []
         has_answers = any(message.role == "assistant" for message in messages)
         with self._lock:
-            unnamed = (x for x in self._by_id.values() if self._is_idle(x, is_named=False))
-            idle = {(x.comparison, x.messages_digest): x.id for x in unnamed}
-            matches = (idle[one] for one in digests if one in idle)
-            name = name or next(matches, _UNNAMED + secrets.token_hex(16))
+            if name is None:
+                former = _longest(self._idle(is_named=False), messages, tools)
+                name = former.id if former else _UNNAMED + secrets.token_hex(16)
             self._check_idle(name)
             if name in self._dropped and not has_answers:
                 raise RequestError(
@@ -197,16 +200,15 @@ class Sessions:
         of `take`; None if none does.
         """
         with self._lock:
-            there = [x for x in self._by_id.values() if x.id not in self._busy]
-        idle = {(x.comparison, x.messages_digest): x for x in there}
-        return next((idle[one] for one in _beginnings(messages, tools) if one in idle), None)
+            there = [*self._idle(is_named=False), *self._idle(is_named=True)]
+        return _longest(there, messages, tools)
 
     def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
         """The idle session without a name, with so many sinks, that shares the longest beginning
         with these tokens [T]; None if none shares its sinks and one token more.
         """
         with self._lock:
-            there = [x for x in self._by_id.values() if self._is_idle(x, is_named=False)]
+            there = self._idle(is_named=False)
         alike = [(_num_alike(x.ids, ids), x) for x in there if x.num_sinks == num_sinks]
         longest, session = max(alike, key=lambda pair: pair[0], default=(0, None))
         return session if longest > num_sinks else None
@@ -245,9 +247,8 @@ class Sessions:
         self._by_id.pop(session.id, None)
         self._by_id[session.id] = session
         self._dropped.pop(session.id, None)
-        same = [one for one in self._by_id.values() if one.is_named is session.is_named]
-        idle = [one for one in same if self._is_idle(one, session.is_named)]
-        for old in idle[: max(0, len(same) - self._most(session.is_named))]:
+        num = sum(one.is_named is session.is_named for one in self._by_id.values())
+        for old in self._idle(session.is_named)[: max(0, num - self._most(session.is_named))]:
             self._store_of(old).drop(self._by_id.pop(old.id).id)
             if old.is_named:
                 self._dropped[old.id] = None
@@ -263,8 +264,10 @@ class Sessions:
                 code="session_busy",
             )
 
-    def _is_idle(self, session: Session, is_named: bool) -> bool:
-        return session.is_named is is_named and session.id not in self._busy
+    def _idle(self, is_named: bool) -> list[Session]:
+        """Sessions that answer no turn, the least recently used first."""
+        there = self._by_id.values()
+        return [x for x in there if x.is_named is is_named and x.id not in self._busy]
 
     def _store_of(self, session: Session) -> Store:
         return self.store if session.is_named else self._unnamed
