@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
-from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import RULES
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing
 from kvalign.eval.protocol.tables import grouped
@@ -44,10 +44,10 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     Returns:
         A document with `turns` (the user's), `rule` and `word_list` (name, num_words, sha256), and
         a row for each answer: the sizes, answer (index), num_fed (tokens of the stream before it),
-        and the measures of `kvalign.eval.judging.fluency.judge`.
+        and the measures of `kvalign.eval.judging.chunks.judge`.
     """
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.judging.fluency import judge
+    from kvalign.eval.judging.chunks import judge
     from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.streaming.text_stream import TextStream
@@ -94,7 +94,7 @@ class Chat(JudgedText):
         return {"readable": column}
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.strips import draw_answers
+        from kvalign.eval.drawing import draw_answers
 
         title, groups = document["settings"]["model"], grouped(document["rows"], "cache_size")
         panels = {f"{title}, C = {size}": group for size, group in groups.items()}

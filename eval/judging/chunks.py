@@ -1,18 +1,31 @@
 """Readability of a passage: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens. A chunk
 is readable if at least half of them are words or end a sentence. Text that repeats one word forever
 passes, so repetition is reported beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
-2020).
+2020), and its perplexity under the model, if one wrote it.
+
+Tokens are those of `nltk.word_tokenize` of NLTK 3.9: sentences by Punkt, then words by the rules of
+the Penn Treebank. NLTK 3.10 also splits at dashes, at more apostrophes and after curly quotes. That
+is undone here, and Punkt's parameters are shipped, so a text has the same tokens on every machine.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from importlib import resources
+from typing import Any, ClassVar
 
+import torch
 from nltk.stem.snowball import SnowballStemmer
+from nltk.tabdata import PunktDecoder
+from nltk.tokenize import NLTKWordTokenizer
+from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvalign.eval.judging.rules import Rule, readers_text
-from kvalign.eval.judging.word_tokens import token_spans
+from kvalign.eval.judging.words import Rule, readers_text
+from kvalign.models.loading import LoadedModel
+from kvalign.streaming.scoring import perplexity_of
 
 CHUNK_LEN = 10  # NLTK tokens
 MAX_PHRASE_LEN = 4  # tokens of a phrase that may run
@@ -102,3 +115,94 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
         "text": text,
         "chunks": [[*astuple(chunk), chunk.is_readable] for chunk in pieces],
     }
+
+
+_DASH, _APOSTROPHE = "\u2014", "'x"
+
+
+class _Words(NLTKWordTokenizer):
+    """The rules but for that of dashes, and an opening apostrophe before a single letter only."""
+
+    PUNCTUATION: ClassVar = [
+        rule for rule in NLTKWordTokenizer.PUNCTUATION if not rule[0].fullmatch(_DASH)
+    ]
+    STARTING_QUOTES: ClassVar = [
+        rule for rule in NLTKWordTokenizer.STARTING_QUOTES if not rule[0].match(_APOSTROPHE)
+    ] + [(re.compile(r"(?i)(')(?!re|ve|ll|m|t|s|d|n)(\w)\b"), r"\1 \2")]
+
+
+class _Language(PunktLanguageVars):
+    """Language of the tokenizer: what ends a word and what closes a sentence, without curly
+    quotes.
+    """
+
+    re_boundary_realignment = re.compile(r"[\"')\]}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
+    _re_non_word_chars = r"(?:[)\";}\]\*:@\'\({\[!?])"
+
+
+def token_spans(text: str) -> list[tuple[int, int]]:
+    """Start and end of each token in a text; tokens contain no spaces."""
+    return [
+        (start + left, start + right)
+        for start, end in _punkt().span_tokenize(text)
+        for left, right in _WORDS.span_tokenize(text[start:end])
+    ]
+
+
+_WORDS = _Words()
+
+
+@functools.cache
+def _punkt() -> PunktSentenceTokenizer:
+    decoder, parameters = PunktDecoder(), PunktParameters()
+    parameters.abbrev_types = decoder.txt2set(_lines("abbrev_types.txt"))
+    parameters.sent_starters = decoder.txt2set(_lines("sent_starters.txt"))
+    parameters.collocations = set(decoder.tab2tups(_lines("collocations.tab")))
+    parameters.ortho_context = decoder.tab2intdict(_lines("ortho_context.tab"))
+    return PunktSentenceTokenizer(parameters, lang_vars=_Language())
+
+
+def _lines(name: str) -> list[str]:
+    path = resources.files("kvalign.eval.judging") / "punkt_english" / name
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+MAX_SPAN = 1024  # model tokens of context when a passage is scored
+
+
+def judge(
+    loaded: LoadedModel,
+    prompt_ids: list[int],
+    token_ids: list[int],
+    words: frozenset[str],
+    rule: Rule,
+) -> dict[str, Any]:
+    """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
+    dense_perplexity, which is also low for repetitive text.
+    """
+    text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
+    device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
+    prompt, passage = (torch.tensor(ids, device=device) for ids in (prompt_ids, token_ids))
+    return {
+        "num_tokens": len(token_ids),
+        "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
+        **judged(text, words, rule),
+    }
+
+
+@torch.no_grad()
+def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
+    """Perplexity of a passage [M] after a prompt [N], ids and not empty, without evictions: in
+    windows of `span` tokens that advance by half, so each token sees span / 2 before it, or all.
+    """
+    ids = torch.cat([prompt, passage])
+    total, scored = 0.0, len(prompt)
+    while scored < len(ids):
+        end = min(len(ids), max(scored + span // 2, span))
+        start = max(0, end - span)
+        num_new = end - scored
+        output = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
+        logits = output.logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
+        scored = end
+    return perplexity_of(total / len(passage))

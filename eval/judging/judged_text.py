@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import RULES
 from kvalign.eval.protocol.evaluation import Column, Document, Documents, Evaluation, Row, Section
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.eval.protocol.tables import means

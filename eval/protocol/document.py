@@ -67,7 +67,7 @@ def document(
         **more,
     }
     if plot and values["plot"]:
-        from kvalign.eval.drawing.plots import save
+        from kvalign.eval.drawing import save
 
         save(plot(result), Path(values["plot"]))
     if isinstance(settings, ResultSettings):

@@ -1,17 +1,34 @@
 """Contents of a report on a folder of results."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.aligner_names import identity_of, renamed
 from kvalign.eval.protocol.evaluation import Column, Panel, Row, Section, Table
-from kvalign.eval.protocol.tables import METHOD, grouped, method_name, table
-from kvalign.eval.report import sweeps
-from kvalign.eval.report.results_folder import Results
-from kvalign.eval.report.suite_file import PaperTable
+from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, method_name, renamed, table
+from kvalign.eval.report.results_folder import PaperSweep, PaperTable, Results, Sweep
 from kvalign.foundation.console import Entry
 from kvalign.foundation.errors import UserError
+
+TUNING = (
+    "Trials of kvalign tune, drawn at random from the search space of the paper's table 1, "
+    "best first; ASHA stops those that fall behind."
+)
+TUNED = {
+    "hidden1": Column("hidden 1"),
+    "hidden2": Column("hidden 2"),
+    "batch_size": Column("batch"),
+    "lr": Column("learning rate", 5),
+    "val_loss": Column("validation loss", 5, "lower", "mean squared error per number"),
+    "input_label_mse": Column("left stale", 5, about="the same error without realignment"),
+}
+_TRIAL = {
+    "trial": Column("trial", None),
+    "state": Column("state", None),
+    **{name: column for name, column in TUNED.items() if name != "input_label_mse"},
+    "num_reports": Column("reports", about="validations; ASHA decides after each"),
+    "seconds": Column("s", 1),
+}
 
 
 def summary(results: Results) -> list[Table]:
@@ -57,7 +74,7 @@ def summary(results: Results) -> list[Table]:
 
 def sections(results: Results) -> list[Section]:
     """Sections with content: sweeps, then the evaluations in their order."""
-    tuning = Section("Tuning", sweeps.ABOUT, [], [], sweeps.tables(results.sweeps))
+    tuning = Section("Tuning", TUNING, [], [], _trials(results.sweeps))
     parts = [s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))]
     return [section for section in (tuning, *parts) if section.plots or section.tables]
 
@@ -79,7 +96,7 @@ def paper_tables(results: Results) -> list[Table]:
         UserError: the suite names a metric that its cell does not measure.
     """
     paper = results.suite.paper
-    tuning = [sweeps.beside(paper.sweeps, results.sweeps)] if paper.sweeps else []
+    tuning = [_best_trials(paper.sweeps, results.sweeps)] if paper.sweeps else []
     return tuning + [_beside(one, results) for one in paper.tables]
 
 
@@ -110,3 +127,28 @@ def _column(paper: PaperTable, name: str) -> Column:
         f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "
         f"{paper.cell} does not measure"
     )
+
+
+def _trials(sweeps: Mapping[str, Sweep]) -> list[Table]:
+    """The trials of each sweep."""
+    return [
+        Table(
+            f"{name}: {sweep['target']} network",
+            [*_TRIAL.values()],
+            [[Entry(c.text(t.get(key))) for key, c in _TRIAL.items()] for t in sweep["trials"]],
+        )
+        for name, sweep in sweeps.items()
+    ]
+
+
+def _best_trials(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
+    """Best trials of the paper's sweeps and of ours, a row each."""
+    columns, lines = [Column("sweep, best trial", None), *TUNED.values()], []
+    for one in paper:
+        sweep = sweeps.get(one.cell)
+        ours = sweep and sweep["best"] | {"input_label_mse": sweep["input_label_mse"]}
+        for whose, figures in (("the paper", one.best), ("ours", ours)):
+            values = [column.text((figures or {}).get(name)) for name, column in TUNED.items()]
+            label = f"{one.cell}, {whose}" + ("" if figures else ": not run")
+            lines.append([Entry(label), *map(Entry, values)])
+    return Table("Tuning (the paper's table 1)", columns, lines)

@@ -6,14 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvalign.eval.drawing.plots import Series, draw, series
-from kvalign.eval.drawing.strips import draw_chunks
+from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
-from kvalign.eval.protocol.aligner_names import identity_of, renamed
 from kvalign.eval.protocol.evaluation import Column, Document, Plot, Row, Table
-from kvalign.eval.protocol.tables import METHOD, grouped, label_of
+from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, renamed
 from kvalign.eval.protocol.verdicts import (
     MIN_LABELS,
     MIN_POINT,

@@ -4,8 +4,7 @@ import pytest
 
 from kvalign.app.pages.side_by_side import pieces
 from kvalign.eval.judging.chunks import chunks
-from kvalign.eval.judging.rules import RULES
-from kvalign.eval.judging.words import load_words
+from kvalign.eval.judging.words import RULES, load_words
 
 WIKITEXT = (
     " = Robert <unk> = \n \n = = Early life = = \n Robert 's two @-@ part 1 @,@ 000 @.@ 5 "

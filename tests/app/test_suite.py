@@ -14,8 +14,7 @@ from helpers.results_example import documents
 from kvalign.app.cli.main import main
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
-from kvalign.eval.report.results_folder import read
-from kvalign.eval.report.suite_file import parse_suite_text
+from kvalign.eval.report.results_folder import parse_suite_text, read
 
 SUITE = """
 title: two cells

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 
-from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.subjects import BareStep
 
 CACHE_SIZE = 20
 

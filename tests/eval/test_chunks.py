@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvalign.eval.judging import words as words_module
-from kvalign.eval.judging.chunks import chunks, distinct, judged, longest_run
-from kvalign.eval.judging.rules import RULES, readers_text
-from kvalign.eval.judging.word_tokens import token_spans
-from kvalign.eval.judging.words import SHA256, load_words
+from kvalign.eval.judging.chunks import chunks, distinct, judged, longest_run, token_spans
+from kvalign.eval.judging.words import RULES, SHA256, load_words, readers_text
 from kvalign.foundation.errors import UserError
 
 # In the list: not `walks`, whose stem `walk` is, nor `houses`, whose stem `hous` is not; `Zq`, `@`,

@@ -15,10 +15,9 @@ from transformers import GPT2LMHeadModel
 
 from kvalign.app.cli.main import main
 from kvalign.data_gen.prompts import conversations
-from kvalign.eval.evaluations.latency import EVALUATION
-from kvalign.eval.evaluations.latency import models as latency_models
-from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency import EVALUATION, subjects
 from kvalign.eval.evaluations.latency.rows import read_bytes
+from kvalign.eval.evaluations.latency.subjects import BareStep
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
@@ -47,7 +46,7 @@ def run(capsys):
 @pytest.fixture
 def run_tiny(run, monkeypatch):
     """The same with a model of one small layer, for what no weight changes."""
-    monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(subjects.SHAPES, "tiny", TINY)
     return functools.partial(run, "--model", "shape:tiny")
 
 
@@ -149,7 +148,7 @@ def test_a_step_with_a_memory_is_compared_with_one_without(run):
 
 def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
     """Each trial: the prompt up to the first token, then so many more while the cache fills up."""
-    monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(subjects.SHAPES, "tiny", TINY)
     flags = ["--model", "shape:tiny", "--prompt-len", "5", "--cache-sizes", "12"]
     flags += ["--generate", "30", "--batch-sizes", "2", "--trial-len", "7"]
     rows = run(*flags, "--methods", "streaming-llm,discard-half,recompute")["rows"]

@@ -10,10 +10,10 @@ from helpers.tiny_models import tiny_model
 import kvalign.eval
 from kvalign import load_model
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.aligner_names import identity_of, names_of
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.grid import make_grid, sizes_of
 from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.tables import identity_of, names_of
 from kvalign.eval.report.contents import panels, sections, summary
 from kvalign.eval.report.page import render
 from kvalign.eval.report.results_folder import Results
@@ -70,7 +70,7 @@ def check_apart(name, document, labels, monkeypatch):
     evaluation, drawn = EVALUATIONS[name], {}
     results = Results({name: document})
     monkeypatch.setattr(
-        "kvalign.eval.drawing.plots._draw_line",
+        "kvalign.eval.drawing._draw_line",
         lambda axes, line, *more: drawn.update({line.label: line.style}),
     )
     contents = sections(results)

@@ -12,8 +12,7 @@ from helpers.reader import Reader
 import kvalign.eval
 from kvalign import load_model
 from kvalign.eval.evaluations.needle import EVALUATION, KINDS, NAMES, NeedleSettings
-from kvalign.eval.evaluations.needle.haystack import asker, haystacks
-from kvalign.eval.evaluations.needle.kinds import HIDE, WORDS
+from kvalign.eval.evaluations.needle.haystack import HIDE, WORDS, asker, haystacks
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

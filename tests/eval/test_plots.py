@@ -3,8 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from kvalign.eval.drawing.plots import Series, draw, perplexities
-from kvalign.eval.drawing.strips import draw_answers
+from kvalign.eval.drawing import Series, draw, draw_answers, perplexities
 
 STYLE = ("#000000", "o", "-")
 SIZES = dict(method="window", aligner=None, cache_size=32, num_sinks=0, num_evicted=1)

@@ -12,8 +12,7 @@ from kvalign.app.cli.main import main
 from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.judging.chunks import judged
-from kvalign.eval.judging.rules import RULES
-from kvalign.eval.judging.words import SHA256, load_words
+from kvalign.eval.judging.words import RULES, SHA256, load_words
 from kvalign.streaming.turns import turn_ids
 
 SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]

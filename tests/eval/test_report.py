@@ -17,8 +17,7 @@ from kvalign.eval.protocol.tables import best
 from kvalign.eval.report import terminal
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.page import render
-from kvalign.eval.report.results_folder import Results
-from kvalign.eval.report.suite_file import Suite
+from kvalign.eval.report.results_folder import Results, Suite
 from kvalign.foundation.escape import escape_controls
 
 SEEN = escape_controls(HOSTILE)

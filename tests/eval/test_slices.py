@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvalign.eval.evaluations.perplexity import SLICES
-from kvalign.eval.evaluations.perplexity.scores import slice_losses
-from kvalign.eval.evaluations.perplexity.slices import distances, slices
+from kvalign.eval.evaluations.perplexity.scores import distances, slice_losses, slices
 from kvalign.eval.evaluations.perplexity.slices_shown import figure, slice_name
 
 EDGES = SLICES["bigrams"].edges

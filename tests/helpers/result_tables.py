@@ -21,7 +21,7 @@ from helpers import doc_lists
 from helpers.doc_pages import MARKED
 from helpers.excerpts import excerpt
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
-from kvalign.eval.drawing.plots import save
+from kvalign.eval.drawing import save
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Evaluation, Row
 from kvalign.foundation.errors import UserError

@@ -17,7 +17,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
 from helpers.methods import tables
 
-from kvalign.eval.evaluations.latency.models import random_model
+from kvalign.eval.evaluations.latency.subjects import random_model
 from kvalign.methods import make_method
 
 NUM_BEFORE, NUM_NEW, NUM_EDITS = 64, 50, 9

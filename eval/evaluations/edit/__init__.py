@@ -188,7 +188,7 @@ class EditEvaluation(Evaluation):
 
     def figure(self, document: Document) -> Drawing | None:
         """Ratio to the text encoded anew, or facts that are answered, by way and edit."""
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
         from kvalign.eval.protocol.tables import grouped
 
         y = _judged(document)

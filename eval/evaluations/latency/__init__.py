@@ -135,10 +135,10 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     """
     import torch
 
-    from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import key_of, measure, num_turns
+    from kvalign.eval.evaluations.latency.subjects import load_with_prompts, untrained_aligners
     from kvalign.eval.protocol.grid import make_grid
-    from kvalign.eval.protocol.kept_parts import kept, summary_of
+    from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.device import resolved
     from kvalign.foundation.runs import keeping
     from kvalign.models.packed import num_bytes
@@ -265,7 +265,7 @@ class Latency(Evaluation):
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens per second over batch sizes, if there are several; a panel for each cache size."""
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
         # Older rows lack the figure.
@@ -288,7 +288,7 @@ class Latency(Evaluation):
 
     def _by_size(self, document: Document) -> Figure:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         title, figures = self.title(document), ("cache_size", "mean_ms", "p99_ms")
         panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)

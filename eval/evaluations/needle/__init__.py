@@ -151,7 +151,7 @@ class NeedleEvaluation(Evaluation):
 
     def figure(self, document: Document) -> Drawing | None:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
-        from kvalign.eval.drawing.strips import draw_shares
+        from kvalign.eval.drawing import draw_shares
         from kvalign.eval.protocol.tables import grouped, label_of
 
         title, rows = self.title(document), document["rows"]

@@ -117,9 +117,9 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     Raises:
         UserError: a corpus that ends before the last label.
     """
-    from kvalign.eval.evaluations.perplexity.loss_store import summary_of
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods, warn_of_guesses
     from kvalign.eval.protocol.grid import load, make_grid
+    from kvalign.eval.protocol.kept import summary_of
     from kvalign.foundation.runs import keeping
 
     started = time.perf_counter()
@@ -240,7 +240,7 @@ class Perplexity(Evaluation):
 
     def plot(self, document: Document) -> Figure:
         """Perplexity (log scale) against cache size, a line with intervals for each method."""
-        from kvalign.eval.drawing.plots import draw, perplexities
+        from kvalign.eval.drawing import draw, perplexities
 
         title = f"{self.title(document)}\n{_bars(document)}"
         panels = {title: perplexities(document["rows"], "cache_size")}
@@ -259,7 +259,7 @@ class Perplexity(Evaluation):
         return [*super().sections(selection), drift, *sections(selection), timed]
 
     def _drift(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         settings, judged = document["settings"], _judged(document)
         points = [
@@ -279,7 +279,7 @@ class Perplexity(Evaluation):
         return figure, f"Perplexity{by} along the stream: {of}"
 
     def _by_time(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.plots import draw, perplexities
+        from kvalign.eval.drawing import draw, perplexities
 
         title, rows = self.title(document), document["rows"]
         x, y = "total time, s", "perplexity (lower is better)"

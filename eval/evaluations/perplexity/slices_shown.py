@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kvalign.eval.drawing.plots import draw, panels_by
+from kvalign.eval.drawing import draw, panels_by
 from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.protocol.evaluation import (
     Column,

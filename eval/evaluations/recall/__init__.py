@@ -156,7 +156,7 @@ class Recall(Evaluation):
 
     def figure(self, document: Document) -> Drawing:
         """Accuracy against distance, in a panel for each cache size."""
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         relative = document["settings"]["relative_to_cache"]
         is_far = any(name in document["rows"][0] for name in FAR.values())

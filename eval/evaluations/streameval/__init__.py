@@ -120,7 +120,7 @@ class StreamEval(Evaluation):
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
         if len({row["distance_lines"] for row in rows}) == 1 or not any(

@@ -122,7 +122,7 @@ class Told(Evaluation):
 
     def figure(self, document: Document) -> Drawing | None:
         """Right answers against other talk, in a panel for each cache size."""
-        from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
         if len({row["talk"] for row in rows}) == 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 import torch
 from transformers import PreTrainedModel
 
-from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import RULES
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
 from kvalign.methods import make_method

@@ -19,8 +19,7 @@ from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.estimate import estimate
 from kvalign.app.suites.settings import RunSettings
-from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
-from kvalign.eval.report.suite_file import fill_in, parse_suite_text
+from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE, fill_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError

@@ -1,12 +1,14 @@
-"""Folder that keeps the loss of every scored token, one Parquet file for each method and size.
+"""Parts of a long evaluation that are kept as they end, so that a run that was interrupted does not
+begin anew. A file's name depends on everything that its numbers depend on.
 
-A file's name depends on everything that its numbers depend on. So a run reuses the losses that an
-earlier one left in the folder, however that ended. A file has all losses after the method's first
-input, so a longer run serves a shorter one, and one of other cache sizes.
+Rows of a part are a JSON file. Losses of every scored token are a Parquet file for each method and
+size, which has all losses after the method's first input: so a longer run serves a shorter one, and
+one of other cache sizes.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,39 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from kvalign.eval.protocol.evaluation import Row
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import write_whole
+from kvalign.foundation.files import read_json, write_json, write_whole
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
 
 _INFORMATIVE = ("_name_or_path", "transformers_version")  # in a model's config
+
+
+def kept(folder: Path | None, key: dict[str, Any], measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of a part: those in the folder, or measured and written there; without a folder they
+    are measured.
+
+    Raises:
+        UserError: the part's file is damaged.
+    """
+    if folder is None:
+        return measure()
+    text = json.dumps(key, default=str, sort_keys=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        return read_json(path)["rows"]
+    rows = measure()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"key": json.loads(text), "rows": rows})
+    return rows
+
+
+def summary_of(folder: Path | None) -> str:
+    """Return what a folder keeps of an interrupted run."""
+    paths = folder.glob("[!.]*.*") if folder else ()
+    num_parts = sum(path.suffix in (".json", ".parquet") for path in paths)
+    return f"{num_parts} finished parts are kept in {folder}" if num_parts else ""
 
 
 def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
@@ -54,12 +83,6 @@ def write_losses(
         metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
     )
     write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
-
-
-def summary_of(folder: Path | None) -> str:
-    """Return what a folder keeps of an interrupted run."""
-    num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
-    return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""
 
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
+import webbrowser
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
-from kvalign.eval.judging.rules import RULES, Rule
+from kvalign.eval.judging.words import RULES, Rule
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     SIZES,
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+NAME = "readability"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +108,12 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     Returns:
         A document with `prompts` (the continued texts), `rule` (name, about), `word_list` (name,
         num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), seed, and
-        the measures of `kvalign.eval.judging.fluency.judge`. For a text, its name is the method,
+        the measures of `kvalign.eval.judging.chunks.judge`. For a text, its name is the method,
         and measures that need the model are None or missing.
 
     Raises:
         UserError: `page` already has results; a text that cannot be read.
     """
-    from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
-
     page = settings.page or (free_folder() if settings.open else None)
     in_browser, settings = settings.open, dataclasses.replace(settings, page=None, open=False)
     if page and not is_free(page, settings.command_line("eval readability")):
@@ -141,7 +145,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
-    from kvalign.eval.protocol.kept_parts import kept, summary_of
+    from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.runs import keeping
 
     started = time.perf_counter()
@@ -176,7 +180,7 @@ def _written(
     method: Method, prompt: str, sampling: Sampling, loaded: LoadedModel, rule: Rule, bar: Bar
 ) -> list[Row]:
     """Let a method continue a prompt; return the judgement of the passage."""
-    from kvalign.eval.judging.fluency import judge
+    from kvalign.eval.judging.chunks import judge
     from kvalign.eval.judging.words import load_words
     from kvalign.streaming.text_stream import TextStream
 
@@ -194,9 +198,41 @@ def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
         return {}
     import torch
 
-    from kvalign.eval.evaluations.perplexity.loss_store import key_of
+    from kvalign.eval.protocol.kept import key_of
 
     return key_of(method, torch.zeros(1, 0, dtype=torch.int64), stepwise=True)
+
+
+def free_folder() -> Path:
+    """`readability`, or `readability-2` and so on: the first name that does not exist."""
+    names = itertools.chain([NAME], (f"{NAME}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
+
+
+def is_free(folder: Path, command: str) -> bool:
+    """Return whether the folder has no document, or the one that this command left when it was
+    killed: its page is missing or older.
+    """
+    from kvalign.eval.report.page import PAGE
+    from kvalign.foundation.files import read_json
+
+    path, page = folder / f"{NAME}.json", folder / PAGE
+    if not path.exists():
+        return True
+    is_shown = page.exists() and page.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    return not is_shown and read_json(path).get("command") == command
+
+
+def write_page(document: Document, folder: Path, in_browser: bool) -> None:
+    """Write the document, and the report of the folder; open it if wanted."""
+    from kvalign.eval.report.page import write_report
+    from kvalign.foundation.files import write_json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{NAME}.json", document)
+    page = write_report(folder)
+    if in_browser and not webbrowser.open(page.resolve().as_uri()):
+        log.warning("no browser to open %s in", page)
 
 
 HUMAN = "a human's text"
@@ -258,7 +294,7 @@ class Readability(JudgedText):
 
     def _strips(self, name: str, document: Document) -> list[Plot]:
         """The plots of a document of that name, in which the n-gram rules are below each other."""
-        from kvalign.eval.drawing.strips import draw_chunks
+        from kvalign.eval.drawing import draw_chunks
 
         model, rule = document["settings"]["model"], document["rule"].get("name")
         plots = []
@@ -288,8 +324,6 @@ class Readability(JudgedText):
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
         """Settings with a folder for the page."""
-        from kvalign.eval.evaluations.readability.page import free_folder
-
         return dataclasses.replace(settings, page=settings.page or free_folder())
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
