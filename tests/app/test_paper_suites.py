@@ -26,10 +26,9 @@ SMALL = (
 SMALL_ON_HUB = f"{SMALL} --num-tokens 680 --num-turns 2 --num-lines 20 --distances 0"
 
 
-def run_here(command, out):
+def run_here(cell):
     """As `kvalign.app.suites.suite.run_cell`, in this process."""
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    return output_of([*words, "--json"])
+    return output_of([*shlex.split(cell.command)[1:], "--json"])
 
 
 def suite_of(name):

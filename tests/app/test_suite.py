@@ -48,6 +48,7 @@ def own(tmp_path, monkeypatch, undrawn):
 
     def run(words, **kwargs):
         ran.append(words[3:])
+        monkeypatch.setattr("sys.stdin", io.StringIO(kwargs["input"]))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             code = main(words[3:])
         return subprocess.CompletedProcess(words, code, printed.getvalue())
@@ -163,9 +164,9 @@ def away(tmp_path, monkeypatch):
     """A suite that asks the hub, which is away, and the commands that ran, or seem to."""
     ran = []
 
-    def run_cell(command, out):
-        ran.append(command)
-        return json.dumps(documents()["perplexity"] if "perplexity" in command else {})
+    def run_cell(cell):
+        ran.append(cell)
+        return json.dumps(documents()["perplexity"] if "perplexity" in cell.kind.name else {})
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)

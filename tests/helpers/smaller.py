@@ -127,11 +127,10 @@ def smaller(words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER) -
     return [*shlex.split(made)[1:], *["--json"] * as_json]
 
 
-def run_cell(command, out, kept={}):  # noqa: B006
+def run_cell(cell, kept={}):  # noqa: B006
     """As `kvalign.app.suites.suite.run_cell`, smaller, in this process, and once for all pages."""
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    words = [*smaller(words), "--json"]
-    key = shlex.join(word for word in words if not word.startswith(str(out)))
+    words = [*smaller(shlex.split(cell.command)[1:]), "--json"]
+    key = shlex.join(words)
     if key not in kept or "--out" in words:
         kept[key] = output_of(words)
     return kept[key]

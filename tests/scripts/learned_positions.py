@@ -25,7 +25,7 @@ from helpers.result_parts import with_what_it_reads
 from kvalign.app.cli.main import main as kvalign
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite
 from kvalign.app.suites.suite import identity_of_cell, is_finished, keep
-from kvalign.eval.report.results_folder import SUITE_FILE, fill_in
+from kvalign.eval.report.results_folder import SUITE_FILE
 from kvalign.foundation.files import read_json, write_text
 
 SUITE = "learned-positions"
@@ -57,11 +57,12 @@ def run(command: str, path: Path) -> None:
 
 def measured(cell: Cell, out: Path, seconds: float) -> str:
     """Run a step and keep its document; "" or what went wrong."""
-    identity = identity_of_cell(cell, out)
+    there = cell.at(out)
+    identity = identity_of_cell(there)
     printed = out / f".{cell.name}.printed"
     context = multiprocessing.get_context("forkserver")  # which imports torch once
     context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=run, args=(fill_in(cell.command, out), printed))
+    process = context.Process(target=run, args=(there.command, printed))
     process.start()
     process.join(seconds)
     if process.is_alive():

@@ -59,6 +59,15 @@ class ResultsSettings(Settings):
     run: bool = option(True, help="--no-run: only write the tables")
 
 
+@dataclass(frozen=True)
+class Script:
+    """A measurement that is no command, in place of a cell."""
+
+    name: str
+    command: str
+    is_preparation = False
+
+
 def rebuild(settings: ResultsSettings) -> None:
     """Run what is missing of the parts, all texts checked first; then write the tables.
 
@@ -97,20 +106,20 @@ def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:
     return [(name, known[name.partition("/")[0]]) for name in wanted]
 
 
-def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
+def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell | Script]:
     """The commands of PART or PART/CELL, with what must be prepared for it."""
     name, _, only = wanted.partition("/")
     given = yaml.safe_load((RESULTS / name / SUITE_FILE).read_text(encoding="utf-8"))
     suite = {key: value for key, value in given.items() if key in Suite.model_fields}
     of_suite = yaml.safe_dump(suite, sort_keys=False)
     found = parse_suite(of_suite, name, settings.override) if given.get("cells") else []
-    found += [Cell(script.name, script.command) for script in part.scripts]
+    found += [Script(script.name, script.command) for script in part.scripts]
     if only and only not in (names := tuple(step.name for step in part.documents)):
         raise UserError(unknown(f"document of {name}", only, names))
     return with_what_it_reads(found, only) if only else found
 
 
-def run_cells(part: str, steps: list[Cell]) -> None:
+def run_cells(part: str, steps: list[Cell | Script]) -> None:
     """Run what is missing of the cells of a part, in a folder of its name here."""
     name = Path(part)
     for cell in steps:
@@ -119,11 +128,11 @@ def run_cells(part: str, steps: list[Cell]) -> None:
             path.unlink()  # its command has changed since; scored labels are kept apart
         if not path.exists():
             print(f"== {name}/{cell.name}: {cell.command}", file=sys.stderr)
-            is_script = cell.command.startswith("python ")
-            keep(cell, name, _run_script(cell) if is_script else run_cell(cell.command, name))
+            is_script = isinstance(cell, Script)
+            keep(cell, name, _run_script(cell) if is_script else run_cell(cell.at(name)))
 
 
-def place(part: str, steps: list[Cell], results: Path) -> None:
+def place(part: str, steps: list[Cell | Script], results: Path) -> None:
     """Copy the documents of a part into `results`, and say of which a test would complain."""
     folder = results / part
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +142,7 @@ def place(part: str, steps: list[Cell], results: Path) -> None:
             print(f"note: {part}/{name}: {fault}", file=sys.stderr)
 
 
-def _run_script(cell: Cell) -> str:
+def _run_script(cell: Script) -> str:
     """What a script prints last: one line, its document."""
     _, script, *flags = shlex.split(cell.command)
     words = [sys.executable, str(ROOT / script), *flags]

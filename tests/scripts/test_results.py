@@ -82,10 +82,9 @@ def in_process(monkeypatch):
     """Cells run in this process: one of their own takes seconds to begin."""
     ran = []
 
-    def run(command, out):
-        ran.append(command)
-        words = shlex.split(command.replace("{out}", str(out)))
-        return output_of([*words[1:], "--json"])
+    def run(cell):
+        ran.append(cell)
+        return output_of([*shlex.split(cell.command)[1:], "--json"])
 
     monkeypatch.setattr(results, "run_cell", run)
     return ran
@@ -162,7 +161,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
     (tmp_path / "words.txt").write_text(TEXT)
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]
-        smaller = results.Cell(cell.name, f"python {script} {small[cell.name]}")
+        smaller = results.Script(cell.name, f"python {script} {small[cell.name]}")
         results.run_cells("scripts", [smaller])
         results.place("scripts", [smaller], tmp_path / "made")
         (path,) = (tmp_path / "made").rglob(f"{cell.name}.json")

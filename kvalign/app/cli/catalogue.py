@@ -56,6 +56,8 @@ GROUPS = {
 }
 FAMILY = "eval"
 """First words of commands with two words."""
+GIVEN = "--given"
+"""In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 

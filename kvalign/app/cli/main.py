@@ -6,6 +6,7 @@ the machine or of KV-Align; 2 wrong use, which the user can correct; 130 stopped
 """
 
 import gc
+import json
 import logging
 import os
 import re
@@ -93,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, flags = catalogue.find(args)
         name, cls = command.words, command.settings
         flags_of = cls.flags()
-        settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
+        if flags == [catalogue.GIVEN]:
+            settings, as_json = cls(**json.loads(sys.stdin.read())), True
+        else:
+            settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         check_outputs(settings)
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended

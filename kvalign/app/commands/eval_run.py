@@ -2,10 +2,48 @@
 
 import json
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvalign.app.cli.next_steps import say_next
-from kvalign.app.suites.settings import RunSettings
 from kvalign.foundation.errors import RunError
+from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """Run every cell of a suite whose result is not yet in the folder, then write the report.
+
+    Suites: quick (a minute or two), full (every evaluation, short), reference (the shipped models),
+    paper-distilgpt2 and paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same
+    experiments on a shipped model), learned-positions (a larger one), or a .yaml file of your own.
+    Cells that need a hub which is away are left out, and the first line says how to get what they
+    need.
+
+    Example:
+        kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
+    """
+
+    suite: str = option(help="name of a suite, or a .yaml file", positional=True)
+    out: Path = option(
+        help="folder for results and report; finished cells in it are kept", writes="folder"
+    )
+    override: str = option(
+        "",
+        help='flags that replace those of the cells, such as "--device cuda"; with '
+        "another --model a cell loses the aligners that it names",
+    )
+    variables: str = option(
+        "", help='variables of the suite to change, such as "model=FOLDER corpus=text:mine.txt"'
+    )
+    ray: bool = option(False, help="run the cells side by side on Ray")
+    ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
+    cpus_per_cell: int = option(
+        1, help="Ray: CPUs for each cell", at_least=1, at_most=MOST_PROCESSES
+    )
+    gpus_per_cell: float = option(
+        0, help="Ray: GPUs for each cell", at_least=0, at_most=MOST_PROCESSES
+    )
 
 
 def run(settings: RunSettings, as_json: bool) -> None:

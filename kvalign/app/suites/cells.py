@@ -1,8 +1,10 @@
 """Cells from a suite's text: variables are filled in, flags overridden, commands checked."""
 
+import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
@@ -19,18 +21,41 @@ MAX_NAME = 100  # letters of a cell's name: it is a file's
 
 @dataclass(frozen=True)
 class Cell:
-    """One command of a suite."""
+    """One command of a suite, with checked settings. In these {out} stands for the folder of the
+    results, which may be moved.
+    """
 
     name: str  # unique in the suite; its document is NAME.json
-    command: str  # `kvalign` first; {out} stands for the folder of the results, which may be moved
+    kind: catalogue.Command
+    settings: Settings
     is_preparation: bool = False  # others need it; what it prints may be any JSON document
-    settings: Settings = field(default_factory=Settings)  # of the command; a script has none
 
-    def model(self, out: Path) -> str | None:
+    @property
+    def command(self) -> str:
+        """The same by hand, `kvalign` first."""
+        return self.settings.command_line(self.kind.name)
+
+    @property
+    def model(self) -> str | None:
         """Name of the model that it loads, if it loads one; what only reads losses does not."""
         is_reader = isinstance(self.settings, ImportLossesSettings)
-        name = None if is_reader else getattr(self.settings, "model", None)
-        return name and name.replace(OUT, str(out))
+        return None if is_reader else getattr(self.settings, "model", None)
+
+    def at(self, out: Path) -> "Cell":
+        """The cell with a folder for {out}."""
+        values = {name: _filled(value, str(out)) for name, value in vars(self.settings).items()}
+        return replace(self, settings=replace(self.settings, **values))
+
+    def as_json(self) -> str:
+        """Its settings, as its process reads them."""
+        return json.dumps(vars(self.settings), default=str)
+
+
+def _filled(value: Any, out: str) -> Any:
+    """A value of settings with a folder for {out}."""
+    if isinstance(value, tuple):
+        return tuple(_filled(item, out) for item in value)
+    return type(value)(str(value).replace(OUT, out)) if isinstance(value, str | Path) else value
 
 
 def read_suite(name: str) -> str:
@@ -68,28 +93,28 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
             )
         where, is_preparation = f"suite {name}, cell {step.name}", number < len(suite.prepare)
         try:
-            words = suite.words(step, values)
-            _check_kind(words, is_preparation)
-            command, settings, known_flags = _overridden(words, new, where)
+            command, flags = _checked(suite.words(step, values), is_preparation)
+            settings = _overridden(command, flags, new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
-        cells.append(Cell(step.name, command, is_preparation, settings))
-        all_flags |= known_flags
+        cells.append(Cell(step.name, command, settings, is_preparation))
+        all_flags |= settings.flags()
     if useless := set(new) - all_flags:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
     return cells
 
 
-def _check_kind(words: list[str], is_preparation: bool) -> None:
-    """Raise UserError for a command whose document a suite cannot use."""
+def _checked(words: list[str], is_preparation: bool) -> tuple[catalogue.Command, list[str]]:
+    """The command and its flags; UserError for one whose document a suite cannot use."""
     if not words:
         raise UserError("its command is empty")
-    command = catalogue.find(words)[0]
+    command, flags = catalogue.find(words)
     if is_preparation and not command.has_json:
         raise UserError(f"{command.name} prints no document, so it cannot be a preparation")
     evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
         raise UserError(f"{command.name} is not an evaluation: move preparations to prepare")
+    return command, flags
 
 
 def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
@@ -107,18 +132,16 @@ def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
 
 
 def _overridden(
-    words: list[str], new: dict[str, list[str]], where: str
-) -> tuple[str, Settings, set[str]]:
-    """Checked command with the new flags that it has, its settings, and all flags that it has."""
-    command, words = catalogue.find(words)
-    own_flags = command.settings.flags()
-    of_cell = _flags(words)
+    command: catalogue.Command, words: list[str], new: dict[str, list[str]], where: str
+) -> Settings:
+    """Checked settings of a command with these words, and with the new flags that it has."""
+    own_flags, of_cell = command.settings.flags(), _flags(words)
     if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
         of_cell.pop("--aligner", None)  # of another model
     flags = of_cell | {flag: values for flag, values in new.items() if flag in own_flags}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
-    settings, _ = parse(command.settings, words, f"{where}: kvalign {command.name}")
-    return settings.command_line(command.name), settings, own_flags
+    settings, _ = parse(command.settings, words, f"{where}: kvalign {command.words}")
+    return settings
 
 
 def _split(flag: str, text: str) -> list[str]:

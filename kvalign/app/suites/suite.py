@@ -1,25 +1,26 @@
 """Suites: a file of named commands. Each is a cell, and its result is one document in a folder.
 
-Each cell runs in its own process, so that its memory and its threads are measured alone and its
-command can be repeated by hand. A cell is finished when its document exists, and is kept as long as
-its model has the same weights. An interrupted run continues with the next cell, and `eval
-perplexity --keep` within its cell.
+Each cell runs in its own process, so that its memory and its threads are measured alone. The
+process gets the settings as JSON and prints the document, with the command that does the same by
+hand. A cell is finished when its document exists, and is kept as long as its model has the same
+weights. An interrupted run continues with the next cell, and `eval perplexity --keep` within its
+cell.
 """
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvalign.app.cli.catalogue import GIVEN
+from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.estimate import estimate
-from kvalign.app.suites.settings import RunSettings
-from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE, fill_in, parse_suite_text
+from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
@@ -86,13 +87,13 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            command = fill_in(cell.command, settings.out)
-            print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
-            identity = identity_of_cell(cell, settings.out)  # as it begins
-            output = run_cell(cell.command, settings.out)
+            there = cell.at(settings.out)
+            print(f"== {number} of {len(cells)}, {cell.name}: {there.command}", file=sys.stderr)
+            identity = identity_of_cell(there)  # as it begins
+            output = run_cell(there)
             keep(cell, settings.out, output, changed, identity)
     if parallel:
-        of_cells = {cell.name: identity_of_cell(cell, settings.out) for cell in parallel}
+        of_cells = {cell.name: identity_of_cell(cell.at(settings.out)) for cell in parallel}
         for cell, output in _run_on_ray(parallel, settings):
             keep(cell, settings.out, output, changed, of_cells[cell.name])
 
@@ -104,7 +105,7 @@ def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell
             num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
         )(_run_there)
         more = (str(Path.cwd()), settings.cpus_per_cell)
-        waiting = {task.remote(cell.command, settings.out, *more): cell for cell in cells}
+        waiting = {task.remote(cell.at(settings.out), *more): cell for cell in cells}
         with progress.shown_as("eval run") as bar:
             bar.expect(len(cells), "cells")
             while waiting:
@@ -116,12 +117,12 @@ def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell
                 yield waiting.pop(task), output
 
 
-def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
+def _run_there(cell: Cell, folder: str, num_threads: int) -> tuple[str, str]:
     """Return what a cell prints, and its error; its relative paths start at `folder`."""
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
-        return run_cell(command, out), ""
+        return run_cell(cell), ""
     except (RunError, UserError) as error:
         return "", str(error)
 
@@ -140,11 +141,11 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
     cells, num_unknown = [], 0
     for cell in finished:
-        if (name := cell.model(out)) is None:
+        if (name := (there := cell.at(out)).model) is None:
             continue
         before = read_json(_path(cell, out)).get(_IDENTITY)
         num_unknown += before is None
-        if before and (now := identity_of_cell(cell, out)) and now != before:
+        if before and (now := identity_of_cell(there)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             cells.append(cell)
     if num_unknown:
@@ -156,28 +157,30 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     return cells
 
 
-def identity_of_cell(cell: Cell, out: Path) -> str:
+def identity_of_cell(cell: Cell) -> str:
     """The identity of a cell's model; empty without one, or if it is not here."""
     from kvalign.models.identity import identity_of
 
-    name = cell.model(out)
     try:
-        return identity_of(name) if name else ""
+        return identity_of(cell.model) if cell.model else ""
     except UserError:
         return ""
 
 
-def run_cell(command: str, out: Path) -> str:
-    """Run a cell's command in its own process and return its output, a JSON document. UserError if
-    it was refused, RunError if it failed; its own message is on stderr.
+def run_cell(cell: Cell) -> str:
+    """Run a cell in its own process and return its output, a JSON document. UserError if it was
+    refused, RunError if it failed; its own message is on stderr.
     """
-    words = [sys.executable, "-m", *shlex.split(fill_in(command, out)), "--json"]
-    environment = {**os.environ, PART_OF_RUN: "1"}
-    process = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
+    process = subprocess.run(
+        [sys.executable, "-m", "kvalign", *cell.kind.words.split(), GIVEN],
+        input=cell.as_json(),
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, PART_OF_RUN: "1"},
+    )
     if process.returncode:
-        command = shlex.join(words[2:])
         error = UserError if process.returncode == 2 else RunError
-        raise error(f"exit code {process.returncode} of {command}; finished cells are kept")
+        raise error(f"exit code {process.returncode} of {cell.command}; finished cells are kept")
     return process.stdout
 
 
