@@ -14,32 +14,58 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvalign
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Row
-from kvalign.eval.protocol.settings import ResultSettings
+from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings
 from kvalign.eval.protocol.tables import csv_of
-from kvalign.foundation.settings import Settings
+from kvalign.foundation import progress
+from kvalign.foundation.settings import keywords_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from kvalign.methods.base import Method
+    from kvalign.models.loading import LoadedModel
 
+S = TypeVar("S", bound=ComparisonSettings)
 
 _FLAGS = r"avx|avx2|avx_vnni|avx512f|avx512_\w+|amx_\w+|asimd\w*|i8mm|sve\w*"
 
 
+def measures(
+    cls: type[S],
+) -> Callable[[Callable[[S, LoadedModel, list[Method]], Iterable[Row]]], Callable[..., Document]]:
+    """Decorator for a function that measures the rows of the evaluation of its name: from settings,
+    the model that they name, and every method at every size. It becomes the public function, of
+    settings or their fields as keywords and of a loaded model, which returns the document.
+    """
+
+    def decorate(
+        measure: Callable[[S, LoadedModel, list[Method]], Iterable[Row]],
+    ) -> Callable[..., Document]:
+        kind = f"eval {measure.__name__}"
+
+        def run(settings: S, *, loaded: LoadedModel | None = None) -> Document:
+            from kvalign.eval.protocol.grid import load, make_grid
+
+            started = time.perf_counter()
+            settings, loaded = load(settings, loaded)
+            rows = [*measure(settings, loaded, make_grid(settings, loaded.model))]
+            return document(kind, settings, rows, started=started)
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(run, name, getattr(measure, name))
+        return keywords_of(cls)(progress.shown_as(kind)(run))
+
+    return decorate
+
+
 def document(
-    kind: str,
-    settings: Settings,
-    rows: list[Row],
-    *,
-    started: float,
-    plot: Callable[[Document], Figure] | None = None,
-    **more: Any,
+    kind: str, settings: ResultSettings, rows: list[Row], *, started: float, **more: Any
 ) -> Document:
     """Rows with everything needed to make them again, and further entries.
 
@@ -48,7 +74,6 @@ def document(
         settings: of the run.
         rows: of values that JSON knows.
         started: `time.perf_counter()` when the work began.
-        plot: draws the file of the setting of that name.
 
     Files that the settings name are written.
     """
@@ -66,12 +91,11 @@ def document(
         "seconds": time.perf_counter() - started,
         **more,
     }
-    if plot and values["plot"]:
+    if values.get("plot"):
         from kvalign.eval.drawing import save
 
-        save(plot(result), Path(values["plot"]))
-    if isinstance(settings, ResultSettings):
-        write(result, settings)
+        save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
+    write(result, settings)
     return result
 
 

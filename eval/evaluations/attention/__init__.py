@@ -10,26 +10,27 @@ After Xiao et al. 2024 (StreamingLLM, figure 2); see docs/evaluation.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
     Documents,
     Drawing,
     Evaluation,
+    Row,
     Section,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
@@ -65,9 +66,10 @@ class AttentionSettings(ComparisonSettings):
             )
 
 
-@keywords_of(AttentionSettings)
-@progress.shown_as("eval attention")
-def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(AttentionSettings)
+def attention(
+    settings: AttentionSettings, loaded: LoadedModel, methods: list[Method]
+) -> Iterable[Row]:
     """Let every method read the same texts, and average the attention of its queries.
 
     Returns:
@@ -81,20 +83,15 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
         UserError: a corpus shorter than the texts.
     """
     from kvalign.eval.evaluations.attention.weights import num_tokens, read_texts, row, watch
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     ids = read_texts(loaded, settings)
-    rows = []
     num_each = max(settings.cache_sizes) + 2 * settings.num_steps
     for method, bar in one_by_one(methods, num_each, "steps"):
         start = time.perf_counter()
         texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
         before, after = watch(method, texts, settings.num_steps, bar.update)
-        rows.append(row(method, before, after) | {"seconds": time.perf_counter() - start})
-    return document("eval attention", settings, rows, started=started, plot=EVALUATION.plot)
+        yield row(method, before, after) | {"seconds": time.perf_counter() - start}
 
 
 LAYERS = "% of the attention of the layers after the second; 95 % over texts"

@@ -15,12 +15,12 @@ was cut and for one behind the edit.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -30,11 +30,11 @@ from kvalign.eval.protocol.evaluation import (
     share_column,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 KINDS = ("cut", "replace", "insert")
@@ -96,9 +96,8 @@ class EditSettings(ComparisonSettings):
             )
 
 
-@keywords_of(EditSettings)
-@progress.shown_as("eval edit")
-def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(EditSettings)
+def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
     """Edit the same texts with every method, and go on in each way.
 
     Returns:
@@ -114,20 +113,15 @@ def edit(settings: EditSettings, *, loaded: LoadedModel | None = None) -> Docume
         UserError: a method that cannot be edited; a corpus that is too short.
     """
     from kvalign.eval.evaluations.edit.ways import score_method, texts_of, ways_of
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     for method in methods:
         method.edit(0, 0)  # refused before any work, if it cannot be edited
     texts = texts_of(settings, loaded)
     num_each = settings.num_edits * len(ways_of(settings))
     num_all = num_each * len({*settings.kinds}) * len({*settings.lengths})
-    rows = []
     for method, bar in one_by_one(methods, num_all, "streams"):
-        rows += score_method(method, settings, texts, bar.update)
-    return document("eval edit", settings, rows, started=started, plot=EVALUATION.plot)
+        yield from score_method(method, settings, texts, bar.update)
 
 
 COLUMNS = {

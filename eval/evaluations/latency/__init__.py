@@ -151,9 +151,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     try:
-        more: dict[str, Any] = {"started": started, "plot": EVALUATION.plot}
         settings, model, prompts = load_with_prompts(settings, loaded)
-        more["weights_mb"] = num_bytes(model) / 1e6
         methods = make_grid(settings, model, untrained_aligners(model, settings))
         if settings.compile:
             methods = [method.compile() for method in methods]
@@ -167,6 +165,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
                 for batch_size in settings.batch_sizes:
                     part = partial(measure, group, prompts, batch_size, settings, bar)
                     rows += kept(settings.keep, key_of(group, prompts, batch_size, settings), part)
+        more: dict[str, Any] = {"started": started, "weights_mb": num_bytes(model) / 1e6}
         return document("eval latency", settings, rows, **more)
     finally:
         torch.set_num_threads(num_threads)

@@ -13,18 +13,26 @@ set (`kinds`), with its score: the share of the expected answers that a written 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    share_column,
+)
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
-from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
@@ -85,9 +93,8 @@ class NeedleSettings(ComparisonSettings):
     plot: Path | None = option(None, help="also draw methods against distance (.png or .svg)")
 
 
-@keywords_of(NeedleSettings)
-@progress.shown_as("eval needle")
-def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(NeedleSettings)
+def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
     """Let every method read the same streams, and count the codes that it finds.
 
     Returns:
@@ -101,15 +108,12 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a corpus that is too short, a tokenizer that cannot write words.
     """
     from kvalign.eval.evaluations.needle.haystack import asker, haystacks
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
     from kvalign.eval.protocol.questions import rows_of
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     progress.phase(f"reading {settings.corpus}")
     by_kind = haystacks(settings, loaded)
-    distances, rows = set(settings.distances), []
+    distances = set(settings.distances)
     num_all = len(by_kind) * settings.num_streams * settings.num_needles * len(distances)
     for method, bar in one_by_one(methods, num_all, "questions"):
         size = method.sizes.cache_size
@@ -117,8 +121,7 @@ def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Do
             of_kind = {} if {*by_kind} == {"single"} else {"kind": kind}
             stops = [stream.stops(distances, size) for stream in streams]
             for row in rows_of(method, stops, asker(kind, loaded), "distance", bar):
-                rows.append(row | of_kind | {"distance_tokens": row["distance"] * size})
-    return document("eval needle", settings, rows, started=started, plot=EVALUATION.plot)
+                yield row | of_kind | {"distance_tokens": row["distance"] * size}
 
 
 COLUMNS = {

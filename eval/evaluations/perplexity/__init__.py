@@ -16,13 +16,13 @@ original entries. So `seconds` does not measure a method's speed, unless every m
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -34,13 +34,13 @@ from kvalign.eval.protocol.evaluation import (
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.eval.protocol.verdicts import MIN_POINT
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import keywords_of, option
+from kvalign.foundation.settings import option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
@@ -100,9 +100,10 @@ class PerplexitySettings(ComparisonSettings):
         return self.first_label or max(self.cache_sizes) + 1
 
 
-@keywords_of(PerplexitySettings)
-@progress.shown_as("eval perplexity")
-def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(PerplexitySettings)
+def perplexity(
+    settings: PerplexitySettings, loaded: LoadedModel, methods: list[Method]
+) -> Iterable[Row]:
     """Score every method at every cache size and number evicted.
 
     Returns:
@@ -118,18 +119,14 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
         UserError: a corpus that ends before the last label.
     """
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods, warn_of_guesses
-    from kvalign.eval.protocol.grid import load, make_grid
     from kvalign.eval.protocol.kept import summary_of
     from kvalign.foundation.runs import keeping
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     ids = read_ids(loaded, settings)
     with keeping(lambda: summary_of(settings.keep)):
         rows = score_methods(methods, ids, settings)
     warn_of_guesses(rows, loaded.model.config.vocab_size, settings.corpus)
-    return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
+    return rows
 
 
 LAST_BY_FIRST = "the last quarter of the labels relative to the first"

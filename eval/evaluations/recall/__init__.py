@@ -14,19 +14,20 @@ some keys get new values more rarely, and facts become as old as that.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 MOST_STREAMS = 2**12  # each is made token by token
@@ -80,9 +81,8 @@ class RecallSettings(ComparisonSettings):
             )
 
 
-@keywords_of(RecallSettings)
-@progress.shown_as("eval recall")
-def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(RecallSettings)
+def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
     """Let every method read the same streams at each cache size, and count right answers by
     distance.
 
@@ -94,22 +94,17 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a model that was not trained on such streams.
     """
     from kvalign.eval.evaluations.recall.scores import check_words, read_stream, score_method
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
     check_words(loaded)
-    methods = make_grid(settings, loaded.model)
     progress.phase("making the streams")
     sizes = dict.fromkeys(settings.cache_sizes)
     streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
     longest = max(stream.ages.numel() for stream in streams.values())
-    rows = []
     for method, bar in one_by_one(methods, longest, "tokens"):
         stream = streams[method.sizes.cache_size]
-        rows.append(score_method(method, stream, bar.update, settings.farthest))
+        yield score_method(method, stream, bar.update, settings.farthest)
         bar.skip(longest - stream.ages.numel())
-    return document("eval recall", settings, rows, started=started, plot=EVALUATION.plot)
 
 
 QUARTERS = ("newest", "second", "third", "oldest")

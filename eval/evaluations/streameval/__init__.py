@@ -15,18 +15,25 @@ same for all methods, and the NLL of the answer grades models that never write i
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    share_column,
+)
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_ITEMS, keywords_of, option
+from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
@@ -61,9 +68,10 @@ class StreamEvalSettings(ComparisonSettings):
             )
 
 
-@keywords_of(StreamEvalSettings)
-@progress.shown_as("eval streameval")
-def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(StreamEvalSettings)
+def streameval(
+    settings: StreamEvalSettings, loaded: LoadedModel, methods: list[Method]
+) -> Iterable[Row]:
     """Let every method read one stream for each distance, and score its answers.
 
     Returns:
@@ -75,11 +83,8 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
         UserError: a stream too long for a method that does not evict.
     """
     from kvalign.eval.evaluations.streameval import scores
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     texts = (
         scores.pieces(settings.num_lines, settings.query_every, distance, settings.seed)
         for distance in dict.fromkeys(settings.distances)
@@ -88,12 +93,9 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     for method in methods:
         scores.check_fits(method, streams)
     num_all = sum(one.piece.is_query for stream in streams for one in stream)
-    rows = [
-        scores.score(method, stream, bar.update)
-        for method, bar in one_by_one(methods, num_all, "queries")
-        for stream in streams
-    ]
-    return document("eval streameval", settings, rows, started=started)
+    for method, bar in one_by_one(methods, num_all, "queries"):
+        for stream in streams:
+            yield scores.score(method, stream, bar.update)
 
 
 COLUMNS = {

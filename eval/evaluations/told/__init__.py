@@ -12,18 +12,26 @@ do not affect each other.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    share_column,
+)
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
-from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
@@ -65,9 +73,8 @@ class ToldSettings(ComparisonSettings):
     )
 
 
-@keywords_of(ToldSettings)
-@progress.shown_as("eval told")
-def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(ToldSettings)
+def told(settings: ToldSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
     """Let every method read the same conversations, and count right answers.
 
     Returns:
@@ -80,19 +87,15 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
     from kvalign.eval.evaluations.told.conversation import conversations, is_right
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one
+    from kvalign.eval.protocol.grid import one_by_one
     from kvalign.eval.protocol.questions import rows_of
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    methods = make_grid(settings, loaded.model)
     progress.phase(f"reading {settings.corpus}")
     talks = conversations(settings, loaded)
-    stages, rows = sorted(set(settings.talk)), []
+    stages = sorted(set(settings.talk))
     for method, bar in one_by_one(methods, len(talks) * len(stages), "rounds of questions"):
         stops = [talk.stops(stages, method.sizes.cache_size) for talk in talks]
-        rows += rows_of(method, stops, is_right, "talk", bar)
-    return document("eval told", settings, rows, started=started, plot=EVALUATION.plot)
+        yield from rows_of(method, stops, is_right, "talk", bar)
 
 
 CHANCE = "0.125 by chance"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol.evaluation import Column, Document, Evaluation
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.evaluation import Column, Evaluation, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.foundation.settings import keywords_of, option
+from kvalign.foundation.settings import option
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
@@ -25,25 +27,20 @@ class VarietySettings(ComparisonSettings):
     num_tokens: int = option(100, help="tokens to write", at_least=1)
 
 
-@keywords_of(VarietySettings)
-def variety(settings: VarietySettings, *, loaded: LoadedModel | None = None) -> Document:
+@measures(VarietySettings)
+def variety(settings: VarietySettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
     """Measure it: a document with a row for each method and its sizes."""
-    from kvalign.eval.protocol.document import document
-    from kvalign.eval.protocol.grid import load, make_grid, sizes_of
+    from kvalign.eval.protocol.grid import sizes_of
     from kvalign.streaming.sampling import Sampling
     from kvalign.streaming.text_stream import TextStream
 
-    started = time.perf_counter()
-    settings, loaded = load(settings, loaded)
-    rows = []
-    for method in make_grid(settings, loaded.model):
+    for method in methods:
         sampling = Sampling(max_new_tokens=settings.num_tokens, seed=0)
         stream = TextStream(loaded.tokenizer, method, sampling)
         stream.feed("The history of the island")
         "".join(stream)
         share = len(set(stream.token_ids)) / len(stream.token_ids)
-        rows.append(sizes_of(method) | {"variety": share})
-    return document("eval variety", settings, rows, started=started)
+        yield sizes_of(method) | {"variety": share}
 
 
 COLUMNS = {"variety": Column("variety", 3, "higher", "different tokens by all tokens")}
