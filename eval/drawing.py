@@ -22,7 +22,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from kvalign.eval.protocol.evaluation import FLOOR, PEER, Row
+from kvalign.eval.protocol import FLOOR, PEER, Row
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import write_whole

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvalign.foundation.registry import Registry
 
 if TYPE_CHECKING:
-    from kvalign.eval.protocol.evaluation import Evaluation
+    from kvalign.eval.protocol import Evaluation
 
 ABOUT = {
     "perplexity": "compare methods on perplexity and time",
@@ -21,8 +21,11 @@ ABOUT = {
     "attention": "show where attention goes, before and after the sinks are evicted",
     "chat": "run many conversations through one stream and judge each answer",
 }
-READERS = {"import-losses": "analyse losses that the paper's authors measured, like ours"}
-"""Commands that return a document of an evaluation."""
+ABOUT_READERS = {"import-losses": "analyse losses that the paper's authors measured, like ours"}
 EVALUATIONS: Registry[Evaluation] = Registry(
     "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
 )
+READERS: Registry[Evaluation] = Registry(
+    "reader", {"import-losses": f"{__name__}.perplexity.imported:EVALUATION"}
+)
+"""What reads figures of others, and shows them as the evaluation does whose document it makes."""

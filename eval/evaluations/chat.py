@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.words import RULES
+from kvalign.eval.protocol import Column, Document, Drawing
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing
 from kvalign.eval.protocol.tables import grouped
 from kvalign.foundation import progress
 from kvalign.foundation.settings import keywords_of, option

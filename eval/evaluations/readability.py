@@ -14,10 +14,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.judged_text import MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.eval.judging.words import RULES, Rule
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import (
+from kvalign.eval.protocol import (
     SIZES,
     Column,
     Document,
@@ -29,6 +28,7 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.settings import KEEP_PARTS
 from kvalign.eval.protocol.tables import grouped, label_of, method_name
 from kvalign.eval.protocol.verdicts import MIN_RUNS, runs_interval

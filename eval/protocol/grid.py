@@ -13,7 +13,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
-from kvalign.eval.protocol.evaluation import OF_POLICY, Row
+from kvalign.eval.protocol import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.eval.protocol.tables import names_of
 from kvalign.foundation import progress

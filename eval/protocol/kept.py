@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, write_json, write_whole
 from kvalign.methods.base import Method

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of, title_of
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.progress import Bar

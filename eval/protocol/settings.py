@@ -25,6 +25,11 @@ def seed_option(of: str, default: int = 0) -> int:
     return seed
 
 
+def plot_option(what: str) -> Path | None:
+    path: Path | None = option(None, help=f"also draw {what} (.png or .svg)", writes="file")
+    return path
+
+
 KEEP_PARTS: Path | None = option(
     None,
     help="folder that keeps each part as it ends (latency: a cache size; readability: a passage); "

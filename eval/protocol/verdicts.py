@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from statistics import fmean, variance
 
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 
 MIN_LABELS = 200  # fewer have no interval
 MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
@@ -101,11 +101,3 @@ def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, floa
     z = 1.96
     t = z + (z**3 + z) / (4 * (num - 1))  # Student's, of so few runs, in its first two terms
     return share_interval(share, min(max(independent, num), num_chunks) * (z / t) ** 2)
-
-
-def readable_apart(one: Row, other: Row) -> bool:
-    """Return whether two shares of readable chunks differ, by their intervals, if they have any."""
-    if "readable_low" not in one or "readable_low" not in other:
-        return False
-    ends = [(row["readable_low"], row["readable_high"]) for row in (one, other)]
-    return apart(*ends)

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.evaluation import Column, Panel, Row, Section, Table
+from kvalign.eval.protocol import Column, Panel, Row, Section, Table
 from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, method_name, renamed, table
 from kvalign.eval.report.results_folder import PaperSweep, PaperTable, Results, Sweep
 from kvalign.foundation.console import Entry

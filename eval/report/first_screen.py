@@ -10,15 +10,16 @@ from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
-from kvalign.eval.protocol.evaluation import Column, Document, Plot, Row, Table
+from kvalign.eval.judging import MEASURES
+from kvalign.eval.protocol import Column, Document, Plot, Row, Table
 from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, renamed
 from kvalign.eval.protocol.verdicts import (
     MIN_LABELS,
     MIN_POINT,
     Verdict,
+    apart,
     comparable,
     is_reference,
-    readable_apart,
     verdict,
 )
 from kvalign.eval.report.results_folder import Results
@@ -234,12 +235,13 @@ def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
     """
     fair = comparable(of_all, BESIDE)
     bases = {row["cache_size"]: row for row in fair if row["method"] == BESIDE}
-    words = set()
+    ends, words = MEASURES["readable"].interval, set()
     for row in rows:
-        base = bases.get(row["cache_size"])
-        is_apart = base and row in fair and readable_apart(row, base)
-        word = "less: " if base and row["readable"] < base["readable"] else "more: "
-        words.add(word if is_apart else "")
+        own, base = ends(row), ends(bases.get(row["cache_size"], {}))
+        word = ""
+        if row in fair and own and base and apart(own, base):
+            word = "less: " if own < base else "more: "
+        words.add(word)
     text = _spread((100 * row["readable"] for row in rows), 0)
     return words.pop() + text if len(words) == 1 else text
 

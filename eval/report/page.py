@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
-from kvalign.eval.protocol.evaluation import Row, Section
+from kvalign.eval.protocol import Row, Section
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary

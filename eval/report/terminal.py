@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvalign.eval.protocol.evaluation import Panel, Table
+from kvalign.eval.protocol import Panel, Table
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
 from kvalign.eval.report.first_screen import FirstScreen, first_screens

@@ -18,7 +18,7 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import EVALUATION, subjects
 from kvalign.eval.evaluations.latency.rows import read_bytes
 from kvalign.eval.evaluations.latency.subjects import BareStep
-from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models import kernel

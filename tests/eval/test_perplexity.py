@@ -16,7 +16,7 @@ from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluations.perplexity.scores import compare
-from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.models.loading import load_model

@@ -8,7 +8,7 @@ from helpers.results_example import write_folder
 from rich.console import Console
 
 from kvalign.app.cli.main import main
-from kvalign.eval.protocol.evaluation import Column, Table
+from kvalign.eval.protocol import Column, Table
 from kvalign.eval.report.terminal import print_tables
 from kvalign.foundation.console import Entry
 

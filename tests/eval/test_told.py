@@ -9,7 +9,7 @@ from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
 from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
-from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.questions import rows_of
 from kvalign.foundation import progress
 

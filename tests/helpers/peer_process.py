@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvalign.eval.protocol.evaluation import PEER
+from kvalign.eval.protocol import PEER
 from kvalign.foundation.errors import RunError
 
 Answers = list[dict[str, Any]]

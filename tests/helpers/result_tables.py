@@ -23,7 +23,7 @@ from helpers.excerpts import excerpt
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
 from kvalign.eval.drawing import save
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.evaluation import Document, Evaluation, Row
+from kvalign.eval.protocol import Document, Evaluation, Row
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, write_text
 

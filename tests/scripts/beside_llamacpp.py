@@ -40,8 +40,8 @@ from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.rows import bare_step, rows_of
 from kvalign.eval.evaluations.latency.subjects import load_with_prompts
+from kvalign.eval.protocol import PEER, Document, Row
 from kvalign.eval.protocol.document import document, environment
-from kvalign.eval.protocol.evaluation import PEER, Document, Row
 from kvalign.eval.protocol.grid import make_grid
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError

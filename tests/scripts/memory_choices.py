@@ -39,8 +39,8 @@ from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import needle
 from kvalign.eval.evaluations.recall import FAR, recall
 from kvalign.eval.evaluations.told import told
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation.settings import Settings, option
 from kvalign.memory.memories import Memories

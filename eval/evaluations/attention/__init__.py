@@ -15,17 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Column, Document, Documents, Drawing, Evaluation, Row, Section
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Drawing,
-    Evaluation,
-    Row,
-    Section,
-)
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
 
@@ -54,7 +46,7 @@ class AttentionSettings(ComparisonSettings):
         16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_ITEMS
     )
     num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
-    plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
+    plot: Path | None = plot_option("the weights as a picture")
 
     def __post_init__(self) -> None:
         super().__post_init__()

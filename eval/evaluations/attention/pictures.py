@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from kvalign.eval.drawing import INK, THEME, Series, draw, styles_of
-from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.eval.protocol import Document, Row
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.escape import escape_controls
 

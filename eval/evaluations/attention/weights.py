@@ -16,7 +16,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache.realign import OnRead
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.attention import AttentionSettings
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.foundation import progress

@@ -20,16 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    Row,
-    share_column,
-)
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
@@ -83,7 +76,7 @@ class EditSettings(ComparisonSettings):
         200, help="edits of each kind and length", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the facts")
-    plot: Path | None = option(None, help="also draw the ways to go on (.png or .svg)")
+    plot: Path | None = plot_option("the ways to go on")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from kvalign.cache.edits import EncodedPart
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, are_words_of
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.verdicts import share_of

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import (
+from kvalign.eval.protocol import (
     FLOOR,
     Column,
     Document,
@@ -25,7 +24,8 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
-from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, seed_option
+from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, plot_option, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option
@@ -95,11 +95,8 @@ class LatencySettings(ComparisonSettings):
     )
     seed: int = seed_option("weights, tokens and draws")
     keep: Path | None = KEEP_PARTS
-    plot: Path | None = option(
-        None,
-        help="also draw tokens/s over batch sizes, or with one batch size the time per token over "
-        "cache sizes (.png or .svg)",
-        writes="file",
+    plot: Path | None = plot_option(
+        "tokens/s over batch sizes, or with one batch size the time per token over cache sizes"
     )
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.subjects import BareStep
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.document import environment
-from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.progress import Bar

@@ -17,7 +17,7 @@ from kvalign.cache.sizes import CacheSizes, num_evicted_of
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.timing import random_ids
-from kvalign.eval.protocol.evaluation import FLOOR
+from kvalign.eval.protocol import FLOOR
 from kvalign.eval.protocol.grid import aligners_of, load
 from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError

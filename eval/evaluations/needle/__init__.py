@@ -18,16 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    Row,
-    share_column,
-)
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
@@ -90,7 +83,7 @@ class NeedleSettings(ComparisonSettings):
         10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the codes, the same for each method")
-    plot: Path | None = option(None, help="also draw methods against distance (.png or .svg)")
+    plot: Path | None = plot_option("methods against distance")
 
 
 @measures(NeedleSettings)

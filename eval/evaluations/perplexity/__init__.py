@@ -20,19 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from kvalign.eval.protocol import Column, Document, Documents, Drawing, Evaluation, Row, Section
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Drawing,
-    Evaluation,
-    Row,
-    Section,
-)
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings, plot_option
 from kvalign.eval.protocol.verdicts import MIN_POINT
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
@@ -77,9 +69,7 @@ class PerplexitySettings(ComparisonSettings):
     stepwise: bool = option(
         False, help="one step per token, even if a faster way gives the same results"
     )
-    plot: Path | None = option(
-        None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
-    )
+    plot: Path | None = plot_option("perplexity against cache size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +140,6 @@ COLUMNS = {
     ),
     "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}"),
 }
-SECONDS = Column("total s", 1, "lower", "time of the labels")
 DRIFT = (
     "The same perplexity along the stream, in cache sizes since the cache filled. With a "
     "reference it is relative to the reference on the same labels, which removes the ups and "
@@ -198,11 +187,14 @@ TOTAL_TIME = (
     "Every method steps token by token, as when it generates (the paper's figure 3). A point "
     "is one cache size; lower left is better."
 )
-TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": SECONDS}
+TIMED_COLUMNS = {
+    "perplexity": COLUMNS["perplexity"],
+    "seconds": Column("total s", 1, "lower", "time of the labels"),
+}
 
 
 class Perplexity(Evaluation):
-    settings = PerplexitySettings
+    settings: ClassVar[type[ResultSettings]] = PerplexitySettings
     run = staticmethod(perplexity)
     heading = "Perplexity"
     about = (
@@ -258,7 +250,8 @@ class Perplexity(Evaluation):
     def _drift(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing import draw, panels_by
 
-        settings, judged = document["settings"], _judged(document)
+        settings = document["settings"]
+        judged = "ratio" if settings["reference"] else "perplexity"
         points = [
             row | {"end": segment["end"], "y": segment[judged]}
             for row in document["rows"]
@@ -301,11 +294,6 @@ def _shifted(rows: list[Row]) -> str:
     """
     firsts = {row.get("first_label", row["cache_size"] + 1) for row in rows}
     return "; each cache size has labels of its own" if len(firsts) > 1 else ""
-
-
-def _judged(document: Document) -> str:
-    """Return what tells of drift: the ratio where there is a reference."""
-    return "ratio" if document["settings"]["reference"] else "perplexity"
 
 
 EVALUATION = Perplexity()

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.eval.evaluations.perplexity import Perplexity
+from kvalign.eval.protocol import Document, Row
 from kvalign.eval.protocol.settings import ResultSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import option
@@ -153,7 +154,7 @@ def _read(one: _File) -> Tensor:
 
 def _row(one: _File, nll: Tensor) -> Row:
     from kvalign.eval.evaluations.perplexity.scores import of_losses
-    from kvalign.eval.protocol.evaluation import SIZES
+    from kvalign.eval.protocol import SIZES
 
     method, num_sinks = MODES[one.mode]
     sizes = dict.fromkeys(SIZES) | {"method": method, "cache_size": one.cache_size}
@@ -179,3 +180,11 @@ def _seconds(folder: Path, files: list[_File], rows: list[Row]) -> list[float | 
         )
         for one, row in zip(files, rows, strict=True)
     ]
+
+
+class ImportedLosses(Perplexity):
+    settings = ImportLossesSettings
+    run = staticmethod(import_losses)
+
+
+EVALUATION = ImportedLosses()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
-from kvalign.eval.protocol.evaluation import OF_POLICY, Row
+from kvalign.eval.protocol import OF_POLICY, Row
 from kvalign.eval.protocol.grid import one_by_one, sizes_of
 from kvalign.eval.protocol.kept import key_of, read_losses, write_losses
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval

@@ -4,15 +4,7 @@ from functools import partial
 
 from kvalign.eval.drawing import draw, panels_by
 from kvalign.eval.evaluations.perplexity import SLICES
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Drawing,
-    Row,
-    Section,
-    Table,
-)
+from kvalign.eval.protocol import Column, Document, Documents, Drawing, Row, Section, Table
 from kvalign.eval.protocol.tables import grouped, table
 from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 

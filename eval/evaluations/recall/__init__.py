@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, Row, share_column
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
@@ -66,7 +66,7 @@ class RecallSettings(ComparisonSettings):
         at_most=MOST_STREAMS,
     )
     relative_to_cache: bool = option(False, help="plot the distance of the fact relative to C")
-    plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
+    plot: Path | None = plot_option("accuracy against distance")
 
     def __post_init__(self) -> None:
         super().__post_init__()

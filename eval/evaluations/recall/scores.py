@@ -11,7 +11,7 @@ from torch import Tensor
 from kvalign.data_gen import facts
 from kvalign.data_gen.facts import FactStreams
 from kvalign.eval.evaluations.recall import BEYOND, FAR, QUARTERS, RecallSettings
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError

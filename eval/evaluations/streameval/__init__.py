@@ -19,15 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    Row,
-    share_column,
-)
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError

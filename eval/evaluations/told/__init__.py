@@ -17,16 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.evaluation import (
-    Column,
-    Document,
-    Drawing,
-    Evaluation,
-    Row,
-    share_column,
-)
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
@@ -68,9 +61,7 @@ class ToldSettings(ComparisonSettings):
         4, help="conversations of eight facts each", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the facts, the same for each method")
-    plot: Path | None = option(
-        None, help="also draw right answers against other talk (.png or .svg)"
-    )
+    plot: Path | None = plot_option("right answers against other talk")
 
 
 @measures(ToldSettings)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from kvalign.app.commands.listings import LISTINGS, ListingCommand
-from kvalign.eval.evaluations import ABOUT, EVALUATIONS, READERS
+from kvalign.eval.evaluations import ABOUT, ABOUT_READERS, EVALUATIONS, READERS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import Settings
@@ -43,7 +43,7 @@ GROUPS = {
         "tune": "sweep the networks' sizes and learning rate with Ray Tune",
         "judge": "judge networks by streams, and save a copy with those that help",
         "import-published": "make an aligner from the networks that the paper's authors publish",
-        "eval import-losses": READERS["import-losses"],
+        "eval import-losses": ABOUT_READERS["import-losses"],
         "pretrain": "train a small reference language model",
         **{
             f"eval {name}": about for name, about in ABOUT.items() if name not in _FIRST_EVALUATIONS
@@ -97,10 +97,11 @@ class Command:
     @property
     def _module(self) -> Any:
         first, _, name = self.name.partition(" ")
-        if first == FAMILY and name in EVALUATIONS:
-            from kvalign.app.commands.evaluation import EvaluationCommand
+        for registry in (EVALUATIONS, READERS) if first == FAMILY else ():
+            if name in registry:
+                from kvalign.app.commands.evaluation import EvaluationCommand
 
-            return EvaluationCommand(EVALUATIONS[name])
+                return EvaluationCommand(registry[name])
         if first in LISTINGS:
             return ListingCommand(first)
         module = self.name.replace(" ", "_").replace("-", "_")

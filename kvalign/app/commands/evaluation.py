@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvalign.app.cli.next_steps import say_written
-from kvalign.eval.protocol.evaluation import Document, Evaluation
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol import Document, Evaluation
+from kvalign.eval.protocol.settings import ResultSettings
 
 _WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
 
@@ -17,7 +17,7 @@ class EvaluationCommand:
     evaluation: Evaluation
 
     @property
-    def settings(self) -> type[ComparisonSettings]:
+    def settings(self) -> type[ResultSettings]:
         return self.evaluation.settings
 
     def run(self, settings: Any, as_json: bool) -> Document:
