@@ -1,5 +1,5 @@
-"""Base of an evaluation: the only interface for the command line, suites and the report. Modules are
-shared by all: settings, the grid of methods, the document of results.
+"""Base of an evaluation: the only interface for the command line, suites and the report. Modules
+are shared by all: settings, the grid of methods, the document of results.
 """
 
 from __future__ import annotations

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from kvalign.eval.evaluations.perplexity import SLICES
-from kvalign.eval.evaluations.perplexity.scores import distances, slice_losses, slices
+from kvalign.eval.evaluations.perplexity.scores import compare, distances, of_losses, slices
 from kvalign.eval.evaluations.perplexity.slices_shown import figure, slice_name
+
+
+def sliced(rows, losses, ids, reference):
+    """Rows with their figures, and the comparison with the reference."""
+    far = {name: distances(ids, kind.length) for name, kind in SLICES.items()}
+    for row, nll in zip(rows, losses, strict=True):
+        row |= of_losses(nll, row["cache_size"], row["first_label"], far)
+    compare(rows, losses, reference, far)
+
 
 EDGES = SLICES["bigrams"].edges
 
@@ -54,7 +63,7 @@ def rows_of_two(num_labels, forgets):
 
 def test_ratios_are_paired():
     rows, losses, ids = rows_of_two(1000, 0.5)
-    slice_losses(rows, losses, ids, "recompute")
+    sliced(rows, losses, ids, "recompute")
     old, new = rows[1]["bigrams"][3], rows[1]["bigrams"][-1]
     assert old["num_labels"] == 496 and new["num_labels"] == 503  # and one, 2 C back
     ratios = [old[name] for name in ("ratio", "ratio_low", "ratio_high")]
@@ -71,9 +80,8 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
         method="kvalign", aligner=None, cache_size=8, num_sinks=0, num_evicted=1, first_label=9
     )
     rows = [size | dict(memory=memory, num_recalled=2) for memory in (0, 500)]
-    slice_losses(rows, [losses, losses - 0.1], ids, "kvalign")
+    sliced(rows, [losses, losses - 0.1], ids, "kvalign")
     for row in rows:
-        row["ratio"] = math.exp(-0.1 * bool(row["memory"]))
         counts = [(x["from"], x["to"], x["num_labels"]) for x in row["tokens"]]
         assert counts == [(0, 1, 0), (1, 4, 0), (4, 16, 969), (16, None, 0), (None, None, 31)]
     found = rows[1]["tokens"][2]

@@ -16,7 +16,7 @@ entries.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -36,6 +36,10 @@ from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import check_losses, score, score_stepwise
 
 log = logging.getLogger(__name__)
+
+NO_SLICES: Mapping[str, Tensor] = {}
+_OF_RATIO = {"": "perplexity", "_low": "low", "_high": "high"}
+"""What a figure of a paired difference is called in a row, after `ratio`."""
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
@@ -63,6 +67,7 @@ def score_methods(
     """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
+    far = {name: distances(ids[0].tolist(), kind.length) for name, kind in SLICES.items()}
     for method, bar in one_by_one(methods, num_ids := ids.shape[1], "tokens"):
         cache_size, first_input_len = method.sizes.cache_size, method.sizes.first_input_len
         first_label = settings.first_label_of(cache_size)
@@ -81,12 +86,11 @@ def score_methods(
             if settings.keep:
                 write_losses(settings.keep, key, after, nll, seconds)
         losses.append(nll[-num_labels:].cpu())
-        figures = of_losses(losses[-1], cache_size, first_label)
+        figures = of_losses(losses[-1], cache_size, first_label, far)
         seconds *= num_labels / len(after)
         rows.append({**sizes_of(method), **figures, "seconds": seconds})
     if settings.reference:
-        compare(rows, losses, settings.reference)
-    slice_losses(rows, losses, ids[0].tolist(), settings.reference)
+        compare(rows, losses, settings.reference, far)
     return rows
 
 
@@ -103,9 +107,12 @@ def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:
         )
 
 
-def of_losses(nll: Tensor, cache_size: int, first_label: int) -> Row:
-    """Perplexity of losses [N] in nats, its 95 % interval, and perplexity by tenth of the text and
-    by segment of the stream. `first_label` is the place of the first one in the text.
+def of_losses(
+    nll: Tensor, cache_size: int, first_label: int, far: Mapping[str, Tensor] = NO_SLICES
+) -> Row:
+    """Perplexity of losses [N] in nats, its 95 % interval, perplexity by tenth of the text and by
+    segment of the stream, and the `SLICES` of which there are distances; for a paired difference:
+    the ratio. `first_label` is the place of the first one in the text.
     """
     mean = nll.double().mean().item()
     low, high = interval(nll)
@@ -118,49 +125,31 @@ def of_losses(nll: Tensor, cache_size: int, first_label: int) -> Row:
         "high": high,
         "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         "segments": by_segment(nll, cache_size, first_label - cache_size - 1),
+        **{
+            name: slices(nll, of[first_label:][: len(nll)], cache_size, SLICES[name].edges)
+            for name, of in far.items()
+        },
     }
 
 
-def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
+def compare(
+    rows: list[Row],
+    losses: list[Tensor],
+    reference: str,
+    far: Mapping[str, Tensor] = NO_SLICES,
+) -> None:
     """Add to each row the comparison of its losses [N] with those of the reference (`_base`):
-    ratio, its interval, drift, and the ratio of each tenth and segment.
+    ratio, its interval, drift, and the ratio of each tenth, segment and slice.
     """
     for row, nll in zip(rows, losses, strict=True):
-        size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
+        difference = nll - _base(row, rows, losses, reference)
+        ratios = of_losses(difference, row["cache_size"], row["first_label"], far)
         quarters = by_part(difference, 4)
-        low, high = interval(difference)
-        row |= {
-            "ratio": math.exp(difference.double().mean().item()),
-            "ratio_low": low,
-            "ratio_high": high,
-            "drift": quarters[-1] / quarters[0],
-        }
-        ratios = by_segment(difference, size, row["first_label"] - size - 1)
-        for segment, other in zip(row["segments"], ratios, strict=True):
-            segment["ratio"] = other["perplexity"]
-        for tenth, ratio in zip(row["tenths"], by_part(difference, 10), strict=True):
-            tenth["ratio"] = ratio
-
-
-def slice_losses(
-    rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
-) -> None:
-    """Add to each row the `SLICES` of its losses [N], of the ids from its first label on; with a
-    reference each slice also has its ratio and interval.
-    """
-    for name, kind in SLICES.items():
-        far = distances(ids, kind.length)
-        for row, nll in zip(rows, losses, strict=True):
-            size = row["cache_size"]
-            of_labels = far[row["first_label"] :][: len(nll)]
-            row[name] = slices(nll, of_labels, size, kind.edges)
-            if reference is None:
-                continue
-            difference = nll - _base(row, rows, losses, reference)
-            ratios = slices(difference, of_labels, size, kind.edges)
-            for one, other in zip(row[name], ratios, strict=True):
-                one |= {"ratio": other["perplexity"]}
-                one |= {f"ratio_{end}": other[end] for end in ("low", "high")}
+        row |= {f"ratio{end}": ratios[name] for end, name in _OF_RATIO.items()}
+        row["drift"] = quarters[-1] / quarters[0]
+        for name in ("tenths", "segments", *far):
+            for one, other in zip(row[name], ratios[name], strict=True):
+                one |= {f"ratio{end}": other[x] for end, x in _OF_RATIO.items() if x in other}
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
