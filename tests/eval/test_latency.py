@@ -16,8 +16,8 @@ from transformers import GPT2LMHeadModel
 from kvalign.app.cli.main import main
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import EVALUATION, subjects
-from kvalign.eval.evaluations.latency.rows import read_bytes
 from kvalign.eval.evaluations.latency.subjects import BareStep
+from kvalign.eval.evaluations.latency.timing import read_bytes
 from kvalign.eval.protocol import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached

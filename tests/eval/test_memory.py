@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvalign.eval.evaluations.latency.rows import peak_bytes
+from kvalign.eval.evaluations.latency.timing import peak_bytes
 
 MB = 10**6
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]

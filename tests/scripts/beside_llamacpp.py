@@ -38,8 +38,8 @@ from kvalign.app.cli.arguments import parse
 from kvalign.cache.sizes import CacheSizes, num_evicted_of
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.latency import LatencySettings, timing
-from kvalign.eval.evaluations.latency.rows import bare_step, rows_of
 from kvalign.eval.evaluations.latency.subjects import load_with_prompts
+from kvalign.eval.evaluations.latency.timing import bare_step, rows_of
 from kvalign.eval.protocol import PEER, Document, Row
 from kvalign.eval.protocol.document import document, environment
 from kvalign.eval.protocol.grid import make_grid

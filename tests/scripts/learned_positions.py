@@ -40,7 +40,7 @@ MOST_TIME = 1.05
 """An aligner wins at this much of the time of discard-half, where its perplexity is lower."""
 _PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
-    "kvalign.eval.evaluations.latency.rows",
+    "kvalign.eval.evaluations.latency.timing",
     "kvalign.eval.evaluations.perplexity.scores",
     "kvalign.training.network_run",
     "kvalign.training.pretraining",

@@ -13,15 +13,20 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol import Column, Document, Documents, Drawing, Evaluation, Row, Section
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, plot_option
+from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
@@ -100,6 +105,8 @@ COLUMNS = {
         ("latest_after", "after"),
     )
 }
+EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
+BEFORE = "before any eviction"
 BY_LAYER = (
     "The share of the first four entries in each layer. A sink is a line far above the share "
     "of an even spread over all entries."
@@ -128,8 +135,6 @@ class Attention(Evaluation):
         return f"{super().title(document)}, {num}, {settings['num_steps']} queries each"
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.evaluations.attention.pictures import by_place
-
         caption = "Attention by layer and position, and of the first four by head: "
         return by_place(document), caption + self.title(document)
 
@@ -139,10 +144,89 @@ class Attention(Evaluation):
         return [*super().sections(documents), lines]
 
     def _by_layer(self, document: Document) -> Drawing:
-        from kvalign.eval.evaluations.attention.pictures import by_layer
-
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
         return by_layer(document), caption
+
+
+def by_place(document: Document) -> Figure:
+    """Two rows of maps for each cache size: layers by positions, the mean weight of an entry; and
+    layers by heads, the share of the first four. A column is for before the eviction, or for a
+    method after it.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from kvalign.eval.drawing import THEME
+
+    groups = grouped(document["rows"], "cache_size")
+    num_columns = 1 + max(map(len, groups.values()))
+    with mpl.rc_context(THEME):
+        size = (1.2 + 1.9 * num_columns, 0.6 + 4.2 * len(groups))
+        figure = Figure(figsize=size, layout="constrained")
+        all_axes = figure.subplots(2 * len(groups), num_columns, squeeze=False, sharey="row")
+        for pair, (cache_size, rows) in enumerate(groups.items()):
+            columns, pair_axes = _columns(rows), all_axes[2 * pair : 2 * pair + 2]
+            for axes in pair_axes[:, len(columns) :].flat:
+                axes.set_visible(False)
+            for (title, maps), (top, bottom) in zip(columns.items(), pair_axes.T, strict=False):
+                mesh = _map(top, maps["by_entry"], "entry")
+                _name_places(top, len(maps["by_entry"][0]))
+                _map(bottom, maps["by_head"], "head")
+                phase = "" if title == BEFORE else "after: "
+                top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
+            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer (weight per entry)")
+            pair_axes[1, 0].set_ylabel("layer (first four entries)")
+        bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
+        assert bar.solids is not None
+        bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
+        bar.set_label("attention, %")
+        bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
+    return figure
+
+
+def by_layer(document: Document) -> Figure:
+    """Share of the first four entries by layer, before and after, a panel for each cache size."""
+    import numpy as np
+
+    from kvalign.eval.drawing import INK, Series, draw, styles_of
+
+    panels = {}
+    for cache_size, rows in grouped(document["rows"], "cache_size").items():
+        styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)
+        panels[f"C = {cache_size}"] = [
+            Series(label, styles[label], [*range(1, len(shares) + 1)], shares)
+            for label, maps in _columns(rows).items()
+            for shares in [[float(np.mean(heads)) for heads in maps["by_head"]]]
+        ]
+    return draw(panels, x="layer", y="attention on the first four entries, %")
+
+
+def _columns(rows: list[Row]) -> dict[str, Any]:
+    """The maps before, the same for all methods, and after."""
+    return {BEFORE: rows[0]["before"]} | {label_of(row): row["after"] for row in rows}
+
+
+def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    num_layers, num = len(shares), len(shares[0])
+    style: dict[str, Any] = dict(cmap="viridis", edgecolors="face", linewidth=0.6)  # no gaps
+    x_edges, y_edges = np.arange(num + 1), np.arange(num_layers + 1) + 0.5
+    mesh = axes.pcolormesh(x_edges, y_edges, shares, norm=LogNorm(0.1, 100, clip=True), **style)
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel(x, fontsize=8)
+    axes.tick_params(labelsize=8)
+    if x == "head":
+        ticks = range(0, num, max(1, num // 4))
+        axes.set_xticks([tick + 0.5 for tick in ticks], [f"{tick + 1}" for tick in ticks])
+    return mesh
+
+
+def _name_places(axes: Axes, num: int) -> None:
+    names = {0.5: "1", EDGE - 0.5: f"{EDGE}", num - 0.5: "new"}
+    axes.set_xticks([*names], [*names.values()])
 
 
 EVALUATION = Attention()

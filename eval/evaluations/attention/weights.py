@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners.entries import KV
 from kvalign.cache.realign import OnRead
 from kvalign.data_gen.corpora import first_ids
-from kvalign.eval.evaluations.attention import AttentionSettings
+from kvalign.eval.evaluations.attention import EDGE, AttentionSettings
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
@@ -27,7 +27,6 @@ from kvalign.methods.reencoding import Reencoding
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel
 
-EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
 NUM_MIDDLE = 16  # bins of those between
 FEWEST = 2 * EDGE + NUM_MIDDLE  # entries that fill the bins
 LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2024)

@@ -132,8 +132,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     """
     import torch
 
-    from kvalign.eval.evaluations.latency.rows import key_of, measure, num_turns
     from kvalign.eval.evaluations.latency.subjects import load_with_prompts, untrained_aligners
+    from kvalign.eval.evaluations.latency.timing import key_of, measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
     from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.device import resolved

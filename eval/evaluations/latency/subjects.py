@@ -16,7 +16,6 @@ from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.cache.sizes import CacheSizes, num_evicted_of
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.evaluations.latency.timing import random_ids
 from kvalign.eval.protocol import FLOOR
 from kvalign.eval.protocol.grid import aligners_of, load
 from kvalign.foundation.device import resolved
@@ -80,6 +79,14 @@ def random_model(
     if packed_as in PACKED:
         pack(model, packed_as)
     return model
+
+
+def random_ids(
+    model: PreTrainedModel, num_rows: int, num_tokens: int, rng: torch.Generator
+) -> Tensor:
+    """[num_rows, num_tokens] int64 on the model's device."""
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), generator=rng)
+    return ids.to(model.device)
 
 
 def load_with_prompts(

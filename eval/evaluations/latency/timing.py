@@ -1,30 +1,43 @@
-"""Timing of methods that take turns, so that a busy moment of the machine affects all of them.
+"""Rows of `kvalign eval latency`: time and memory of every method and of the bare step. Methods
+take turns, so that a busy moment of the machine affects all of them.
 
 A round is one turn of each method, in a random order. Devices are synchronised before the clock is
 read. Prompts and the steps of full caches are timed apart. In the paper's protocol, `stream_tokens`
 is timed from a prompt on, including draws and a filling cache.
 """
 
+import functools
+import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.profiler import ProfilerActivity, profile
 
+from kvalign.cache.realign import OnRead
+from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.protocol.grid import title_of
+from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
+from kvalign.eval.protocol import Row
+from kvalign.eval.protocol.document import environment
+from kvalign.eval.protocol.grid import sizes_of, title_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
-from kvalign.memory.memories import fill
+from kvalign.memory.memories import Memories, fill
 from kvalign.methods.base import Method
+from kvalign.models.identity import identity
+from kvalign.models.packed import num_bytes
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
+_COPIED, _COPIES = 2**28, 5  # float32 numbers of a copy: 1 GB
 SAMPLING = Sampling(top_k=20)  # the paper's
 
 Seconds = list[list[float]]
@@ -32,6 +45,212 @@ Seconds = list[list[float]]
 
 Turns = list[list[list[float]]]
 """Seconds of the steps of each turn, of each method."""
+
+
+def num_turns(settings: LatencySettings, num_methods: int) -> int:
+    """Number of turns in `measure` for so many methods: first tokens, others, memory."""
+    per_trial = 1 + num_rounds(settings) if settings.generate else 2
+    num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
+    return num_rows * (settings.num_trials * per_trial + 1)
+
+
+def measure(
+    methods: list[Method],
+    prompts: list[Tensor],
+    batch_size: int,
+    settings: LatencySettings,
+    bar: Bar,
+) -> list[Row]:
+    """Row for the bare step and one for each method, at one cache size and one batch size."""
+    methods = [bare_step(methods[0], settings), *methods]
+    inputs = [ids.repeat(batch_size, 1) for ids in prompts]
+    if settings.generate:
+        first, turns = time_generation(methods, inputs, settings, bar)
+    else:
+        first = time_first(methods, inputs, settings, bar)
+        turns = time_steps(methods, batch_size, settings, bar)
+    rows = rows_of(methods, first, turns, batch_size, settings)
+    for row, method in zip(rows, methods, strict=True):
+        row["peak_mb"] = _peak_mb(method, batch_size, settings.seed, bar)
+        row |= _of_limit(method, batch_size, row["mean_ms"] * batch_size)
+    return rows
+
+
+def bare_step(method: Method, settings: LatencySettings) -> BareStep:
+    """The bare step beside a method, captured and compiled as the methods are."""
+    on_cuda = method.model.device.type == "cuda"
+    compiled = settings.compile and on_cuda
+    captured = settings.captured or compiled
+    return BareStep(method.model, method.sizes.cache_size, compiled, captured)
+
+
+def rows_of(
+    methods: Sequence[Method],
+    first: Seconds,
+    turns: Turns,
+    batch_size: int,
+    settings: LatencySettings,
+) -> list[Row]:
+    """Rows of times; the first method is the bare step."""
+    reference = [method.name for method in methods].index(settings.reference)
+    per_token = [1e3 / batch_size * np.concatenate(own) for own in turns]  # ms
+    means = [times.mean() for times in per_token]
+    medians = [np.median(times) for times in per_token]
+    of_memories = _of_memories(methods, means, batch_size, settings)
+    return [
+        {
+            **sizes_of(method),
+            "batch_size": batch_size,
+            "num_steps": len(times),
+            "mean_ms": mean,
+            "median_ms": median,
+            "p90_ms": np.quantile(times, 0.9),
+            "p99_ms": np.quantile(times, 0.99),
+            "max_ms": times.max(),
+            "ratio": mean / means[reference],
+            **of_memory,
+            "bare_mean_ratio": mean / means[0],
+            "bare_ratio": median / medians[0],
+            "tokens_per_s": 1e3 / mean,
+            "ttft_ms": 1e3 * np.median(to_first),
+        }
+        for method, to_first, times, mean, median, of_memory in zip(
+            methods, first, per_token, means, medians, of_memories, strict=True
+        )
+    ]
+
+
+def key_of(
+    methods: list[Method], prompts: list[Tensor], batch_size: int, settings: LatencySettings
+) -> dict[str, Any]:
+    """Everything that the rows of one cache size and batch size depend on, the machine, too."""
+    device = methods[0].model.device
+    others = ("cache_sizes", "batch_sizes", "out", "csv", "plot", "keep")
+    return {
+        "settings": {name: x for name, x in settings.as_dict().items() if name not in others},
+        "methods": [sizes_of(method) for method in methods],
+        "batch_size": batch_size,
+        "prompts": [ids.tolist() for ids in prompts],
+        "model": identity(methods[0].model),
+        "environment": environment(str(device)),
+    }
+
+
+def _of_memories(
+    methods: Sequence[Method], means: list[float], batch_size: int, settings: LatencySettings
+) -> list[Row]:
+    """Means relative to the same method without a memory, where any has one, which comes
+    before it, and what its full memory takes.
+    """
+    if not any(settings.memory):
+        return [{} for _ in methods]
+    plain: dict[tuple[Any, ...], float] = {}
+    rows = []
+    for method, mean in zip(methods, means, strict=True):
+        same = tuple(x for name, x in sizes_of(method).items() if name not in OF_MEMORY)
+        rows.append({"memory_ratio": mean / plain.setdefault(same, mean)})
+        if not settings.generate:
+            rows[-1] |= _stored(method, batch_size)
+    return rows
+
+
+def _stored(method: Method, batch_size: int) -> Row:
+    """Bytes that a memory takes by the tokens that it keeps aside, and by what these take in a
+    cache of the model's dtype; 0 without one.
+    """
+    cache = memory_of(method)
+    if cache is None:
+        return {"stored_bytes": 0.0, "stored_ratio": 0.0}
+    assert isinstance(cache.memory, Memories)
+    memories = [*cache.memory.of.values()]
+    stored = sum(memory.nbytes for memory in memories) / method.sizes.memory
+    key = memories[0].form.decode(memories[0].entries.keys[:, :, :1])
+    in_cache = len(cache.attention) * 2 * key.numel() * memories[0].form.dtype.itemsize
+    return {"stored_bytes": stored / batch_size, "stored_ratio": stored / in_cache}
+
+
+def _of_limit(method: Method, batch_size: int, step_ms: float) -> Row:
+    """Bytes that a step on CUDA reads, and its time relative to the least that these take."""
+    if method.model.device.type != "cuda":
+        return {}
+    num_bytes = read_bytes(method, batch_size)
+    least_ms = 1e3 * num_bytes / bandwidth(method.model.device)
+    return {"read_mb": num_bytes / 1e6, "limit_ratio": step_ms / least_ms}
+
+
+def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
+    """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
+    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
+
+    def work() -> None:
+        for ids in inputs:
+            method.feed(ids)
+
+    method.reset()
+    peak = peak_bytes(method.model.device, work)
+    method.reset()
+    bar.update(1)
+    return None if peak is None else peak / 1e6
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
+    """Most bytes of tensors allocated at once while `work` runs, beyond those before; None on a
+    device that does not report it, where `work` is not called.
+
+    CUDA's allocator counts them. The CPU's does not: there the profiler reports every allocation
+    (+) and release (-), and the peak is that of their running sum.
+    """
+    gc.collect()  # what is released in the meantime would be taken off the peak
+    if device.type == "cuda":
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        wait_for(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if device.type != "cpu":
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to stderr at each start and stop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        work()
+    assert trace.profiler
+    assert trace.profiler.kineto_results
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+    return max(accumulate(sizes, initial=0))
+
+
+@functools.cache
+def bandwidth(device: torch.device) -> float:
+    """Bytes that a device reads and writes in a second, by copies of 1 GB."""
+    source = torch.empty(_COPIED, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds = clocked(device, lambda: [target.copy_(source) for _ in range(_COPIES)])
+    return 2 * _COPIES * source.nbytes / seconds
+
+
+def read_bytes(method: Method, batch_size: int) -> int:
+    """Bytes that a step of one token in each row reads at least: weights, except those of the
+    embedding that are not the head's, and, unless it re-encodes, entries and tables.
+    """
+    model, spec, sizes = method.model, method.spec, method.sizes
+    is_bare, cache = isinstance(method, BareStep), getattr(method, "cache", None)
+    num_read = num_bytes(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
+    num_read -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
+    if not is_bare and not (isinstance(cache, StreamingCache) and cache.memory is None):
+        return num_read
+    width, itemsize = spec.head_dim, model.dtype.itemsize
+    if isinstance(cache, StreamingCache) and cache.stores_bare:
+        width, itemsize = width + 4, 1
+    of_layer = 2 * spec.num_kv_heads * sizes.first_input_len
+    num_read += batch_size * len(spec.attention) * of_layer * width * itemsize
+    if isinstance(cache, StreamingCache) and isinstance(cache.realigner, OnRead):
+        table = cache.realigner.table
+        num_read += len(spec.attention) * of_layer * (spec.head_dim + 1) * table.key.itemsize
+    return num_read
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
@@ -146,14 +365,6 @@ def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tenso
     """Random ids that fill a cache and make it evict: [B, cache_size + 1] and thrice [B, 1]."""
     lens = (method.sizes.cache_size + 1, 1, 1, 1)
     return [random_ids(method.model, batch_size, num_tokens, rng) for num_tokens in lens]
-
-
-def random_ids(
-    model: PreTrainedModel, num_rows: int, num_tokens: int, rng: torch.Generator
-) -> Tensor:
-    """[num_rows, num_tokens] int64 on the model's device."""
-    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), generator=rng)
-    return ids.to(model.device)
 
 
 def rounds(
