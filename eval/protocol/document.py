@@ -25,7 +25,7 @@ from kvalign.eval.protocol import Document, Row
 from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.foundation import progress
-from kvalign.foundation.settings import keywords_of
+from kvalign.foundation.settings import Settings, keywords_of
 
 if TYPE_CHECKING:
     from kvalign.methods.base import Method
@@ -65,7 +65,7 @@ def measures(
 
 
 def document(
-    kind: str, settings: ResultSettings, rows: list[Row], *, started: float, **more: Any
+    kind: str, settings: Settings, rows: list[Row], *, started: float, **more: Any
 ) -> Document:
     """Rows with everything needed to make them again, and further entries.
 
@@ -95,7 +95,8 @@ def document(
         from kvalign.eval.drawing import save
 
         save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
-    write(result, settings)
+    if isinstance(settings, ResultSettings):  # a script writes its own
+        write(result, settings)
     return result
 
 

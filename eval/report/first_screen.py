@@ -4,7 +4,6 @@ with a row a method and a column a question.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
@@ -30,26 +29,9 @@ SIZE = (4.6, 3.9)  # inches; three stand side by side
 BESIDE = "recompute"  # what is written is compared with what this writes
 
 
-@dataclass(frozen=True)
 class FirstScreen:
-    """First part of a page on one model."""
-
-    model: str
-    about: str
-    pictures: list[Plot]
-    verdicts: Table | None
-
-
-def first_screens(results: Results) -> list[FirstScreen]:
-    """First screen of each measured model; texts without a model have none."""
-    models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
-    screens = [_Model(results, model).screen() for model in models if model]
-    return [one for one in screens if one.about or one.pictures or one.verdicts]
-
-
-class _Model:
-    """Documents of one model: of each evaluation the first subject; aligners are named beside all
-    that were measured.
+    """First part of a page on one model, from the first subject of each evaluation. Aligners are
+    named beside all that were measured.
     """
 
     def __init__(self, results: Results, model: str):
@@ -60,16 +42,14 @@ class _Model:
         self.reference, self.subject, self.scored = self._scored()
         self.timed, self.written = self._of("latency"), self._of("readability")
         self.busy = busy(self.timed["rows"]) if self.timed else ""
-
-    def screen(self) -> FirstScreen:
-        digest = hashlib.sha256(self.model.encode()).hexdigest()[:8]  # names are unique on a page
-        pictures = [
+        digest = hashlib.sha256(model.encode()).hexdigest()[:8]  # names are unique on a page
+        self.pictures = [
             one._replace(name=f"{one.name}-{digest}")
             for one in (self._ratios(), self._times(), self._strips())
             if one
         ]
-        about = " ".join(filter(None, (self._about(), self.busy)))
-        return FirstScreen(self.model, about, pictures, self._verdicts())
+        self.about = " ".join(filter(None, (self._about(), self.busy)))
+        self.verdicts = self._verdicts()
 
     def _of(self, name: str) -> Document | None:
         selection = EVALUATIONS[name].select(self.results.of(name)).values()
@@ -202,6 +182,13 @@ class _Model:
         at = [row["cache_size"] for row in rows if verdict(row) is worst]
         where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
         return f"{worst}{where}: {ratios}"
+
+
+def first_screens(results: Results) -> list[FirstScreen]:
+    """First screen of each measured model; texts without a model have none."""
+    models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
+    screens = [FirstScreen(results, model) for model in models if model]
+    return [one for one in screens if one.about or one.pictures or one.verdicts]
 
 
 SHARES = {

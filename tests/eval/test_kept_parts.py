@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvalign.eval.evaluations.latency import latency, rows
+from kvalign.eval.evaluations.latency import latency, timing
 from kvalign.eval.evaluations.readability import readability
 from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.models.loading import load_model
@@ -33,7 +33,7 @@ def stop_at(monkeypatch, place, name, number):
 def test_a_cache_size_that_was_timed_is_not_timed_again(model, tmp_path, monkeypatch):
     asked = dict(methods=["window", "discard-half"], num_trials=1, trial_len=2, prompts="random")
     asked |= dict(cache_sizes=[8, 16], prompt_len=8, loaded=model, keep=tmp_path / "parts")
-    calls = stop_at(monkeypatch, rows, "measure", 2)
+    calls = stop_at(monkeypatch, timing, "measure", 2)
     with pytest.raises(Interrupted, match="1 finished parts are kept in .*parts"):
         latency(**asked)
     (part,) = (tmp_path / "parts").glob("*.json")
