@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 from helpers.other_weights import change, copy_of
 from helpers.results_example import documents
 
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
@@ -220,7 +223,12 @@ def test_variables_name_what_is_here(away, tmp_path):
 def test_shipped_suites_are_understood(name):
     cells = parse_suite(read_suite(name), name)
     assert len(cells) >= (2 if name in ("quick", "recall") else 6)
-    assert all(cell.command.startswith("kvalign ") for cell in cells)
+    for cell in (cell.at("out") for cell in cells):  # by hand, and as its process gets it
+        words = shlex.split(cell.command)
+        assert words[0] == "kvalign" and "{out}" not in cell.command
+        command, flags = find(words[1:])
+        assert parse(command.settings_for(flags), flags, "")[0] == cell.settings
+        assert command.given(cell.as_json()) == cell.settings
     paper = parse_suite_text(read_suite(name), name).paper
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
