@@ -26,17 +26,13 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
-from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.device import has_room, is_on_card
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.memory import check_room
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
 from kvalign.memory.recall import HOST, Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sizes import loudness_of
-from kvalign.methods.base import Method
-from kvalign.methods.cached import Cached
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install, mark
 from kvalign.models.rope import RotationByLayer
@@ -361,43 +357,3 @@ def _source(i: int, part: CachePart) -> Memory:
     layer = part.layers[i]
     assert isinstance(layer.memory, Memories)
     return layer.memory.of[layer.layer_idx]
-
-
-def takes_memory(method: Method, num: int) -> bool:
-    """Return whether a method with these sizes could have a memory of so many tokens."""
-    if not isinstance(method, Cached):
-        return False
-    try:
-        sizes = replace(method.sizes, memory=num, num_recalled=None)
-        of_model = method.places_by, method.model.config, method.num_positions
-        Memories(method.spec, sizes, *of_model)
-    except UserError:
-        return False
-    return True
-
-
-def fill(cache: StreamingCache, rng: torch.Generator) -> None:
-    """Fill the memories of a cache with random entries, as if their tokens had been fed after the
-    others. A step then takes as long as with real entries. This is for measuring time, and needs a
-    full window.
-
-    Raises:
-        UserError: they do not fit into the free memory.
-    """
-    assert isinstance(cache.memory, Memories)
-    cache.settle()
-    memories, period = [*cache.memory.of.values()], cache.frame.move_size
-    first = memories[0]
-    num = -(-first.most // period) * period  # that leaves every position what it is
-    one = first.form.decode(first.entries.keys[:, :, :1])
-    if first.device == HOST:
-        what = f"the entries of a memory of {cache.sizes.memory} tokens"
-        check_room(first.nbytes // first.num_slots * num * len(memories), what)
-    shape = (*one.shape[:2], num, one.shape[3])
-    for memory in memories:
-        device = memory.device
-        if rng.device != device:
-            rng = torch.Generator(device).manual_seed(rng.initial_seed())
-        new = (torch.randn(shape, generator=rng, device=device).to(one) for _ in range(2))
-        memory.write(cache.seen, KV(*new))
-    cache._hold([n + num for n in cache.seen])  # with the window as it is

@@ -227,7 +227,7 @@ def test_shipped_suites_are_understood(name):
         words = shlex.split(cell.command)
         assert words[0] == "kvalign" and "{out}" not in cell.command
         command, flags = find(words[1:])
-        assert parse(command.settings_for(flags), flags, "")[0] == cell.settings
+        assert parse(command.settings, flags, "")[0] == cell.settings
         assert command.given(cell.as_json()) == cell.settings
     paper = parse_suite_text(read_suite(name), name).paper
     names = {cell.name for cell in cells}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from kvalign.aligners.entries import KV
 from kvalign.cache.realign import OnRead
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
@@ -29,8 +30,10 @@ from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.grid import sizes_of, title_of
 from kvalign.foundation.device import wait_for
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.memory import check_room
 from kvalign.foundation.progress import Bar
-from kvalign.memory.memories import Memories, fill
+from kvalign.memory.memories import Memories
+from kvalign.memory.recall import HOST
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
 from kvalign.models.packed import num_bytes
@@ -289,7 +292,7 @@ def time_steps(
         warm_up(method, filling(method, batch_size, rng))
         if (cache := memory_of(method)) is not None:
             bar.phase(f"filling {title_of(method)}")
-            fill(cache, rng)
+            _fill(cache, rng)
             for _ in range(3):  # the first two of these are compiled, where any is
                 method.feed(random_ids(model, batch_size, 1, rng))
     turns: Turns = [[] for _ in methods]
@@ -385,3 +388,30 @@ def clocked(device: torch.device, work: Callable[..., object], *args: Any) -> fl
     work(*args)
     wait_for(device)
     return time.perf_counter() - start
+
+
+def _fill(cache: StreamingCache, rng: torch.Generator) -> None:
+    """Fill the memories of a cache with random entries, as if their tokens had been fed after the
+    others. A step then takes as long as with real entries. This is for measuring time, and needs a
+    full window.
+
+    Raises:
+        UserError: they do not fit into the free memory.
+    """
+    assert isinstance(cache.memory, Memories)
+    cache.settle()
+    memories, period = [*cache.memory.of.values()], cache.frame.move_size
+    first = memories[0]
+    num = -(-first.most // period) * period  # that leaves every position what it is
+    one = first.form.decode(first.entries.keys[:, :, :1])
+    if first.device == HOST:
+        what = f"the entries of a memory of {cache.sizes.memory} tokens"
+        check_room(first.nbytes // first.num_slots * num * len(memories), what)
+    shape = (*one.shape[:2], num, one.shape[3])
+    for memory in memories:
+        device = memory.device
+        if rng.device != device:
+            rng = torch.Generator(device).manual_seed(rng.initial_seed())
+        new = (torch.randn(shape, generator=rng, device=device).to(one) for _ in range(2))
+        memory.write(cache.seen, KV(*new))
+    cache._hold([n + num for n in cache.seen])  # with the window as it is

@@ -89,6 +89,10 @@ class Command:
             return self._module.all_settings()
         return {"": self.settings}
 
+    def given(self, text: str) -> Settings:
+        """The settings that a JSON text has, all of them."""
+        return self.settings(**json.loads(text))
+
     def run(self, settings: Settings, as_json: bool) -> None:
         document = self._module.run(settings, as_json)
         if as_json and document is not None:

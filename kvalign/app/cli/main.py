@@ -6,7 +6,6 @@ the machine or of KV-Align; 2 wrong use, which the user can correct; 130 stopped
 """
 
 import gc
-import json
 import logging
 import os
 import re
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, cls = command.words, command.settings
         flags_of = cls.flags()
         if flags == [catalogue.GIVEN]:
-            settings, as_json = cls(**json.loads(sys.stdin.read())), True
+            settings, as_json = command.given(sys.stdin.read()), True
         else:
             settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         check_outputs(settings)

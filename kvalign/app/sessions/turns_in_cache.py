@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
+    from kvalign.methods.base import Method
     from kvalign.streaming.text_stream import TextStream
 
 # Notes of a stream: how many tokens came before each turn; what goes when the cache is full; how
@@ -136,12 +138,10 @@ def in_words(stream: TextStream) -> str:
 
 def memory_offer(stream: TextStream) -> str:
     """Return what would keep the turns that go; "" where there is a memory, or none works."""
-    from kvalign.memory.memories import takes_memory
-
     method = stream.method
     if method.sizes.memory or EVICT in stream.notes:
         return ""
-    works = takes_memory(method, OFFERED)
+    works = _takes_memory(method, OFFERED)
     return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for" * works
 
 
@@ -162,3 +162,19 @@ def all_in_words(stream: TextStream) -> str:
     elif offer := memory_offer(stream):
         lines.append(f"in a memory: none; {offer}, which is slower")
     return "\n".join(lines)
+
+
+def _takes_memory(method: Method, num: int) -> bool:
+    """Return whether a method with these sizes could have a memory of so many tokens."""
+    from kvalign.memory.memories import Memories
+    from kvalign.methods.cached import Cached
+
+    if not isinstance(method, Cached):
+        return False
+    try:
+        sizes = replace(method.sizes, memory=num, num_recalled=None)
+        of_model = method.places_by, method.model.config, method.num_positions
+        Memories(method.spec, sizes, *of_model)
+    except UserError:
+        return False
+    return True
