@@ -44,7 +44,7 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
 )
 def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monkeypatch):
     """An entry of the tiny llama: 3 layers, 2 heads of 8, keys and values in 4 bytes: 384 bytes."""
-    model = tiny_model("llama", max_position_embeddings=context_len)
+    model = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=context_len)
     monkeypatch.setattr(module, "free_bytes", lambda: free)
     found = default_size(model, num_streams=num_streams)
     assert (found.cache_size, found.why) == (size, why)
@@ -52,7 +52,7 @@ def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monk
 
 def test_more_entries_of_8_bits_fit(monkeypatch):
     """An entry of the tiny llama takes 144 bytes: 8 numbers and a scale where 8 floats were."""
-    model = tiny_model("llama", max_position_embeddings=100_000)
+    model = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=100_000)
     monkeypatch.setattr(module, "free_bytes", lambda: 400_000)
     for changes, size in (({}, 260), (dict(cache_dtype="int8"), 694)):
         assert make_method("streaming-llm", model, **changes).sizes.cache_size == size

@@ -129,8 +129,8 @@ def test_a_saved_stream_goes_on(ids):
             assert torch.equal(*numbers) and numbers[0].any()
     for i in range(110, NUM):
         assert torch.allclose(after.feed(ids[:, i : i + 1]), expected[:, i], atol=1e-4)
-    with pytest.raises(UserError, match=r"a stream's 2.memory.1 must be"):
-        after.restore({k: v for k, v in before.state().items() if k != "2.memory.1"})
+    with pytest.raises(UserError, match=r"a stream's 1.memory.1 must be"):
+        after.restore({k: v for k, v in before.state().items() if k != "1.memory.1"})
     assert torch.allclose(stepped(after, ids), expected, atol=1e-4)  # it has forgotten all
 
 

@@ -90,7 +90,7 @@ class RandomStream:
             asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
             asked["num_recalled"] = rng.randint(1, max(1, size - num_sinks - 1))
             asked["recall_places"] = pick((None, "age", "rank"))
-            asked["recall_layers"] = pick((None, None, "0,2", "0:-1.5,2:0.5"))
+            asked["recall_layers"] = pick((None, None, "1", "0:-1.5,1:0.5"))
             if self.kind not in REGISTERED:
                 return None
             may_be_anchored = FAMILIES[self.kind] == "learned" and asked["recall_places"] is None

@@ -29,11 +29,11 @@ SCALINGS = {
 """RoPE scalings, as `rope_parameters` of a rotary model."""
 
 _SHAPES = {
-    "gpt2": dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=3, n_head=2),
+    "gpt2": dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=2, n_head=2),
     "opt": dict(
         max_position_embeddings=CONTEXT_LEN,
         hidden_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=2,
         ffn_dim=64,
         word_embed_proj_dim=32,
@@ -46,14 +46,14 @@ _SHAPES = {
         attention_types=[[["global", "local"], 1]],
         window_size=CONTEXT_LEN,
     ),
-    "bloom": dict(hidden_size=32, n_layer=3, n_head=2),
-    "mpt": dict(max_seq_len=CONTEXT_LEN, d_model=32, n_layers=3, n_heads=2),
+    "bloom": dict(hidden_size=32, n_layer=2, n_head=2),
+    "mpt": dict(max_seq_len=CONTEXT_LEN, d_model=32, n_layers=2, n_heads=2),
 }
 _ROTARY = dict(
     max_position_embeddings=CONTEXT_LEN,
     hidden_size=32,
     intermediate_size=64,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
 )
@@ -65,14 +65,12 @@ KINDS = tuple(_SHAPES)
 REGISTERED_KINDS = [kind for kind in KINDS if kind in REGISTERED]
 ROTARY_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 
-_GPT = dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=3, n_head=4)
+_GPT = dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=2, n_head=4)
 _HEADS = dict(_ROTARY, head_dim=8)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 _LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 # Every other layer sees 8 entries: fewer than any cache in the tests.
-_WINDOWS = dict(
-    sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-)
+_WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 _SHAPES |= dict.fromkeys(("arcee", "ernie4_5", "glm", "glm4", "helium", "nemotron"), _HEADS)
 _SHAPES |= dict.fromkeys(("ministral3", "seed_oss"), _HEADS)
 _SHAPES |= dict.fromkeys(("apertus", "cohere", "granite", "olmo", "olmo2", "phi"), _ROTARY)
@@ -102,14 +100,14 @@ _SHAPES |= {
         _ROTARY | _EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=32
     ),
     "qwen3_moe": dict(_HEADS | _EXPERTS, moe_intermediate_size=32),
-    "smollm3": dict(_ROTARY, no_rope_layers=[1, 0, 1]),
+    "smollm3": dict(_ROTARY, no_rope_layers=[1, 0]),
 }
 MORE_KINDS = tuple(kind for kind in _SHAPES if kind not in KINDS)
 """The others, each of which goes through a few cases (`tests/methods/test_architectures.py`)."""
 
 
 def tiny_model(kind: str, **changes) -> PreTrainedModel:
-    """A random model of an architecture: 2 or 3 layers, hidden 32, context 64; weights large enough
+    """A random model of an architecture: 2 layers or 4, hidden 32, context 64; weights large enough
     to matter.
     """
     torch.manual_seed(0)

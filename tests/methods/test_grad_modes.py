@@ -100,7 +100,8 @@ SLOPES += [("streaming-llm", "llama", sizes) for sizes in (dict(memory=30), dict
 @pytest.mark.parametrize(("name", "kind", "sizes"), SLOPES)
 def test_backward_of_a_step_is_its_slope(name, kind, sizes, ids):
     """In the weights of a query: entries that a cache stores are constants."""
-    model = tiny_model(kind).requires_grad_(True)
+    of_three = {"gpt2": dict(n_layer=3), "llama": dict(num_hidden_layers=3)}
+    model = tiny_model(kind, **of_three[kind]).requires_grad_(True)
     layers = {"gpt2": "transformer.h.2.attn.c_attn", "llama": "model.layers.2.self_attn.q_proj"}
     weight = model.get_submodule(layers[kind]).weight
     way = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))

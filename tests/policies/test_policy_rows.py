@@ -42,6 +42,6 @@ def test_heads_and_layers_differ(policy, models, ids):
     """
     method = make("streaming-llm", models["llama"], cache_size=16, policy=policy)
     method.feed(ids[:, :100])
-    (a, b), (c, d), _ = method.cache.index()
+    (a, b), (c, d) = method.cache.index()
     assert a.tolist() != c.tolist()
     assert (a.tolist() == b.tolist()) == (c.tolist() == d.tolist()) == (policy == "tova")

@@ -179,6 +179,6 @@ def test_the_models_own_choice_of_a_cache_gives_way():
 
 def test_a_direct_call_ends(models):
     """By the default of `generate`, if its keywords say nothing."""
-    model = models["gpt2"]
+    model = models["llama"]
     with pytest.warns(UserWarning, match="default `max_length`"):
         assert kvalign.stream_generate(model, PROMPT, cache_size=16).shape == (1, 28)
