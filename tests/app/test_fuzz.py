@@ -36,14 +36,14 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 CASES = {
-    "flags": 500,
-    "suites": 200,
-    "results": 120,
-    "aligners": 100,
-    "prompts": 80,
-    "streams": 80,
-    "models": 50,
-    "recordings": 40,
+    "flags": 200,
+    "suites": 100,
+    "results": 60,
+    "aligners": 50,
+    "prompts": 40,
+    "streams": 40,
+    "models": 25,
+    "recordings": 20,
 }
 found: Counter = Counter()
 
