@@ -16,7 +16,6 @@ from helpers.browser import DESKTOP, faults, watched
 from helpers.patience import PATIENCE_S, until
 from helpers.smaller import example
 
-from kvalign.app.pages.page import PROMPT
 from kvalign.foundation.escape import escape_controls
 
 # Looked for, not imported: that takes seconds in every process of the tests.
@@ -209,6 +208,8 @@ def test_hostile_text_is_seen_as_text(page):
 
 def test_it_opens_on_stale_entries_that_fail(opened):
     """The page as it comes: nothing is pressed."""
+    from kvalign.app.pages.page import PROMPT  # which imports Gradio
+
     page = opened(stops=False, **DESKTOP)
     page.locator(".verdict").wait_for(timeout=180_000)
     finish(page)

@@ -56,6 +56,7 @@ def test_folders_and_globs_are_read_in_order(tmp_path):
         _text(f"text:{tmp_path}/nothing.txt")
 
 
+@pytest.mark.slow
 def test_python_source_is_split_by_package():
     packages = {
         split: {name.partition("/")[0].removesuffix(".py") for name in files_of(split)}

@@ -68,7 +68,7 @@ def test_the_corpus_is_tokens_of_its_own(monkeypatch):
     assert text[:100] not in next(texts("recall", "train"))
 
 
-@pytest.mark.parametrize(("max_age", "num_resting"), [(256, 4), (1024, 16), (4096, 32)])
+@pytest.mark.parametrize(("max_age", "num_resting"), [(256, 4), (4096, 32)])
 def test_keys_that_rest_are_asked_for_once_at_all_ages(max_age, num_resting):
     rows = FactStreams(3, 4, max_age, resting=True).take(8192).tolist()
     found = np.array([age for row in rows for age in ages(row) if age])

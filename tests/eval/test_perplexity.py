@@ -42,7 +42,7 @@ def run_json(capsys, *argv):
 
 
 def test_command_equals_an_independent_loop(capsys):
-    name, cache_size, num_tokens = "gpt2-mini", 32, 60
+    name, cache_size, num_tokens = "gpt2-mini", 32, 20
     methods = "window,streaming-llm,recompute"
     found = run_json(
         capsys,

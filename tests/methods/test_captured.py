@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, Regions
 
-LONG, SHORT = 600, 130
+LONG, SHORT = 250, 130
 """Steps: over many frames and laps, and over three frames and six laps."""
 
 KINDS = {
@@ -163,10 +163,8 @@ class RegionsCalled(Recorder):
         return Graph(inputs, replay)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["learned with tables", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rotary", "int8"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["learned with tables", "rotary", "int8"])
 @torch.no_grad()
 def test_regions_of_the_model_are_compiled(kind):
     """Steps with them are those without, and the model is as it was afterwards."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.methods import make
 from helpers.other_device import INSTEAD, NAME, moved
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import KINDS, tiny_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,8 +43,7 @@ def documented(monkeypatch):
     monkeypatch.setitem(INSTEAD, aten._weight_int4pack_mm.default, multiplied)
 
 
-@pytest.mark.parametrize("weights", packed.PACKED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "weights"), one_of_each(KINDS, packed.PACKED))
 def test_it_gives_what_a_cpu_gives(kind, weights, ids, monkeypatch):
     """With PyTorch's kernel, which keeps the same weights."""
     monkeypatch.setattr(packed.kernel, "is_here", lambda: False)

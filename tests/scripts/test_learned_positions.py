@@ -1,6 +1,7 @@
 """The script of the suite `learned-positions`: its form for a CPU, made smaller still."""
 
 import pytest
+from helpers.smaller import TEXT
 
 from kvalign.app.suites.cells import parse_suite, read_suite
 from scripts import learned_positions as script
@@ -9,22 +10,24 @@ from scripts import learned_positions as script
 @pytest.mark.slow
 def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(script, "STEP_MINUTES", 10)  # the machine may be busy
-    less = "text=python-source:1 layers=2 hidden=64 minutes=0.05 table_tokens=6000 recorded=1500 "
-    less += "steps=5 residual_steps=1 labels=100 labels_of_networks=12"
-    missed = script.run_suite(tmp_path, 40, "", f"{script.SMALL} {less}")
+    (tmp_path / "words.txt").write_text(TEXT)
+    less = f"text=text:{tmp_path / 'words.txt'} layers=2 hidden=64 context=64 vocabulary=300 "
+    less += "minutes=0.05 length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 "
+    less += "residual_steps=1 labels=60 labels_of_networks=12"
+    missed = script.run_suite(tmp_path, 40, "--trial-len 5", f"{script.SMALL} {less}")
     printed = capfd.readouterr().out
     assert missed == []
     cells = parse_suite(read_suite(script.SUITE), script.SUITE, "", script.SMALL)
     for cell in cells:
         assert f"{cell.name}: done (" in printed
     for aligner in ("table", "keys", "both", "rollout", "residual"):
-        for size in (16, 64, 250):
+        for size in (8, 58):
             assert f"C = {size}, {aligner}: " in printed
             for what in ("perplexity", " ms a step"):
                 rows = [x for x in printed.splitlines() if f"C = {size}, kvalign ({aligner}" in x]
                 assert any(what in row for row in rows)
     for method in ("recompute", "window", "streaming-llm", "discard-half"):
-        assert f"C = 250, {method}: perplexity " in printed
+        assert f"C = 58, {method}: perplexity " in printed
 
 
 def test_what_fails_or_comes_too_late_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
