@@ -15,6 +15,7 @@ from kvalign import checkpoints
 from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.eval.evaluations.perplexity.imported import MODES
+from kvalign.models.loading import load_model
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
@@ -44,7 +45,10 @@ def run_example(tmp_path_factory):
                 part["used"] = True
             (folder / "my-network" / "config.json").write_text(json.dumps(config))
         if (command, number) not in outputs:
-            outputs[command, number] = output_of(smaller(examples(command)[number]))
+            with pytest.MonkeyPatch.context() as only_here:
+                if command == "compile":  # each layer takes seconds
+                    only_here.setattr("kvalign.models.loading.load_model", of_one_layer)
+                outputs[command, number] = output_of(smaller(examples(command)[number]))
         return outputs[command, number]
 
     folder = tmp_path_factory.mktemp("examples")
@@ -55,8 +59,16 @@ def run_example(tmp_path_factory):
             patch.setattr(name, value)
         patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
         patch.setattr("kvalign.training.sweep.run_trials", one_trial)
+        patch.setattr("kvalign.steppers.step_file.cache_dir", lambda: folder / "cache")
         patch.chdir(folder)
         yield run
+
+
+def of_one_layer(*args):
+    loaded = load_model(*args)
+    loaded.model.model.layers = loaded.model.model.layers[:1]
+    loaded.model.config.num_hidden_layers = 1
+    return loaded
 
 
 def write_published(folder):

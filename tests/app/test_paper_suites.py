@@ -77,7 +77,7 @@ def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
-    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", 80)
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", 10)
     monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
     sizes = {"vocab_size": len(tokenizer)}

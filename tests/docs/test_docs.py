@@ -73,7 +73,8 @@ NOT_RUN = {
 BY_SECTION = ("README.md",)
 LONG = ("README.md", "docs/evaluation.md", "docs/tutorials/report.md")  # they run whole suites
 LONG += ("docs/footguns.md", "docs/verify.md")
-LONG += tuple(f"docs/tutorials/{name}.md" for name in ("method", "policy", "train"))
+TUTORIALS = ("edit", "loop", "memory", "method", "policy", "stream", "train")
+LONG += tuple(f"docs/tutorials/{name}.md" for name in TUTORIALS)
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
 

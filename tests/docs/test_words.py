@@ -63,6 +63,7 @@ def test_docstrings_begin_with_a_noun_or_return():
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_readme_shows_what_its_first_command_and_its_python_print(monkeypatch, capsys):
     shell, shown, code = blocks("README.md")[:3]
     assert (shell.language, shown.language, code.language) == ("bash", "text", "python")

@@ -21,6 +21,13 @@ def by_way(document, kind="cut"):
     return {row["way"]: row for row in document["rows"] if row["kind"] == kind}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def timed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvalign.eval.evaluations.edit.ways.NUM_TIMED", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def of_text():
     loaded = load_model("llama-mini")

@@ -30,6 +30,7 @@ def stop_at(monkeypatch, place, name, number):
     return calls
 
 
+@pytest.mark.slow
 def test_a_cache_size_that_was_timed_is_not_timed_again(model, tmp_path, monkeypatch):
     asked = dict(methods=["window", "discard-half"], num_trials=1, trial_len=2, prompts="random")
     asked |= dict(cache_sizes=[8, 16], prompt_len=8, loaded=model, keep=tmp_path / "parts")

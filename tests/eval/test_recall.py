@@ -52,6 +52,7 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
             assert best[f"{part}_low"] <= best[part] <= best[f"{part}_high"] + 1e-9
 
 
+@pytest.mark.slow
 def test_far_facts_are_known_to_a_memory_alone(loaded):
     settings = RecallSettings(
         methods=("kvalign",),

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from helpers.results_example import HEBREW, HOSTILE, documents, write_folder
+from helpers.smaller import UNDRAWN
 from rich.console import Console
 
 from kvalign.eval.evaluations import EVALUATIONS
@@ -54,9 +55,12 @@ def results():
     return Results(documents(), Suite(title=HOSTILE, about=HOSTILE, cells=[]))
 
 
-@pytest.fixture(scope="module")
-def source(results):
-    return render(results, sections(results))
+@pytest.fixture(scope="module", params=["undrawn", pytest.param("drawn", marks=pytest.mark.slow)])
+def source(request, results):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in UNDRAWN.items() if request.param == "undrawn" else ():
+            patch.setattr(name, value)
+        return render(results, sections(results))
 
 
 def test_text_of_models_and_users_is_data(source):

@@ -125,6 +125,7 @@ def feed_as_scored(method, one):
     return nll
 
 
+@pytest.mark.slow
 def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
     """Against what the methods really hold when an answer begins."""
     stream = encode(pieces(12, 4, 0, 0), loaded.tokenizer)

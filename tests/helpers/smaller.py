@@ -23,11 +23,13 @@ SMALLER = {
     ("pretrain", "hidden_size"): 64,
     ("tune", "num_trials"): 1,
     ("tune", "max_epochs"): 1,
+    ("tune", "max_steps"): 4,
     ("generate", "max_new_tokens"): 80,
     ("chat", "max_new_tokens"): 20,
     ("gen-data", "num_tokens"): 2560,
     ("train", "num_tokens"): 2600,
     ("train", "max_steps"): 2,
+    ("tune-memory", "num_tokens"): 300,
     ("verify", "cache_size"): 16,
     ("verify", "num_steps"): 20,
     ("verify", "invariants"): ("dense", "chunks", "save"),
@@ -47,9 +49,13 @@ SMALLER = {
     ("eval streameval", "query_every"): 2,
     ("eval recall", "cache_sizes"): (32,),
     ("eval recall", "num_questions"): 2,
-    ("eval needle", "distances"): (1, 2),
+    ("eval needle", "distances"): (1,),
+    ("eval needle", "num_streams"): 1,
     ("eval needle", "gap"): 10,
-    ("eval told", "talk"): (1, 2),
+    ("eval told", "talk"): (1,),
+    ("eval edit", "num_before"): 16,
+    ("eval edit", "num_after"): 17,
+    ("eval edit", "num_future"): 8,
     ("eval edit", "num_edits"): 2,
     ("eval attention", "cache_sizes"): (32,),
     ("eval attention", "num_texts"): 2,
@@ -64,13 +70,16 @@ TEXT = "".join(
     for i in range(600)
 )
 
-# Likewise inside: the text that a tokenizer or an objective sees, Python's documentation, and the
-# labels that an aligner is judged by, which are too few for a verdict.
+# Likewise inside: the text that a tokenizer, an objective or a memory's plan sees, Python's
+# documentation, and the labels that an aligner is judged by, which are too few for a verdict.
 INSIDE = {
     "kvalign.training.pretraining_inputs._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.training.judge.ROW_LABELS": 30,
+    "kvalign.training.judge.ROW_LABELS": 10,
+    "kvalign.training.recall_tuning.AWAY": 1,
+    "kvalign.training.recall_tuning.APART": 40,
+    "kvalign.eval.evaluations.edit.ways.NUM_TIMED": 1,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_texts.python_docs": lambda split: [{"text": TEXT}],
 }

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import pytest
+
 from kvalign.streaming.answer import StopStrings
 from scripts.core_size import GUESTS, calls_of, calls_of_step, circles, lines_of_core
 
@@ -20,6 +22,7 @@ def test_a_step_takes_one_token_and_calls_each_layer():
     assert calls["kvalign.cache.layer", "StreamingLayer.update"] == 6
 
 
+@pytest.mark.slow
 def test_guests_are_modules_and_the_core_loads_none():
     assert all(importlib.util.find_spec(f"kvalign.{guest}") for guest in GUESTS)
     lines = lines_of_core()

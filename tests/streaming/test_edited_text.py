@@ -126,6 +126,7 @@ def test_an_edit_is_taken_back_to_the_token(loaded):
         one.undo_edit()
 
 
+@pytest.mark.slow
 def test_an_edited_stream_is_saved_and_goes_on(loaded, tmp_path):
     stream = begin(loaded, max_new_tokens=70)
     "".join(stream)

@@ -130,6 +130,7 @@ def test_what_is_reported_had_no_part_in_the_choice(models, monkeypatch):
                        ("key", 4): [7.5] * sizes}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_side_by_side_are_rows_alone(models):
     rows = text(240).view(3, 80)
     method = make_method("streaming-llm", models["bloom"], cache_size=20)
