@@ -244,11 +244,10 @@ class Evaluation:
         """Figure for the report, with its caption, if there is one."""
         return None
 
-    def plot(self, document: Document) -> Figure:
-        """Return the figure that `--plot` draws."""
+    def plot(self, document: Document) -> Figure | None:
+        """Return the figure that `--plot` draws; None: a table says all that there is."""
         drawing = self.figure(document)
-        assert drawing
-        return drawing[0]
+        return drawing[0] if drawing else None
 
     def sections(self, documents: Documents) -> list[Section]:
         """Sections of the report; those without a plot or a table are left out."""

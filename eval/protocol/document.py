@@ -9,6 +9,7 @@ with the flags and variables of the suite that it `changed`. `kvalign report` re
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ from kvalign.foundation.settings import Settings, keywords_of
 if TYPE_CHECKING:
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ComparisonSettings)
 
@@ -91,12 +94,15 @@ def document(
         "seconds": time.perf_counter() - started,
         **more,
     }
+    if isinstance(settings, ResultSettings):  # a script writes its own
+        write(result, settings)
     if values.get("plot"):
         from kvalign.eval.drawing import save
 
-        save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
-    if isinstance(settings, ResultSettings):  # a script writes its own
-        write(result, settings)
+        if figure := EVALUATIONS[kind.removeprefix("eval ")].plot(result):
+            save(figure, Path(values["plot"]))
+        else:
+            log.warning("no plot is written: the table says all that these rows have")
     return result
 
 

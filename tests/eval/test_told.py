@@ -10,6 +10,7 @@ from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
 from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
 from kvalign.eval.protocol import SIZES
+from kvalign.eval.protocol.document import document as make_document
 from kvalign.eval.protocol.questions import rows_of
 from kvalign.foundation import progress
 
@@ -105,3 +106,7 @@ def test_the_command(loaded, tmp_path, capsys, caplog):
     _, caption = EVALUATION.figure(document)
     assert "llama-mini" in caption
     assert len(EVALUATION.summary_rows(document)) == 3
+    one, plot = tmp_path / "one.json", tmp_path / "one.svg"
+    settings = ToldSettings(plot=plot, out=one)
+    make_document("eval told", settings, [row for row in rows if row["talk"] == 1], started=0.0)
+    assert "no plot is written" in caplog.text and one.exists() and not plot.exists()
