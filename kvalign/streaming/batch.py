@@ -86,9 +86,9 @@ def stream_batch(
     while True:
         new: list[tuple[_AnswerRow, Method]] = []
         while max_rows is None or len(batch.rows) + len(new) < max_rows:
-            number, prompt = next(waiting, (None, None))
-            if number is None or prompt is None:
+            if (next_one := next(waiting, None)) is None:
                 break
+            number, prompt = next_one
             ids = encoded(prompt, tokenizer, streaming.model)
             if len(ids) == 0:
                 raise UserError(f"prompt {number} is empty: give at least one token")
