@@ -1,7 +1,7 @@
 """Readability of a passage: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens. A chunk
 is readable if at least half of them are words or end a sentence. Text that repeats one word forever
 passes, so repetition is reported beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
-2020), and its perplexity under the model, if one wrote it.
+2020).
 
 Tokens are those of `nltk.word_tokenize` of NLTK 3.9: sentences by Punkt, then words by the rules of
 the Penn Treebank. NLTK 3.10 also splits at dashes, at more apostrophes and after curly quotes. That
@@ -15,17 +15,12 @@ from dataclasses import astuple, dataclass
 from importlib import resources
 from typing import Any, ClassVar
 
-import torch
 from nltk.stem.snowball import SnowballStemmer
 from nltk.tabdata import PunktDecoder
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvalign.eval.judging.words import Rule, readers_text
-from kvalign.models.loading import LoadedModel
-from kvalign.streaming.scoring import perplexity_of
 
 CHUNK_LEN = 10  # NLTK tokens
 MAX_PHRASE_LEN = 4  # tokens of a phrase that may run
@@ -165,44 +160,3 @@ def _punkt() -> PunktSentenceTokenizer:
 def _lines(name: str) -> list[str]:
     path = resources.files("kvalign.eval.judging") / "punkt_english" / name
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-MAX_SPAN = 1024  # model tokens of context when a passage is scored
-
-
-def judge(
-    loaded: LoadedModel,
-    prompt_ids: list[int],
-    token_ids: list[int],
-    words: frozenset[str],
-    rule: Rule,
-) -> dict[str, Any]:
-    """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
-    dense_perplexity, which is also low for repetitive text.
-    """
-    text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
-    device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
-    prompt, passage = (torch.tensor(ids, device=device) for ids in (prompt_ids, token_ids))
-    return {
-        "num_tokens": len(token_ids),
-        "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
-        **judged(text, words, rule),
-    }
-
-
-@torch.no_grad()
-def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
-    """Perplexity of a passage [M] after a prompt [N], ids and not empty, without evictions: in
-    windows of `span` tokens that advance by half, so each token sees span / 2 before it, or all.
-    """
-    ids = torch.cat([prompt, passage])
-    total, scored = 0.0, len(prompt)
-    while scored < len(ids):
-        end = min(len(ids), max(scored + span // 2, span))
-        start = max(0, end - span)
-        num_new = end - scored
-        output = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
-        logits = output.logits[0, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
-        scored = end
-    return perplexity_of(total / len(passage))

@@ -6,10 +6,10 @@ import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document
@@ -99,8 +99,6 @@ def parse_suite_text(text: str, name: str) -> Suite:
 
 
 NO_SUITE = Suite(cells=[])
-ENTRIES = ("kind", "command", "settings", "environment", "rows")
-"""What every document has."""
 Sweep = dict[str, Any]
 """Document of `kvalign tune --json`."""
 
@@ -145,11 +143,35 @@ def read(folder: Path) -> Results:
     return Results(documents, suite, sweeps)
 
 
+class _Row(BaseModel):
+    """Fields that every row has; its figures are those of the evaluation."""
+
+    method: str
+    aligner: str | None
+    cache_size: int | None
+    num_sinks: int | None
+    num_evicted: int | None
+
+
+class _Settings(BaseModel):
+    model: str | None
+
+
+class _Document(BaseModel):
+    kind: str
+    command: str
+    changed: str = ""
+    settings: _Settings
+    environment: dict[str, Any]
+    rows: Annotated[list[_Row], Field(min_length=1)]
+
+
 def read_document(path: Path) -> Document:
     """Document in a file; UserError if it is not one of this version's evaluations."""
-    document = read_json(path)
-    lacks = [name for name in ENTRIES if name not in document]
-    if lacks or document["kind"].removeprefix("eval ") not in EVALUATIONS or not document["rows"]:
-        what = f"it lacks {', '.join(lacks)}" if lacks else "another kind, or no rows"
-        raise UserError(f"{path} is not a document of `kvalign eval --json`: {what}")
+    try:
+        document = read_json(path)
+        checked(_Document, document, "it")
+        EVALUATIONS.find(document["kind"].removeprefix("eval "))
+    except UserError as error:
+        raise UserError(f"{path} is not a document of `kvalign eval --json`: {error}") from None
     return document

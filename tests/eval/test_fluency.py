@@ -5,7 +5,7 @@ import math
 import pytest
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
-from kvalign.eval.judging.chunks import dense_perplexity
+from kvalign.eval.judging.fluency import dense_perplexity
 
 
 @pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 110), (90, 30)])

@@ -23,7 +23,7 @@ from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
 ROW = [*SIZES, "first_label", "num_labels", "nll_nats", "perplexity", "low", "high", "tenths"]
-ROW += ["segments", "seconds", "bigrams", "tokens"]
+ROW += ["segments", "bigrams", "tokens", "seconds"]
 
 
 def plain_perplexity(loop, model, plan, ids):

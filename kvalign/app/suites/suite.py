@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,13 +172,16 @@ def run_cell(cell: Cell) -> str:
     """Run a cell in its own process and return its output, a JSON document. UserError if it was
     refused, RunError if it failed; its own message is on stderr.
     """
-    process = subprocess.run(
-        [sys.executable, "-m", "kvalign", *cell.kind.words.split(), GIVEN],
-        input=cell.as_json(),
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        env={**os.environ, PART_OF_RUN: "1"},
-    )
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
+        given.write(cell.as_json())
+        given.seek(0)
+        process = subprocess.run(
+            [sys.executable, "-m", "kvalign", *cell.kind.words.split(), GIVEN],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, PART_OF_RUN: "1"},
+        )
     if process.returncode:
         error = UserError if process.returncode == 2 else RunError
         raise error(f"exit code {process.returncode} of {cell.command}; finished cells are kept")
