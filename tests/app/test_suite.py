@@ -51,7 +51,7 @@ def own(tmp_path, monkeypatch, undrawn):
 
     def run(words, **kwargs):
         ran.append(words[3:])
-        monkeypatch.setattr("sys.stdin", io.StringIO(kwargs["input"]))
+        monkeypatch.setattr("sys.stdin", kwargs["stdin"])
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             code = main(words[3:])
         return subprocess.CompletedProcess(words, code, printed.getvalue())
