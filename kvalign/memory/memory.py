@@ -114,7 +114,7 @@ class Memory:
         device: where it lies.
         is_searched: whether queries look for its entries; else they wait for edits.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
-            step.
+            step or on a GPU.
 
     Attributes:
         alike: cosine of two keys from which the older entry is not taken back.
