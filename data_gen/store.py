@@ -273,6 +273,8 @@ def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: dict[str, Any])
 
 def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
     """Return the fault of a shard, by its file's header and length, or None."""
+    if shard.num_evicted not in config.shapes:
+        return f"{CONFIG} has no shape for k={shard.num_evicted}"
     shape = [shard.num_chunks, *config.shapes[shard.num_evicted]]
     expected = dict.fromkeys(PAIRS, (shape, _DTYPES[config.settings.dtype]))
     expected["chunk"] = ([shard.num_chunks], "I64")

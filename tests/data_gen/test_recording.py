@@ -1,6 +1,7 @@
 """A store has the pairs of its chunks; interrupted runs resume; others are refused."""
 
 import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,3 +185,7 @@ def test_missing_exchanged_and_changed_shards_are_refused(gpt2, settings):
     open_store(folder)
     with pytest.raises(UserError, match=rf"{path.name}.*its SHA-256 differs"):
         open_store(folder, verify=True)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"shapes": {}}))
+    with pytest.raises(UserError, match=r"damaged \(config.json has no shape for k="):
+        open_store(folder)
