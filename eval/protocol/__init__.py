@@ -244,10 +244,11 @@ class Evaluation:
         """Figure for the report, with its caption, if there is one."""
         return None
 
-    def plot(self, document: Document) -> Figure | None:
-        """Return the figure that `--plot` draws; None: a table says all that there is."""
+    def plot(self, document: Document) -> Figure:
+        """Return the figure that `--plot` draws, of one size or distance, too."""
         drawing = self.figure(document)
-        return drawing[0] if drawing else None
+        assert drawing
+        return drawing[0]
 
     def sections(self, documents: Documents) -> list[Section]:
         """Sections of the report; those without a plot or a table are left out."""

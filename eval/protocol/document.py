@@ -9,7 +9,6 @@ with the flags and variables of the suite that it `changed`. `kvalign report` re
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import re
@@ -31,8 +30,6 @@ from kvalign.foundation.settings import Settings, keywords_of
 if TYPE_CHECKING:
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
-
-log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ComparisonSettings)
 
@@ -99,10 +96,7 @@ def document(
     if values.get("plot"):
         from kvalign.eval.drawing import save
 
-        if figure := EVALUATIONS[kind.removeprefix("eval ")].plot(result):
-            save(figure, Path(values["plot"]))
-        else:
-            log.warning("no plot is written: the table says all that these rows have")
+        save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
     return result
 
 

@@ -30,6 +30,7 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.step import Step
+from kvalign.foundation.device import HOST
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import NotPickled, Whole
@@ -280,7 +281,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
         positions, stored = self.positions(), [*map(self.sizes.num_stored, self.seen)]
-        device = self.attention[0].device if self.is_filled else torch.device("cpu")
+        device = self.attention[0].device if self.is_filled else HOST
         behind = [*map(self.frame.num_behind, self.seen)]
         births = stored if self.realigner.runs_on else positions  # there positions are no places
         ends = [self.end] * len(stored)

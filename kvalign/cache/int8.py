@@ -31,6 +31,7 @@ from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.foundation.device import HOST
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of
@@ -240,6 +241,6 @@ def reader_of(
     if rotation is not None:
         with no_autograd_modes():
             places = slice(0, sizes.first_input_len)
-            of_places = rotation.angles_to(places, torch.device("cpu"))
+            of_places = rotation.angles_to(places, HOST)
             angles = torch.stack([of_places.cos, of_places.sin])[None]
     return lambda step, num: InSight(places_of(step, num), step.behind_rows, angles)

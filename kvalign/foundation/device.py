@@ -5,6 +5,7 @@ read before it has finished has measured only how long it took to ask.
 import torch
 
 AUTO = "auto"
+HOST = torch.device("cpu")
 
 
 def resolved(device: str) -> str:

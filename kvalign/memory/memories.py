@@ -27,10 +27,10 @@ from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
-from kvalign.foundation.device import has_room, is_on_card
+from kvalign.foundation.device import HOST, has_room, is_on_card
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
-from kvalign.memory.recall import HOST, Matches, QueryBatch, Recall
+from kvalign.memory.recall import Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sizes import loudness_of
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of

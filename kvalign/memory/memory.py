@@ -29,7 +29,8 @@ from kvalign.cache.form import Form
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.autograd import no_autograd_modes
-from kvalign.memory.recall import HOST, EvictedSlots, Matches, QueryBatch
+from kvalign.foundation.device import HOST
+from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 

@@ -18,11 +18,10 @@ from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.autograd import no_autograd_modes
+from kvalign.foundation.device import HOST
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 from kvalign.models.rope import Angles
-
-HOST = torch.device("cpu")
 
 
 class Matches(NamedTuple):

@@ -28,12 +28,11 @@ from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.grid import sizes_of, title_of
-from kvalign.foundation.device import wait_for
+from kvalign.foundation.device import HOST, wait_for
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import check_room
 from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
-from kvalign.memory.recall import HOST
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
 from kvalign.models.packed import num_bytes

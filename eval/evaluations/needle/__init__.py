@@ -25,6 +25,8 @@ from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
@@ -146,14 +148,17 @@ class NeedleEvaluation(Evaluation):
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing | None:
+        if len({row["distance"] for row in document["rows"]}) == 1:
+            return None
+        return self.plot(document), f"{_found(document)}, %: {self.title(document)}"
+
+    def plot(self, document: Document) -> Figure:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
         from kvalign.eval.drawing import draw_shares
         from kvalign.eval.protocol.tables import grouped, label_of
 
         title, rows = self.title(document), document["rows"]
         distances = sorted({row["distance"] for row in rows})
-        if len(distances) == 1:
-            return None
         panels = {}
         groups = grouped(rows, lambda row: (row["cache_size"], row.get("kind")))
         for (size, kind), group in groups.items():
@@ -166,9 +171,12 @@ class NeedleEvaluation(Evaluation):
             }
             name = f"{title}, C = {size}" + (f", {kind}" if kind else "")
             panels[name] = shares, [f"{d} C" for d in distances]
-        what = "Answers found" if rows[0].get("kind") else "Codes found"
-        figure = draw_shares(panels, x=f"from what is hidden to its question; {what.lower()} in %")
-        return figure, f"{what}, %: {title}"
+        found = _found(document).lower()
+        return draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
+
+
+def _found(document: Document) -> str:
+    return "Answers found" if document["rows"][0].get("kind") else "Codes found"
 
 
 EVALUATION = NeedleEvaluation()

@@ -24,6 +24,8 @@ from kvalign.foundation import progress
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
@@ -115,17 +117,20 @@ class Told(Evaluation):
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing | None:
+        if len({row["talk"] for row in document["rows"]}) == 1:
+            return None
+        caption = f"Right answers against other talk, 95 %: {self.title(document)}"
+        return self.plot(document), caption
+
+    def plot(self, document: Document) -> Figure:
         """Right answers against other talk, in a panel for each cache size."""
         from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        if len({row["talk"] for row in rows}) == 1:
-            return None
         names = ("talk", "accuracy", "accuracy_high", "accuracy_low")
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
         x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
-        figure = draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
-        return figure, f"Right answers against other talk, 95 %: {title}"
+        return draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
 
 
 EVALUATION = Told()

@@ -30,9 +30,8 @@ def say_generate(base_model: str, aligner: str | Path) -> None:
 
 def say_written(*paths: Path | None) -> None:
     """Name the files that were written besides the output."""
-    for path in paths:
-        if path and path.exists():
-            _say(f"wrote {path}")
+    for path in filter(None, paths):
+        _say(f"wrote {path}")
 
 
 def say_stopped(
