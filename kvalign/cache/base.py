@@ -285,7 +285,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         behind = [*map(self.frame.num_behind, self.seen)]
         births = stored if self.realigner.runs_on else positions  # there positions are no places
         ends = [self.end] * len(stored)
-        counts = torch.tensor([ends, self.seen, stored, positions, births, behind])
+        of_rows = self.seen, stored, positions, births, behind, [0] * len(stored)
+        counts = torch.tensor([ends, *of_rows])
         return self._prepare_entries(
             Step(
                 sizes=self.sizes,

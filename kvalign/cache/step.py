@@ -69,6 +69,7 @@ class Counts(NamedTuple):
     positions: Tensor
     births: Tensor
     behind: Tensor
+    aside: Tensor  # tokens that a memory has taken in, 0 without one
 
 
 @dataclass(eq=False)
@@ -86,7 +87,7 @@ class Step:
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
         place_positions: as of `Realigner`.
-        counts: [6, B] int64, the numbers of rows that change from pass to pass (`Counts`).
+        counts: [7, B] int64, the numbers of rows that change from pass to pass (`Counts`).
         is_static: whether it has the shapes of a full cache, if it is of one token.
         segment: positions of each token, if the tokens count as fed one by one.
         decode: description of the usual pass, once a layer asks for it.
@@ -135,14 +136,15 @@ class Step:
         self.is_decode = self.is_single and min(self.seen) >= sizes.num_sinks
 
     @cached_property
-    def _count(self) -> Counts:
+    def count(self) -> Counts:
+        """`counts`, on the device of the first layer."""
         # A copy that does not wait may read the numbers after they are gone.
         return Counts(*self.counts.to(self.device).unbind())
 
     @property
     def behind_rows(self) -> Tensor:
         """`behind`, [B, 1, 1] int64."""
-        return self._count.behind[:, None, None] if self.decode is None else self.decode.behind
+        return self.count.behind[:, None, None] if self.decode is None else self.decode.behind
 
     @property
     def first_place(self) -> int:
@@ -156,7 +158,7 @@ class Step:
         """
         if self.decode is not None and self.decode.places is not None:
             return self.decode.places
-        stored = self._count.stored[:, None]
+        stored = self.count.stored[:, None]
         visible = (stored[:1] if self.is_even else stored) + self.num_new
         slots = torch.arange(self.length, device=self.device)
         if not self.is_single or self.in_order:
@@ -177,7 +179,7 @@ class Step:
     def _slot(self) -> Tensor:
         """Slot [1] that is written next in rows that have their sinks."""
         num_sinks, sizes = self.sizes.num_sinks, self.sizes
-        return (self._count.end[:1] - num_sinks) % sizes.num_window_slots + num_sinks
+        return (self.count.end[:1] - num_sinks) % sizes.num_window_slots + num_sinks
 
     def order(self, num: int) -> slice | Tensor:
         """Slots of the newest entries before the pass (see `order_of`)."""
@@ -208,7 +210,7 @@ class Step:
         """
         if self.in_order:
             return self.at(self.length, 1)
-        first = self._count.positions - self._count.stored
+        first = self.count.positions - self.count.stored
         assert places is not None
         return (places.clamp_min(0) + first[:, None])[:, None]
 
@@ -221,7 +223,7 @@ class Step:
                 return True
             if max(self.seen) + self.num_new <= least:
                 return False
-        return self._count.seen[:, None] + torch.arange(self.num_new, device=self.device) >= least
+        return self.count.seen[:, None] + torch.arange(self.num_new, device=self.device) >= least
 
     @property
     def evicts(self) -> bool:
@@ -250,7 +252,7 @@ class Step:
         stored bare, or for our kernel.
         """
         device, num_sinks = self.device, self.sizes.num_sinks
-        positions = position_ids(self._count.positions[:, None], self.place_positions)
+        positions = position_ids(self.count.positions[:, None], self.place_positions)
         order = ranks = read = None
         birth: slice | Tensor | None = None
         places = self.places if asks_for_places else None
@@ -262,13 +264,13 @@ class Step:
         if self.is_alike:
             birth = slice(self.births[0], self.births[0] + 1)
             if self.is_static and self.hides:
-                birth = self._count.births[:1]
+                birth = self.count.births[:1]
         if places is not None and self.is_even:
             ranks = (places[0, num_sinks:] - num_sinks).clamp_min(0)
             num = max(self.stored[0] + 1 - num_sinks, 0)
             order = torch.arange(num, device=device)
             if not self.in_order:
-                first = self._count.end[:1] - self._count.stored[:1]  # after the sinks
+                first = self.count.end[:1] - self.count.stored[:1]  # after the sinks
                 num = self.size - num_sinks if self.is_static else num
                 order = (first + torch.arange(num, device=device)) % self.sizes.num_window_slots
         return DecodeStep(

@@ -25,7 +25,7 @@ from kvalign.cache.layer import Part
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import Counts, Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.device import HOST, has_room, is_on_card
 from kvalign.foundation.errors import UserError
@@ -130,7 +130,12 @@ class Memories(Part):
                 for layer in layers:
                     if layer.layer_idx in self.of:
                         self._put_newest(layer, seen, num, at.to(layer.device))
-        self.recall.begin(step, step.seen if first is None else first.seen)
+        Counts(*step.counts).aside.copy_(torch.tensor(step.seen if first is None else first.seen))
+        self.ask(step)
+
+    def ask(self, step: Step) -> None:
+        """The queries of this pass are next."""
+        self.recall.begin(step)
         if batch := self.recall.of_step:
             for layer_idx in self.recall.loudness.keys() & self.of.keys():
                 self.of[layer_idx].prepare(batch)
@@ -247,11 +252,21 @@ class Memories(Part):
         return bias.index_copy(2, slots, of_matches)
 
     @property
+    def is_on_card(self) -> bool:
+        """Return whether all lie on a card."""
+        return all(memory.device != HOST for memory in self.of.values())
+
+    @property
     def finds_all(self) -> bool:
         """Return whether the queries of this pass, in all layers, find as much as a memory gives
         them.
         """
         return self.recall.of_step is not None and self.recall.of_step.finds_all
+
+    @property
+    def finds_none(self) -> bool:
+        """Return whether no window has lost anything that this pass could ask for."""
+        return self.recall.of_step is None
 
     def end(self) -> None:
         """The pass has ended."""

@@ -16,7 +16,7 @@ from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
+from kvalign.cache.step import Counts, Step
 from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.device import HOST
 from kvalign.memory.recall_places import RecallPlaces
@@ -51,6 +51,7 @@ class EvictedSlots:
         places: of what is taken back.
         seen: [B, T] int64, tokens before each query.
         end: [B] int64, number of tokens of each row in the memory.
+        least: fewest tokens before a query.
         num_slots: slots of the ring.
         device: where it lies.
 
@@ -58,7 +59,6 @@ class EvictedSlots:
         newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
         since: [B, 1, T, 1] int64, tokens after the newest entry.
         oldest: [B, 1, T, 1] int64, age of the oldest lost entry; 0 if none is lost.
-        worths: [A] float32, added to the score of an entry of each age, from A - 1 down to 0.
         are_many: whether each query has lost as many entries as are compared.
     """
 
@@ -67,27 +67,36 @@ class EvictedSlots:
         places: RecallPlaces,
         seen: Tensor,
         end: Tensor,
+        least: int,
         num_slots: int,
         device: torch.device,
     ):
         sizes = places.sizes
         self.num_slots, self.near, self.device = num_slots, sizes.num_in_sight, device
+        self._recency = places.recency
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         oldest = oldest.where(seen >= sizes.first_input_len, 0)
         self._num_compared = min(places.num_compared, num_slots)
-        self.are_many = bool((oldest - self.near >= self._num_compared).all())
+        num_lost = min(least - sizes.num_sinks - self.near, sizes.memory)
+        self.are_many = least >= sizes.first_input_len and num_lost >= self._num_compared
         of_ages = newest - sizes.num_sinks, seen - newest, oldest
         self.newest, self.since, self.oldest = (x.to(device) for x in of_ages)
+
+    @property
+    def worths(self) -> Tensor:
+        """Return what is added to the score of an entry of each age, from A - 1 down to 0: [A]
+        float32, on the host.
+        """
         # Entries that are not yet in the memory are in the window, so no age is greater.
-        self.worths = _worths(num_slots + self.near + 1, places.recency, device)
+        return _worths(self.num_slots + self.near + 1, self._recency)
 
     @cached_property
     def worth(self) -> Tensor:
         """Return what is added to the score of each entry, [B, 1, T, S] float32; -inf: not lost."""
         ages = self.ages(torch.arange(self.num_slots, device=self.device))
-        worths = self.worths[(len(self.worths) - 1 - ages).clamp(0, len(self.worths) - 1)]
-        return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
+        is_lost = (ages > self.near) & (ages <= self.oldest)
+        return _worth(ages, self._recency).where(is_lost, -torch.inf)
 
     @cached_property
     def newer(self) -> Tensor:
@@ -95,18 +104,22 @@ class EvictedSlots:
         [M, M] float32.
         """
         num = self._num_compared
-        return self.worths.new_full((num, num), -torch.inf).tril()
+        return torch.full((num, num), -torch.inf, device=self.device).tril()
 
     def ages(self, slots: Tensor, queries: slice = slice(None)) -> Tensor:
         """Return ages of the entries in slots [B, H, T, R], or [R] for all: tokens to a query."""
         return (self.newest - slots).remainder(self.num_slots) + self.since[:, :, queries]
 
 
+def _worth(ages: Tensor, recency: float) -> Tensor:
+    """Return what is added to the scores of entries of these ages, float32."""
+    return -recency * ages.clamp_min(1).float().log()
+
+
 @lru_cache(maxsize=4)
 @no_autograd_modes()
-def _worths(num: int, recency: float, device: torch.device) -> Tensor:
-    """Return what is added to a score for ages from num - 1 down to 0, [num] float32."""
-    return (-recency * torch.arange(num - 1, -1, -1).clamp_min(1).float().log()).to(device)
+def _worths(num: int, recency: float) -> Tensor:
+    return _worth(torch.arange(num - 1, -1, -1), recency)
 
 
 class QueryBatch:
@@ -114,8 +127,9 @@ class QueryBatch:
 
     Args:
         places: of what they take back.
-        seen: [B, T] int64, tokens before each query.
-        end: [B] int64, number of tokens of each row in the memory.
+        seen: [B, T] int64, tokens before each query; one row if all are equal.
+        end: [B] int64, number of tokens of each of these rows in the memory.
+        least: fewest tokens before a query.
         positions: positions of the queries, one number or [B, 1, 1, T].
         angles: by which queries are rotated, as if the entries they look for lay right before the
             window.
@@ -129,14 +143,14 @@ class QueryBatch:
         places: RecallPlaces,
         seen: Tensor,
         end: Tensor,
+        least: int,
         positions: int | Tensor = 0,
         angles: Angles | None = None,
     ):
         self.places, self.positions, self.angles = places, positions, angles
-        has_lost = seen >= places.sizes.first_input_len
-        self.has_lost = None if has_lost.all() else has_lost
-        num = 1 if bool((seen == seen[:1]).all()) else len(seen)
-        self.seen, self.end = seen[:num], end[:num]
+        self.seen, self.end, self.least = seen, end, least
+        most = places.sizes.first_input_len
+        self.has_lost = None if least >= most else seen >= most
         self._evicted_slots: dict[torch.device, EvictedSlots] = {}
 
     @property
@@ -147,8 +161,8 @@ class QueryBatch:
     def evicted_slots(self, num_slots: int, device: torch.device = HOST) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
         if device not in self._evicted_slots:
-            of_device = EvictedSlots(self.places, self.seen, self.end, num_slots, device)
-            self._evicted_slots[device] = of_device
+            of_queries = self.places, self.seen, self.end, self.least
+            self._evicted_slots[device] = EvictedSlots(*of_queries, num_slots, device)
         return self._evicted_slots[device]
 
 
@@ -177,13 +191,12 @@ class Recall:
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
-        self._slot_places = torch.arange(self.slots.start, self.slots.stop)  # their places
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
         self._angles: Tensor | None = None
 
-    def begin(self, step: Step, num_aside: list[int]) -> None:
-        """Another pass: other queries, of rows of which so many tokens have been put aside."""
-        self._step, self._num_aside, self._batches = step, num_aside, {}
+    def begin(self, step: Step) -> None:
+        """Another pass: other queries."""
+        self._step, self._batches = step, {}
         is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
         self.of_step = self._of_pass(step, None) if is_asked else None
 
@@ -199,19 +212,21 @@ class Recall:
         return self._batches[first]
 
     def _of_pass(self, step: Step, block: Block | None) -> QueryBatch:
-        seen, end = torch.tensor(step.seen)[:, None], torch.tensor(self._num_aside)
+        count = Counts(*step.counts.unbind())  # on the host, but in a step that is recorded
+        rows, least = slice(1 if len(set(step.seen)) == 1 else None), min(step.seen)
+        seen, end = count.seen[rows, None], count.aside[rows]
         if block is not None:
             assert step.segment is not None
             seen = seen + torch.arange(block.queries.start, block.queries.stop)
-            end = end + step.num_new
+            end, least = end + step.num_new, least + block.queries.start
             positions = step.segment.birth[block.queries]
         else:
-            of_rows = step.positions[: 1 if len(set(step.positions)) == 1 else None]
-            positions = torch.tensor(of_rows, device=step.device)[:, None, None, None]
+            rows = slice(1 if len(set(step.positions)) == 1 else None)
+            positions = step.count.positions[rows, None, None, None]
         angles, rotation = None, self.placer.rotation
         if rotation is not None:
             angles = rotation.angles(positions - self.places.near)
-        return QueryBatch(self.places, seen, end, positions, angles)
+        return QueryBatch(self.places, seen, end, least, positions, angles)
 
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
@@ -224,7 +239,7 @@ class Recall:
         rotation. If any place is free, a table is read at the places of the entries that give way.
         """
         if self.placer.rotation is not None:
-            at = self._slot_places.to(matches.ages.device)
+            at = torch.arange(self.slots.start, self.slots.stop, device=matches.ages.device)
         else:
             now = batch.positions
             if isinstance(now, Tensor):

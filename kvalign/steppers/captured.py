@@ -3,7 +3,8 @@
 A CUDA graph runs the same kernels on the same addresses. In a ring nothing but tensors changes from
 step to step (`kvalign.cache.step.DecodeStep`), so these are copied to where the graph reads them.
 What differs otherwise has a graph of its own: another number of rows, a cache that is not full
-(whose slots without an entry are hidden), other buffers.
+(whose slots without an entry are hidden), other buffers. A memory on the card is searched in the
+graph, once every query finds as much as it takes back; what it takes in is written between steps.
 """
 
 import functools
@@ -32,7 +33,6 @@ from kvalign.steppers.compiled import (
     Compiled,
     Snapshot,
     has_compiler,
-    is_plain,
     may_be_static,
     stays,
 )
@@ -198,7 +198,7 @@ class Captured(Stepper):
         return cls(method.model, Regions(method.model, **options) if has_compiler() else None)
 
     def is_static(self, cache: Any) -> bool:
-        return is_plain(cache) and may_be_static(cache)
+        return isinstance(cache, StreamingCache) and may_be_static(cache)
 
     def word_for(self, num_rows: int) -> str | None:
         if self.is_refused:
@@ -233,6 +233,11 @@ class Captured(Stepper):
         # Where entries are not written as they come, rows must have the same positions.
         if not (step.is_static and cache.is_decode(step) and (stays(cache) or step.is_alike)):
             return None
+        if (memory := cache.memory) is not None:
+            if not memory.is_on_card:
+                self._refuse("its memory lies on the host")
+            if self.is_refused or not (memory.finds_all or memory.finds_none):
+                return None
         key = _key_of(step, cache)
         if key not in self.graphs:
             self.graphs[key] = None
@@ -245,9 +250,12 @@ class Captured(Stepper):
             try:
                 self.graphs[key] = self._captured(own, cache)
             except RuntimeError as error:  # it reads a number of the card, say
-                self.is_refused = True
-                log.warning("%s: %s", NOT_RECORDED, next(iter(str(error).splitlines()), ""))
+                self._refuse(next(iter(str(error).splitlines()), ""))
         return self.graphs[key]
+
+    def _refuse(self, why: str) -> None:
+        self.is_refused = True
+        log.warning("%s: %s", NOT_RECORDED, why)
 
     def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
         step = cache.step
@@ -256,6 +264,8 @@ class Captured(Stepper):
 
         def run(buffers: Inputs) -> Tensor:
             cache.step = replace(step, counts=buffers.counts)
+            if cache.memory is not None:
+                cache.memory.ask(cache.step)
             decode = cache.describe().decode
             assert decode is not None
             return last_logits(self.model, buffers.ids, cache, position_ids=decode.position_ids)
@@ -267,6 +277,8 @@ class Captured(Stepper):
                 return self.record(run, inputs, next(others, None))
             finally:
                 cache.step = step
+                if cache.memory is not None:
+                    cache.memory.ask(step)
 
     def _forget_if_changed(self) -> None:
         """Forget all graphs if the model is not as it was."""
@@ -285,8 +297,6 @@ def not_captured(method: Cached) -> str | None:
         return "the model lies on several devices"
     if not isinstance(cache, StreamingCache):
         return f"each step of policy {method.sizes.policy} does something else"
-    if cache.memory is not None:
-        return "each step of a memory does something else"
     if not may_be_static(cache):
         return "attention goes by the order of entries, takes no marks, or is not in all layers"
     return None
@@ -304,12 +314,16 @@ def _copy_counts(step: Step, graph: Graph) -> None:
 def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
     """All that a captured step depends on, beside the contents of tensors."""
     rings = (ring for layer in cache.attention for ring in layer.rings)
-    buffers = [x.data_ptr() for ring in rings for x in ring.data]
+    stored = [x for ring in rings for x in ring.data]
+    if (memory := cache.memory) is not None:
+        stored += (x for of_layer in memory.of.values() for x in of_layer.entries)
+    buffers = [x.data_ptr() for x in stored]
     sinks = [x.data_ptr() for x in cache.sinks.by_device.values()]
     first = (step.first_place, None if step.hides else step.births[0]) if step.is_alike else None
     of_rows = len(step.seen), step.is_even, step.is_alike, step.hides, step.size, first
     realigner = cache.realigner, cache.realigner.version
-    return (*of_rows, step.sizes, *realigner, *buffers, *sinks)
+    is_asked = memory is not None and memory.finds_all
+    return (*of_rows, step.sizes, is_asked, *realigner, *buffers, *sinks)
 
 
 @contextmanager

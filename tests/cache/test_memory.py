@@ -87,7 +87,7 @@ def test_our_kernel_finds_what_pytorch_finds(
     seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)
     assert all(memory.sketch is not None for memory in memories)
     memories[1].sketch = None
-    asking = (QueryBatch(places, seen, end) for _ in memories)
+    asking = (QueryBatch(places, seen, end, int(seen.min())) for _ in memories)
     found, expected = (x.find(queries, asks) for x, asks in zip(memories, asking, strict=True))
     assert torch.equal(found.visible, expected.visible) and found.visible.any()
     assert found.visible.all() == (num > 30)
@@ -107,7 +107,7 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     memory.write([sizes.num_sinks], held)
     seen = torch.tensor([[928 + sizes.num_sinks]])
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
-    found = memory.find(queries, QueryBatch(places, seen, seen[0]))
+    found = memory.find(queries, QueryBatch(places, seen, seen[0], int(seen)))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
 
 

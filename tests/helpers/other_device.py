@@ -7,6 +7,7 @@ From the import on, PyTorch's spare backend (`privateuseone`) is this device in 
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "other"
 aten: Any = torch.ops.aten
+_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 INSTEAD: dict[Any, Callable] = {}
 """Functions of the CPU's tensors, for operations that it does not have."""
+_recording = 0
 
 
 class OtherTensor(Tensor):
@@ -40,11 +43,25 @@ class OtherTensor(Tensor):
         return f"OtherTensor({self.held})"
 
     def tolist(self):
+        _refuse_if_recorded("tolist")
         return self.held.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, *args, **kwargs or {})
+
+
+@contextmanager
+def recorded():
+    """Context in which what a CUDA graph cannot record is refused: numbers of this device that are
+    read, and tensors that are copied from the CPU or to it.
+    """
+    global _recording
+    _recording += 1
+    try:
+        yield
+    finally:
+        _recording -= 1
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -69,6 +86,10 @@ def _run(func, *args, **kwargs):
         raise RuntimeError(f"{func}: tensors on two devices")
     device = kwargs.get("device")
     is_other = bool(others) if device is None else torch.device(device).type == NAME
+    by_mask = func is aten.index.Tensor and any(x.dtype == torch.bool for x in found[1:])
+    is_copied = len(others) < len(found) if func is aten.copy_.default else bool(here)
+    if others and (is_copied or by_mask or not is_other or func in _READS):
+        _refuse_if_recorded(func)
     if device is not None:
         kwargs["device"] = "cpu"
     plain, named = tree_map(_held, (args, kwargs))
@@ -77,6 +98,11 @@ def _run(func, *args, **kwargs):
         if x is result and isinstance(x, Tensor):  # changed in place
             return given
     return tree_map(_wrapped, result) if is_other else result
+
+
+def _refuse_if_recorded(what):
+    if _recording:
+        raise RuntimeError(f"{what}: cannot be recorded")
 
 
 def _wrapped(x):
@@ -88,6 +114,8 @@ def _held(x):
 
 
 def _copy_from(x, to, non_blocking=False):
+    if isinstance(x, OtherTensor) != isinstance(to, OtherTensor):
+        _refuse_if_recorded("copy")
     _held(to).copy_(_held(x))
     return to
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 from helpers.comings import come_and_go
 from helpers.methods import make, tables
+from helpers.other_device import NAME, moved, recorded
 from helpers.tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvalign.memory import memories
+from kvalign.memory.memories import Memories
+from kvalign.memory.memory import Memory
 from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, Regions
 
 LONG, SHORT = 250, 130
@@ -27,6 +31,15 @@ KINDS = {
     "int8": ("llama", "streaming-llm", None, {"cache_dtype": "int8"}),
     "several evicted": ("llama", "streaming-llm", None, {"num_evicted": 3}),
     "rotary, several rows": ("llama", "streaming-llm", None, {}),
+}
+MEMORY = {"memory": 60}
+WITH_MEMORY = {
+    "rotary": ("llama", "streaming-llm", None, MEMORY),
+    "rotary, 8 bits": ("llama", "streaming-llm", None, MEMORY | {"cache_dtype": "int8"}),
+    "learned, by rank": ("gpt2", "kvalign", tables, MEMORY),
+    "learned, by age": ("gpt2", "kvalign", tables, MEMORY | {"recall_places": "age"}),
+    "rotary with tables": ("llama", "kvalign", tables, MEMORY),
+    "rotary, several rows": ("llama", "streaming-llm", None, MEMORY),
 }
 FAST = ("rotary", "learned with tables")
 
@@ -56,8 +69,8 @@ def captured(name, model, **sizes):
     return method, recorder
 
 
-def of_kind(kind):
-    model_kind, name, make_aligner, sizes = KINDS[kind]
+def of_kind(kind, kinds=KINDS):
+    model_kind, name, make_aligner, sizes = kinds[kind]
     model = tiny_model(model_kind)
     if make_aligner is not None:
         sizes = sizes | {"aligner": make_aligner(model, 0.3)}
@@ -89,11 +102,69 @@ def test_a_cache_that_fills_is_captured(kind):
     assert recorder.num == 2
 
 
-def side_by_side(kind, num_first, num_steps):
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in WITH_MEMORY]
+)
+@torch.no_grad()
+def test_a_memory_on_the_card_is_captured_with_its_step(kind, monkeypatch):
+    """From the first steps, which lose nothing, to a memory that forgets, but for those whose
+    queries do not find as much as they take back. Here PyTorch searches a memory of the CPU.
+    """
+    monkeypatch.setattr(Memories, "is_on_card", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # a CPU else reads `visible`
+    monkeypatch.setattr(Memory, "_has_kernel", lambda self: False)
+    (eager, found), recorder, _ = side_by_side(kind, 6, 130, WITH_MEMORY)
+    torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
+    assert recorder.num == 2 and recorder.num_made > 90
+
+
+@pytest.mark.parametrize("kind", [*FAST, "learned, by rank", "rotary, 8 bits"])
+@torch.no_grad()
+def test_nothing_in_a_captured_step_waits_for_the_host(kind, monkeypatch):
+    """On a device that refuses what a CUDA graph cannot record, while one is recorded."""
+    monkeypatch.setattr(memories, "is_on_card", lambda device: device.type == NAME)
+    name, here, sizes = of_kind(kind, KINDS | WITH_MEMORY)
+    eager, recorder = make(name, here, **sizes), Refusing()
+    there = moved(copy.deepcopy(here))
+    method = make(name, there, **of_kind(kind, KINDS | WITH_MEMORY)[-1])
+    method.stepper = Captured(there, record=recorder)
+    method.reset()
+    for ids in torch.randint(5, 90, (1, 90)).split([60] + 30 * [1], 1):
+        found = method.feed(ids.to(NAME)).cpu()
+        torch.testing.assert_close(found, eager.feed(ids), atol=1e-4, rtol=1e-4)
+    assert recorder.num == 1 and recorder.num_made == 29
+
+
+class Refusing(Recorder):
+    """Makes each step anew, and refuses to record what cannot be."""
+
+    def __call__(self, run, inputs, pool):
+        self.num += 1
+        with recorded():
+            run(inputs)
+
+        def replay():
+            self.num_made += 1
+            return run(inputs)
+
+        return Graph(inputs, replay)
+
+
+def test_steps_of_a_memory_on_the_host_are_called(caplog):
+    model = tiny_model("llama")
+    method, recorder = captured("streaming-llm", model, **MEMORY)
+    plain = make("streaming-llm", model, **MEMORY)
+    for ids in torch.arange(5, 75)[None].split([60] + 10 * [1], 1):
+        assert torch.equal(method.feed(ids), plain.feed(ids))
+    assert recorder.num == 0 and method.steps_in_a_word is None
+    assert [x.message for x in caplog.records] == [f"{NOT_RECORDED}: its memory lies on the host"]
+
+
+def side_by_side(kind, num_first, num_steps, kinds=KINDS):
     """Logits of steps that are called and captured, the recorder, and the shapes of a full cache,
     of which one that evicts several entries has several.
     """
-    name, model, sizes = of_kind(kind)
+    name, model, sizes = of_kind(kind, kinds)
     num_rows = 2 if "rows" in kind else 1
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (num_rows, num_first + num_steps), generator=rng)

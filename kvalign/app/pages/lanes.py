@@ -257,7 +257,7 @@ def _of_memory(sizes: CacheSizes, token: int) -> Frame:
     """
     num_sinks, size, in_sight = sizes.num_sinks, sizes.cache_size, sizes.num_in_sight
     places = RecallPlaces(sizes, 10**9, by_age=True, is_free=True)
-    asking = QueryBatch(places, torch.tensor([[token]]), torch.tensor([token + 1]))
+    asking = QueryBatch(places, torch.tensor([[token]]), torch.tensor([token + 1]), token)
     slots = asking.evicted_slots(num_slots=NUM_TOKENS + 1)
     tokens = token - slots.ages(torch.arange(NUM_TOKENS + 1))
     lost = sorted(tokens[slots.worth.isfinite()].tolist())
