@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.refusals import files_in
 from helpers.results_example import documents
+from helpers.smaller import run_cell
 
 from kvalign.app.cli.main import main
 
@@ -76,6 +77,7 @@ def test_it_is_one_line_and_leaves_nothing(name, disk, tmp_path, monkeypatch, ca
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "p.json").write_text(json.dumps(documents()["perplexity"]))
     (tmp_path / "suite.yaml").write_text(f"cells: [{{name: one, command: {PERPLEXITY}}}]\n")
+    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
     before = files_in(Path())
     with disk():
         code = main(shlex.split(COMMANDS[name]))
