@@ -96,4 +96,5 @@ def test_an_aligner_that_was_trained_streams(run_example):
     (words,) = (words for words in examples("train") if "table" in words)
     run_example("train", examples("train").index(words))
     aligner = words[words.index("--out") + 1]
-    output_of(["generate", "--aligner", aligner, "--prompt", "It", "--cache-size", "20"])
+    words = ["--prompt", "It", "--cache-size", "20", "--max-new-tokens", "30"]
+    output_of(["generate", "--aligner", aligner, *words])

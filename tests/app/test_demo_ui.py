@@ -87,7 +87,7 @@ def opened(browser, address):
 
 @pytest.fixture(scope="module")
 def page(opened):
-    return opened(color_scheme="light", **DESKTOP)
+    return opened(stops=False, color_scheme="light", **DESKTOP)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,28 @@ def watch_counts(page):
     )
 
 
+def test_it_opens_on_stale_entries_that_fail(page):
+    """The page as it comes: nothing is pressed."""
+    from kvalign.app.pages.page import PROMPT  # which imports Gradio
+
+    page.locator(".verdict").wait_for(timeout=180_000)
+    finish(page)
+    names = page.locator(".card h2").all_inner_texts()
+    assert names == ["streaming-llm", "kvalign (table-kl)", "discard-half"]
+    figures = page.locator(".figures div:nth-child(4) dd").all_inner_texts()
+    stale, aligned, again = map(float, figures)
+    assert counts(page) == [600] * 3 and stale > 1.5 * max(aligned, again)
+    said = page.locator(".verdict").inner_text()
+    assert said.startswith("The text of kvalign (table-kl) surprises the model least")
+    assert not any(mark in text for text in texts(page) for mark in ("@-@", "@,@", " ,", "<unk>"))
+    assert "seed 3" in page.locator(".legend").inner_text()
+    # As the page says: "their texts are equal until the cache is full."
+    assert "equal" in page.locator("#about").inner_text()
+    alike = takewhile(lambda three: len({*three}) == 1, zip(*texts(page), strict=False))
+    assert len([*alike]) > len(PROMPT) + 100
+    assert faults(page) == []
+
+
 def test_methods_stream_side_by_side(page):
     watch_counts(page)
     run(page, **{"New tokens": 60})
@@ -204,29 +226,6 @@ def test_hostile_text_is_seen_as_text(page):
     run(page, ["window"], HOSTILE, **{"New tokens": 10})
     assert page.locator(".prompt").text_content() == escape_controls(HOSTILE)
     assert page.locator("#stage img, #stage script").count() == 0
-
-
-def test_it_opens_on_stale_entries_that_fail(opened):
-    """The page as it comes: nothing is pressed."""
-    from kvalign.app.pages.page import PROMPT  # which imports Gradio
-
-    page = opened(stops=False, **DESKTOP)
-    page.locator(".verdict").wait_for(timeout=180_000)
-    finish(page)
-    names = page.locator(".card h2").all_inner_texts()
-    assert names == ["streaming-llm", "kvalign (table-kl)", "discard-half"]
-    figures = page.locator(".figures div:nth-child(4) dd").all_inner_texts()
-    stale, aligned, again = map(float, figures)
-    assert counts(page) == [600] * 3 and stale > 1.5 * max(aligned, again)
-    said = page.locator(".verdict").inner_text()
-    assert said.startswith("The text of kvalign (table-kl) surprises the model least")
-    assert not any(mark in text for text in texts(page) for mark in ("@-@", "@,@", " ,", "<unk>"))
-    assert "seed 3" in page.locator(".legend").inner_text()
-    # As the page says: "their texts are equal until the cache is full."
-    assert "equal" in page.locator("#about").inner_text()
-    alike = takewhile(lambda three: len({*three}) == 1, zip(*texts(page), strict=False))
-    assert len([*alike]) > len(PROMPT) + 100
-    assert faults(page) == []
 
 
 def test_lane_follows_the_settings(page):
