@@ -14,13 +14,6 @@ from kvalign.app.cli.main import main
 from kvalign.app.suites.suite import run_cell as apart
 
 pytestmark = pytest.mark.slow
-RECORD = "gen-data --corpus text:words.txt --num-tokens 3072 --shard-mb 2 --out {}"
-
-
-def finished(command, folder):
-    """What a command prints that is left alone."""
-    with contextlib.chdir(folder):
-        return output_of(shlex.split(command))
 
 
 def stopped(command, folder, when, capfd, by=signal.SIGINT):
@@ -51,23 +44,13 @@ def says(command, kept):
     return f"kvalign {name}: interrupted; {kept}; to go on: kvalign {command}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """With a recording in `caches`."""
-    folder = tmp_path_factory.mktemp("commands")
-    (folder / "words.txt").write_text(TEXT)
-    finished(RECORD.format("caches"), folder)
-    return folder
-
-
-def test_gen_data_keeps_shards(folder, capfd):
-    command = RECORD.format("stopped")
-    line = stopped(command, folder, "stopped/*-00001.safetensors", capfd, by=signal.SIGTERM)
+def test_gen_data_keeps_shards(tmp_path, capfd):
+    """test_recording.py: what goes on ends in the same bytes."""
+    (tmp_path / "words.txt").write_text(TEXT)
+    command = "gen-data --corpus text:words.txt --num-tokens 3072 --shard-mb 2 --out stopped"
+    line = stopped(command, tmp_path, "stopped/*-00001.safetensors", capfd, by=signal.SIGTERM)
     num_shards = int(line.split("interrupted; ")[1].split()[0])
     assert line == says(command, f"{num_shards} shards are kept in stopped") and num_shards > 0
-    finished(command, folder)
-    for path in (folder / "caches").glob("*.safetensors"):
-        assert path.read_bytes() == (folder / "stopped" / path.name).read_bytes()
 
 
 SUITE = """
@@ -79,13 +62,14 @@ cells:
 """
 
 
-def test_a_suite_keeps_finished_cells(folder, monkeypatch, capfd, undrawn):
+def test_a_suite_keeps_finished_cells(tmp_path, monkeypatch, capfd, undrawn):
     """The second one, in a process of its own, is stopped."""
-    (folder / "two.yaml").write_text(SUITE)
+    (tmp_path / "two.yaml").write_text(SUITE)
     command, place = "eval run two.yaml --out results", "kvalign.app.suites.suite.run_cell"
     monkeypatch.setattr(place, lambda cell: (run_cell if cell.name == "short" else apart)(cell))
-    line = stopped(command, folder, "results/short.json", capfd)
+    line = stopped(command, tmp_path, "results/short.json", capfd)
     assert line == says(command, "1 of 2 cells are finished in results")
     monkeypatch.setattr(place, run_cell)
-    assert finished(command, folder) == "report: results/report.html\n"
-    assert (folder / "results" / "long.json").exists()
+    with contextlib.chdir(tmp_path):
+        assert output_of(shlex.split(command)) == "report: results/report.html\n"
+    assert (tmp_path / "results" / "long.json").exists()
