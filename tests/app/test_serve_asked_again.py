@@ -42,7 +42,7 @@ def ask(server, messages, session=None, key=None, **fields):
     return reply.choices[0].message.content, reply.usage.prompt_tokens_details.cached_tokens
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("other", [OTHERS[0], OTHERS[-1]], ids=["seed", "stop"])
 def test_other_fields_ask_for_another_answer_in_place_of_the_last(server, other):
     name = f"one-{next(iter(other))}"
     first, _ = ask(server, says("Who?"), name)
@@ -113,18 +113,17 @@ MADE_OF = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("session", [None, "s"])
-def test_messages_are_compared_as_people_read_them(loaded, session):
+@pytest.mark.parametrize("is_named", [False, True])
+def test_messages_are_compared_as_people_read_them(is_named, server):
     """The session goes on: nothing that it holds is fed again."""
-    asked = "Who is\nJosé?"
-    for made in MADE_OF:
-        with serving(loaded, cache_size=48) as server:
-            answer, _ = ask(server, says(asked), session, **GREEDY)
-            (held,) = server.service.sessions._by_id.values()
-            assert answer.startswith(" ")
-            messages = says(made(asked), made(answer), "Why?")
-            assert messages != says(asked, answer, "Why?")
-            assert ask(server, messages, session)[1] == held.num_fed > 0
+    for number, made in enumerate(MADE_OF):
+        asked, name = f"Who is\nJosé {number}{is_named}?", f"made{number}" if is_named else None
+        answer, _ = ask(server, says(asked), name, **GREEDY)
+        *_, held = server.service.sessions._by_id.values()
+        assert answer[0].isspace()
+        messages = says(made(asked), made(answer), "Why?")
+        assert messages != says(asked, answer, "Why?")
+        assert ask(server, messages, name)[1] == held.num_fed > 0
 
 
 @pytest.mark.slow

@@ -72,26 +72,19 @@ def test_names_that_no_api_has_are_told(post):
     assert "X-KVAlign-Ignored" not in post(TEXT, prompt="Hello", max_tokens=2).headers
 
 
-def test_a_template_is_given_what_a_request_says(loaded):
-    tokenizer = loaded.tokenizer
-    former = tokenizer.chat_template
-    tokenizer.chat_template = (
+def test_a_template_is_given_what_a_request_says(loaded, monkeypatch):
+    template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if thinks is defined and not thinks %}no thoughts {% endif %}answer:"
     )
-    try:
-        with serving(loaded, cache_size=48) as one, one.client() as client:
-            asked = dict(model="gpt2-mini", messages=HELLO, max_tokens=2)
-            nums = [
-                client.chat.completions.create(
-                    **asked, extra_body={"chat_template_kwargs": values}
-                ).usage.prompt_tokens
-                for values in ({}, {"thinks": True}, {"thinks": False})
-            ]
-            assert nums[0] == nums[1] < nums[2]
-            with pytest.raises(Exception, match="takes no chat_template from a request"):
-                client.chat.completions.create(
-                    **asked, extra_body={"chat_template_kwargs": {"chat_template": "x"}}
-                )
-    finally:
-        tokenizer.chat_template = former
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
+    with serving(loaded, cache_size=48) as one, one.client() as client:
+
+        def num_prompt(**values):
+            given = dict(extra_body={"chat_template_kwargs": values}, max_tokens=2)
+            asked = dict(model="gpt2-mini", messages=HELLO, **given)
+            return client.chat.completions.create(**asked).usage.prompt_tokens
+
+        assert num_prompt() == num_prompt(thinks=True) < num_prompt(thinks=False)
+        with pytest.raises(Exception, match="takes no chat_template from a request"):
+            num_prompt(chat_template="x")

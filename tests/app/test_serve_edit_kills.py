@@ -4,33 +4,20 @@ kill. Nothing is lost, and no answer comes from a state that is half edited.
 
 import queue
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
 from helpers.edited_talks import ASKED, TALK, edited, more
 from helpers.patience import PATIENCE_S, until
+from helpers.served import running
 
 from kvalign.app.serve.edits import Change
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method
 
-
-@contextmanager
-def running(loaded, **settings):
-    """A service of a model, without a server around it."""
-    service = Service(
-        ServeSettings(model=loaded.spec.name, cache_size=250, edit=True, **settings), loaded
-    )
-    service.start()
-    try:
-        yield service
-    finally:
-        service.stop()
+EDIT = dict(cache_size=250, edit=True)
 
 
 def begun(service, messages):
@@ -66,7 +53,7 @@ def talk(service):
 @pytest.fixture(scope="module")
 def undisturbed(loaded):
     """What is answered when nothing happens: the talk, its next turn, and the edited one."""
-    with running(loaded) as service:
+    with running(loaded, **EDIT) as service:
         messages = talk(service)
         changed = said(service, edited(messages))
         after = said(service, more(messages))[0]
@@ -110,7 +97,7 @@ def test_a_client_that_leaves_changes_nothing(at, loaded, undisturbed, monkeypat
         kept.append(at == "at the end" and gone[0].cancel())
         ends(update, row, state)
 
-    with running(loaded) as service:
+    with running(loaded, **EDIT) as service:
         messages = talk(service)
         before = snapshot(service)
         with monkeypatch.context() as patch:
@@ -142,7 +129,7 @@ def test_what_a_kill_leaves_goes_on(loaded, undisturbed, tmp_path, monkeypatch):
         copied()
         keep(update, row, state)
 
-    stored = dict(keep_unnamed=True)
+    stored = dict(**EDIT, keep_unnamed=True)
     with running(loaded, sessions=folder, **stored) as service:
         messages = talk(service)
         monkeypatch.setattr(Turn, "change", changing)

@@ -5,17 +5,15 @@ rows, both families of positions.
 import itertools
 import queue
 import secrets
-from contextlib import contextmanager
 
 import pytest
 from helpers.pairwise import one_of_each
 from helpers.patience import PATIENCE_S
+from helpers.served import running
 from helpers.uncompiled_step import not_compiled
 
 import kvalign
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import End, Piece
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
@@ -67,15 +65,6 @@ def last_of(events):
     return event
 
 
-@contextmanager
-def removed(hook):
-    """A hook until the end of the block."""
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 @pytest.mark.parametrize(
     ("number", "name"),
     [
@@ -98,17 +87,13 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
 
 def sessions_are_streams(method, name, models):
     loaded = models[name]
-    service = Service(ServeSettings(model=name, cache_size=24, **method), loaded)
-    service.start()
-    try:
+    with running(loaded, cache_size=24, **method) as service:
         answers = [[] for _ in TALKS]
         for number in range(max(map(len, TALKS))):
             going = [i for i, turns in enumerate(TALKS) if number < len(turns)]
             waiting = [asked(service, TALKS[i][number], f"s{i}") for i in going]
             for i, events in zip(going, waiting, strict=True):
                 answers[i].append(text_of(events))
-    finally:
-        service.stop()
     for turns, said in zip(TALKS, answers, strict=True):
         stream = kvalign.stream(
             loaded.model,
@@ -129,10 +114,8 @@ def sessions_are_streams(method, name, models):
 def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplog):
     """Asked again, sessions go on from where they were, and so do those that come later."""
     method, loaded = METHODS[number], models["gpt2-mini"]
-    service = Service(ServeSettings(model="gpt2-mini", cache_size=24, **method), loaded)
-    service.start()
     layer, texts = loaded.model.transformer.h[1], {}
-    try:
+    with running(loaded, cache_size=24, **method) as service:
         for failing in (False, True):
             for name in ("a", "b"):
                 text_of(asked(service, "Who lived there?", f"{name}{failing}"))
@@ -144,15 +127,13 @@ def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplo
                     if next(calls) == 4:
                         raise RuntimeError("planted")
 
-                with removed(layer.register_forward_pre_hook(fail)):
+                with layer.register_forward_pre_hook(fail):
                     waiting = [asked(service, "Why?", name) for name in names]
                     ends = [last_of(events) for events in waiting]
                 failed = [i for i, end in enumerate(ends) if isinstance(end, RequestError)]
                 assert failed and {ends[i].code for i in failed} == {"stream_failed"}
             waiting = {i: asked(service, "Why?", names[i]) for i in failed}
             texts[failing] = {i: text_of(events) for i, events in waiting.items()}
-    finally:
-        service.stop()
     assert texts[True].items() <= texts[False].items()
     assert service.engine.num_rows == 0
     assert "planted" in caplog.text
@@ -161,11 +142,8 @@ def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplo
 @pytest.mark.slow
 def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
     """Another row is stepped between two parts; what is said is that of a stream."""
-    loaded = models["gpt2-mini"]
-    service = Service(ServeSettings(model=loaded.spec.name, cache_size=64), loaded)
-    service.start()
-    order = []
-    try:
+    loaded, order = models["gpt2-mini"], []
+    with running(loaded, cache_size=64) as service:
         short = queue.Queue()
         fields = dict(model="any", temperature=0, max_tokens=40)
         hello = [{"role": "user", "content": "Hello"}]
@@ -184,8 +162,6 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
             lambda e: (order.append("long"), events.put(e)),
         )
         answer = text_of(events)
-    finally:
-        service.stop()
     assert order.index("long") > 4
     stream = kvalign.stream(
         loaded.model, loaded.tokenizer, cache_size=64, do_sample=False, max_new_tokens=40

@@ -46,24 +46,14 @@ def begins_with_the_sink(plain, sink):
     assert torch.equal(plain[..., 1:], sink[..., 1:]) and not (plain == SINK).any()
 
 
-def test_streams_of_text_begin_with_it(pair):
-    loaded = pair[1]
-    text, ids = "the cat said", pair[0].tokenizer("the cat said")["input_ids"]
-    stream = kvalign.stream(loaded.model, loaded.tokenizer, text, cache_size=16)
-    stream.feed(text)
-    assert stream.ids == [SINK, *ids, *ids]  # once a stream
-    seen = []
-    model = loaded.model
-    handle = model.register_forward_pre_hook(
+def test_streams_of_a_batch_begin_with_it(pair):
+    ids, seen = pair[0].tokenizer("the cat said")["input_ids"], []
+    model = pair[1].model
+    how = dict(cache_size=16, max_new_tokens=1)
+    with model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
-    )
-    try:
-        batch = kvalign.stream_batch(
-            model, loaded.tokenizer, [text], cache_size=16, max_new_tokens=1
-        )
-        list(batch)
-    finally:
-        handle.remove()
+    ):
+        list(kvalign.stream_batch(model, pair[1].tokenizer, ["the cat said"], **how))
     assert seen[0].tolist() == [[SINK, *ids]]
 
 

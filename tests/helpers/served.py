@@ -43,3 +43,14 @@ def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
+
+
+@contextmanager
+def running(loaded: LoadedModel, **settings) -> Iterator[Service]:
+    """A service of a model, without a server around it."""
+    service = Service(ServeSettings(model=loaded.spec.name, **settings), loaded)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
