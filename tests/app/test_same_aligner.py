@@ -14,20 +14,22 @@ from kvalign.eval.protocol.grid import make_grid
 
 TRAINED = Path("kvalign-data/gpt2-mini/table")
 SHIPPED = "kvalign-gpt2-mini-table-kl"
-MERITS = {
-    "nothing": None,
-    "unused": {"used": False},
-    "used": {"used": True},
-    "judged": {"used": True, "judged": {"parts": ["key"]}},
-}
-"""What training says of an aligner that was trained here."""
+JUDGED = {"used": True, "judged": {"parts": ["key"]}}
 
 
-@pytest.mark.parametrize("merit", MERITS)
-@pytest.mark.parametrize("method", ["auto", "kvalign"])
-def test_python_and_commands_find_the_same(method, merit, loaded, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "about", "expected"),  # about: what training says of an aligner of this folder
+    [
+        ("kvalign", None, SHIPPED),
+        ("kvalign", {"used": False}, SHIPPED),
+        ("kvalign", {"used": True}, str(TRAINED)),
+        ("kvalign", JUDGED, str(TRAINED)),
+        ("auto", JUDGED, SHIPPED),
+    ],
+)
+def test_python_and_commands_find_the_same(method, about, expected, loaded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if (about := MERITS[merit]) is not None:
+    if about is not None:
         aligner = tables(loaded.model, scale=0.3)
         aligner.config.training["key"] = about
         TRAINED.mkdir(parents=True)
@@ -35,9 +37,6 @@ def test_python_and_commands_find_the_same(method, merit, loaded, tmp_path, monk
         aligner.save_pretrained(TRAINED)
     settings = dict(model="gpt2-mini", method=method, cache_size=16)
     sampling = dict(max_new_tokens=2, seed=0)
-    by_name = method == "kvalign" and merit in ("used", "judged")
-    expected = str(TRAINED) if by_name else SHIPPED
-
     python = make_method(method, loaded.model, cache_size=16)
     command = GenerateSettings(**settings, **sampling, num_sinks=0).stream(loaded, "The island")
     verify = VerifySettings(**settings).make()(loaded.model)

@@ -15,6 +15,7 @@ from helpers.results_example import documents
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
+from kvalign.app.listing import suites
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.eval.report.results_folder import parse_suite_text, read
@@ -29,15 +30,6 @@ cells:
       eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 30
       --keep {out}/losses
 """
-SHIPPED = (
-    "quick",
-    "full",
-    "reference",
-    "paper-distilgpt2",
-    "paper-smollm2",
-    "paper-gpt2-mini",
-    "recall",
-)
 
 
 @pytest.fixture
@@ -219,7 +211,7 @@ def test_variables_name_what_is_here(away, tmp_path):
     assert found == {"of-prompts": {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}}
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", suites())
 def test_shipped_suites_are_understood(name):
     cells = parse_suite(read_suite(name), name)
     assert len(cells) >= (2 if name in ("quick", "recall") else 6)

@@ -5,8 +5,6 @@ lists of what ships, and the judgement of a text. One process of its own does on
 import subprocess
 import sys
 
-import pytest
-
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.data_gen import corpora
@@ -44,25 +42,17 @@ from kvalign.app.cli.main import main
 for words in {[*(f"{command} --help" for command in ["", *COMMANDS]), *LISTS]}:
     assert main(words.split()) == 0
 check()
+assert main(["eval", "readability", "--text", "good.txt"]) == 0
+assert not {{"torch", "transformers"}} & {{*sys.modules}}
 """
 
 
-def test_settings_help_and_lists():
-    done = subprocess.run([sys.executable, "-c", SETTINGS + DONE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for names in (checkpoints.MODELS, METHODS, checkpoints.ALIGNERS, corpora.NAMES):
-        assert all(name in done.stdout for name in names)
-
-
-@pytest.mark.slow
-def test_a_text_is_judged(tmp_path):
+def test_settings_help_lists_and_a_text(tmp_path):
     (tmp_path / "good.txt").write_text(
         "The island was settled by people who came from the sea. " * 9
     )
-    code = (
-        "import sys; from kvalign.app.cli.main import main;"
-        "assert main(['eval', 'readability', '--text', 'good.txt']) == 0;"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", SETTINGS + DONE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for names in (checkpoints.MODELS, METHODS, checkpoints.ALIGNERS, corpora.NAMES):
+        assert all(name in done.stdout for name in names)
