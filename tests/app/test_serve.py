@@ -19,7 +19,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
-from kvalign.streaming.turns import opening_len, turn_ids
+from kvalign.streaming.turns import opening_len
 
 GREEDY = dict(temperature=0, max_tokens=12)
 
@@ -48,20 +48,6 @@ def content(reply):
     return reply.choices[0].message.content
 
 
-def stream_of(loaded, **more):
-    return kvalign.stream(
-        loaded.model, loaded.tokenizer, cache_size=48, do_sample=False, stop_at_end=True, **more
-    )
-
-
-def test_models_and_health(client, server):
-    (model,) = client.models.list().data
-    assert model.id == "gpt2-mini" and client.models.retrieve("gpt2-mini").id == "gpt2-mini"
-    assert httpx.get(f"{server.address}/health", timeout=PATIENCE_S).json() == {"status": "ok"}
-    text = httpx.get(f"{server.address}/metrics", timeout=PATIENCE_S).text
-    assert "kvalign_generated_tokens_total" in text and "kvalign_streams 0.0" in text
-
-
 def test_a_completion_is_the_stream_s_text(client, loaded):
     prompt = "The history of the island"
     reply = client.completions.create(
@@ -74,15 +60,6 @@ def test_a_completion_is_the_stream_s_text(client, loaded):
     assert reply.choices[0].finish_reason == "length"
     num = len(loaded.tokenizer(prompt)["input_ids"])
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (num, 90)
-
-
-def test_pieces_make_the_whole(client):
-    whole = content(say(client, "Who?"))
-    chunks = list(say(client, "Who?", stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
 
 
 def test_several_prompts_and_answers(client):
@@ -99,7 +76,7 @@ def test_several_prompts_and_answers(client):
 @pytest.mark.slow
 def test_what_an_answer_repeats_may_be_looked_up(client, loaded):
     """Answers are the same, alone and beside others, in sessions that go on."""
-    asked = dict(max_tokens=90, temperature=0)
+    asked = dict(max_tokens=40, temperature=0)
     prompts = ["The king. The king. The", "In the year"]
     with serving(loaded, cache_size=48, max_streams=8, lookup=8) as one, one.client() as other:
         for turn in ("Who? Who?", "And the other? Who?"):
@@ -120,19 +97,6 @@ def test_stop_strings_are_not_shown(client):
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
     chunks = client.completions.create(**asked, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-
-
-def test_a_session_is_the_conversation_s_stream(client, loaded):
-    turns = ["Who lived there?", "Why?", "And then what happened to the king?", "When?"]
-    stream, replies = stream_of(loaded, max_new_tokens=12), []
-    for turn in turns:
-        replies.append(say(client, turn, "one"))
-        stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
-        assert content(replies[-1]) == "".join(stream)
-    assert replies[-1].usage.prompt_tokens > 48  # longer than the cache
-    fed = [x.usage.prompt_tokens - x.usage.prompt_tokens_details.cached_tokens for x in replies]
-    new = [len(turn_ids(loaded.tokenizer, turn, i == 0)) for i, turn in enumerate(turns)]
-    assert fed == [new[0], *(num + 1 for num in new[1:])]  # and the last token of the answer
 
 
 def test_all_messages_go_on_with_a_session_and_without_one(client):
@@ -216,26 +180,17 @@ def test_a_full_queue_is_429_and_others_go_on(loaded):
 
 
 @pytest.mark.slow
-def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
-    turns, told = ("Who?", "Why?", "When?"), {"role": "system", "content": "You know islands."}
-    at_once, one_by_one = [], []
-    with serving(loaded, cache_size=48) as server, server.client() as client:
-        for turn in turns:
-            messages = [told, {"role": "user", "content": turn}]
-            at_once.append(content(say(client, messages, "kept")))
-    for turn in turns:
-        with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
-            messages = [told, {"role": "user", "content": turn}]
-            one_by_one.append(content(say(client, messages, "kept")))
-    assert one_by_one == at_once
-    (path,) = tmp_path.iterdir()
-    stream = kvalign.load_stream(path, loaded.model, loaded.tokenizer)
-    assert stream.text == at_once[-1] and stream.notes["system"] == told["content"]
+def test_a_folder_of_sessions_is_of_streams_of_one_size(loaded, tmp_path):
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
+        messages = [{"role": role, "content": "You know islands."} for role in ("system", "user")]
+        said = content(say(client, messages, "kept"))
+        (path,) = tmp_path.glob("[!.]*")
+        stream = kvalign.load_stream(path, loaded.model, loaded.tokenizer)
+        assert stream.text == said and stream.notes["system"] == "You know islands."
+        say(client, "Who?", "other")
     other = ServeSettings(model="gpt2-mini", cache_size=40, sessions=tmp_path)
     with pytest.raises(UserError, match="of another method or size"):
         Service(other, loaded)
-    with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
-        say(client, "Who?", "other")
     few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
     with pytest.raises(UserError, match="--max-sessions must be at least 2"):
         Service(few, loaded)

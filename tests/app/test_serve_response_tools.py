@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-from typing import get_type_hints
 
 import pytest
 from helpers.served import serving
 from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
-from openai.types import responses as theirs
-from openai.types.responses.response_input_param import FunctionCallOutput
 
-from kvalign.app.serve.messages import REFUSED, Item, Tool
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.tools import HERMES, Tools
@@ -129,22 +125,3 @@ def test_items_of_one_answer_are_one_message():
     two = [{"role": "assistant", "content": text} for text in "ab"]
     apart = read(input=[*two, {"role": "user", "content": "c"}]).messages
     assert [one.content for one in apart] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    "their",
-    [
-        theirs.ResponseFunctionToolCallParam,
-        FunctionCallOutput,
-        theirs.EasyInputMessageParam,
-    ],
-)
-def test_each_field_of_openai_s_items_has_a_rule(their):
-    read_as = {"type", "name", "arguments", "output"}
-    rules = {*Item.model_fields, *Item.harmless, *REFUSED, *read_as}
-    assert set(get_type_hints(their)) - rules == set()
-
-
-def test_each_field_of_openai_s_tools_has_a_rule():
-    rules = {*Tool.model_fields, *Tool.harmless, *REFUSED}
-    assert not set(get_type_hints(theirs.FunctionToolParam)) - rules
