@@ -54,8 +54,6 @@ def test_answers_are_calm_where_nobody_says(capsys):
     used = json.loads(capsys.readouterr().out)["settings"]
     assert (used["temperature"], used["top_p"], used["do_sample"]) == (0.3, 0.9, True)
     assert (used["repetition_penalty"], used["repetition_window"]) == (1.1, 256)
-    assert chat("--say", "Who?", "--json", "--temperature", "1") == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["temperature"] == 1
 
 
 def test_a_conversation_takes_new_sampling_flags_and_keeps_them(tmp_path, capsys):
@@ -98,10 +96,6 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     assert chat(*options, "--top-p", "1", "--json") == 0
     used = json.loads(capsys.readouterr().out)["settings"]
     assert (used["temperature"], used["top_p"], used["seed"]) == (0.6, 1.0, 0)
-    assert chat(*options, "--temperature", "0", "--json") == 0
-    greedy = answers(capsys)
-    assert chat(*options, "--temperature", "0", "--seed", "9", "--json") == 0
-    assert answers(capsys) == greedy
 
 
 @pytest.mark.slow
@@ -112,10 +106,7 @@ def test_generate_has_defaults_of_its_own(warm_model, capsys):
     used = json.loads(capsys.readouterr().out)["settings"]
     assert (used["temperature"], used["top_k"], used["top_p"]) == (1.0, 20, 1.0)
     assert used["do_sample"] and used["max_new_tokens"] == 5
-    seeds = {used["seed"]}
-    for _ in range(2):
-        assert main(["generate", *how]) == 0
-        printed = capsys.readouterr()
-        seeds.add(json.loads(printed.out)["settings"]["seed"])
-        assert f"--seed {json.loads(printed.out)['settings']['seed']}" in printed.err
-    assert len(seeds) == 3
+    assert main(["generate", *how]) == 0
+    printed = capsys.readouterr()
+    drawn = json.loads(printed.out)["settings"]["seed"]
+    assert drawn != used["seed"] and f"--seed {drawn}" in printed.err

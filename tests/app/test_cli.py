@@ -105,21 +105,6 @@ def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
     assert len(set(texts.values())) == 1
 
 
-def test_text_comes_on_stdout_timing_on_stderr(capfd):
-    argv = ["generate", *PROMPT, "--method", "window", "--cache-size", "16", "--seed", "5"]
-    texts = []
-    for _ in range(2):
-        assert main([*argv, "--max-new-tokens", "20"]) == 0
-        captured = capfd.readouterr()
-        assert (
-            captured.out.startswith("The island")
-            and "20 tokens with window, cache of 16" in captured.err
-        )
-        assert "do not fit in the cache" not in captured.err
-        texts.append(captured.out)
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(("keep", "num_sinks"), [("prompt", 2), ("5", 5)])
 def test_what_is_kept_of_a_prompt_are_the_sinks(keep, num_sinks, capsys):
     argv = ["generate", *PROMPT, "--cache-size", "16", "--max-new-tokens", "3", "--json"]
@@ -127,3 +112,15 @@ def test_what_is_kept_of_a_prompt_are_the_sinks(keep, num_sinks, capsys):
     assert json.loads(capsys.readouterr().out)["settings"]["num_sinks"] == num_sinks
     assert main([*argv, "--keep", "16"]) == 2
     assert "--keep takes 16 entries, so --cache-size must be above that" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_policy_and_the_end_of_its_kept_positions_are_said(capfd):
+    argv = ["generate", *PROMPT, "--cache-size", "32", "--seed", "0"]
+    assert main([*argv, "--policy", "h2o", "--max-new-tokens", "40", "--json"]) == 0
+    used = json.loads(capfd.readouterr().out)["settings"]
+    assert (used["policy"], used["positions"], used["num_recent"]) == ("h2o", "compact", 8)
+    keep = "--model recall-gpt2 --method streaming-llm --policy key-norm --positions keep --top-k 1"
+    assert main([*argv, *keep.split(), "--max-new-tokens", "600"]) == 0
+    end = "the stream ends here: the model has no more positions\n255 tokens with streaming"
+    assert end in capfd.readouterr().err

@@ -16,24 +16,16 @@ from kvalign.app.cli.completion import complete
 from kvalign.app.cli.main import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.listing import suites
-from kvalign.data_gen.hub_dataset import HUB
+from kvalign.data_gen.corpora import NAMES
 from kvalign.foundation.settings import flag
 from kvalign.methods.registry import AUTO, METHODS
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
-CORPORA = {
-    "python-docs",
-    "python-source",
-    "python-source:",
-    "recall",
-    *HUB,
-    "hub:",
-    "text:",
-    "marked:",
-}
+CORPORA = {"".join(name.partition(":")[:2]) for name in NAMES}
 # What is typed, and what is offered for its last word.
+SHIPPED = {name for name in checkpoints.ALIGNERS if "recall" in name}
 LINES = [
     ("kvalign ", FIRST),
     ("kvalign gen", {"generate", "gen-data"}),
@@ -41,10 +33,7 @@ LINES = [
     ("kvalign train ta", {"table", "table-network"}),
     ("kvalign generate --method ", {AUTO, *METHODS}),
     ("kvalign generate --method=kv", {"kvalign"}),
-    (
-        "kvalign generate --aligner kvalign-recall",
-        {n for n in checkpoints.ALIGNERS if "recall" in n},
-    ),
+    ("kvalign generate --aligner kvalign-recall", SHIPPED),
     ("kvalign generate --cache-size ", set()),
     ("kvalign generate --cache-size 64 --stop", {"--stop-at-end", "--stop-strings"}),
     ("kvalign eval perplexity --methods window,", {f"window,{name}" for name in METHODS}),
