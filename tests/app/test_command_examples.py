@@ -10,12 +10,12 @@ import pytest
 import torch
 from helpers.published_files import random_network
 from helpers.smaller import INSIDE, UNDRAWN, examples, one_trial, output_of, run_cell, smaller
+from helpers.uncompiled_step import not_compiled
 
 from kvalign import checkpoints
 from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.eval.evaluations.perplexity.imported import MODES
-from kvalign.models.loading import load_model
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
@@ -46,8 +46,8 @@ def run_example(tmp_path_factory):
             (folder / "my-network" / "config.json").write_text(json.dumps(config))
         if (command, number) not in outputs:
             with pytest.MonkeyPatch.context() as only_here:
-                if command == "compile":  # each layer takes seconds
-                    only_here.setattr("kvalign.models.loading.load_model", of_one_layer)
+                if command == "compile":  # test_stored_step.py has compilers work
+                    not_compiled(only_here)
                 outputs[command, number] = output_of(smaller(examples(command)[number]))
         return outputs[command, number]
 
@@ -62,13 +62,6 @@ def run_example(tmp_path_factory):
         patch.setattr("kvalign.steppers.step_file.cache_dir", lambda: folder / "cache")
         patch.chdir(folder)
         yield run
-
-
-def of_one_layer(*args):
-    loaded = load_model(*args)
-    loaded.model.model.layers = loaded.model.model.layers[:1]
-    loaded.model.config.num_hidden_layers = 1
-    return loaded
 
 
 def write_published(folder):

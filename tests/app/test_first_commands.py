@@ -3,6 +3,7 @@ model that is not the default, and what each refuses.
 """
 
 import os
+from contextlib import ExitStack
 
 import pytest
 from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
@@ -36,15 +37,9 @@ def says_next(printed):
     return [line for line in printed.err.splitlines() if line.startswith("next")]
 
 
-@pytest.fixture
-def verdicts(kvalign, monkeypatch):
-    """Aligners are judged by as much text as a verdict needs."""
-    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", ENOUGH_LABELS)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("verdicts")
-def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
+def test_the_same_with_little_text_and_once_more(kvalign, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", ENOUGH_LABELS)
     recorded = kvalign("gen-data")
     assert says_next(recorded) == ["next (takes minutes): kvalign train --target key"]
     key = kvalign("train --target key")
@@ -84,16 +79,8 @@ def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
 @pytest.fixture
 def standing_in(monkeypatch):
     """Puts a file in the place of standard input."""
-    opened = []
-
-    def put(file):
-        monkeypatch.setattr("sys.stdin", file)
-        opened.append(file)
-
-    yield put
-    for file in opened:
-        if file:
-            file.close()
+    with ExitStack() as opened:
+        yield lambda file: monkeypatch.setattr("sys.stdin", file and opened.enter_context(file))
 
 
 def pipe(text=b"", closed=True):

@@ -21,9 +21,9 @@ from kvalign.eval.report.results_folder import Results, parse_suite_text, read
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
     "--max-steps 3 --chunk-len 66 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
-    "--max-new-tokens 5 --num-prompts 1 --num-seeds 1 --num-trials 1 --generate 3 --trial-len 2"
+    "--max-new-tokens 5 --num-prompts 1 --num-seeds 1 --num-trials 1 --generate 3 --trial-len 2 "
+    "--num-tokens 680 --num-turns 2 --num-lines 20 --distances 0"
 )
-SMALL_ON_HUB = f"{SMALL} --num-tokens 680 --num-turns 2 --num-lines 20 --distances 0"
 
 
 def run_here(cell):
@@ -38,13 +38,6 @@ def suite_of(name):
 
 def cells_of(name):
     return {cell.name: shlex.split(cell.command) for cell in parse_suite(read_suite(name), name)}
-
-
-def sweep():
-    point = dict(hidden1=32, hidden2=64, batch_size=16384, lr=0.001, num_reports=3)
-    best = dict(point, trial="001", state="finished", val_loss=0.25, seconds=1.5)
-    failed = dict(point, trial="000", state="failed")
-    return dict(target="key", best=best, trials=[best, failed], input_label_mse=0.5)
 
 
 def test_paper_figures_stand_beside_ours():
@@ -102,7 +95,7 @@ def test_paper_suite_runs_whole(hub, capfd):
     suite's commands are of the same kinds, and test_suite.py reads them.
     """
     name = "paper-distilgpt2"
-    argv = ["eval", "run", name, "--out", "results", "--override", SMALL_ON_HUB]
+    argv = ["eval", "run", name, "--out", "results", "--override", SMALL]
     assert main(argv) == 0, capfd.readouterr().err
     results = read(hub / "results")
     page = (hub / "results" / "report.html").read_text()

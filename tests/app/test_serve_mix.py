@@ -17,7 +17,7 @@ def test_a_mix_of_requests(tmp_path):
     async def ask_all(address):
         async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             mix = Mix(client, "llama-mini", seed=0)
-            await mix.run(5)
+            await mix.run(3)
         return mix
 
     limits = dict(cache_size=48, max_sessions=3, max_unnamed=3, sessions=tmp_path, memory=60)
@@ -47,6 +47,5 @@ def test_what_is_answered_leaves_nothing(tmp_path):
     with serving(load_model("llama-mini"), **limits) as server, no_collections():
         asyncio.run(ask_some(server, "a"))
         before = live_bytes()
-        for name in "bcd":
-            asyncio.run(ask_some(server, name))
+        asyncio.run(ask_some(server, "b"))
         until(lambda: live_bytes() < before + 100_000)  # one cache has more

@@ -41,15 +41,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_table_of_a_method(capsys):
-    words = ["verify", *FEW, "dense,masks,kept", "--cache-size", "12", "--method", "window"]
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split()[:2] for line in lines[2:5]]
-    assert rows == [["dense", "passed"], ["masks", "passed"], ["kept", "passed"]]
-    assert lines[-1] == "3 passed"
-
-
 @pytest.mark.slow
 def test_cache_of_the_users_own(folder, capsys):
     """What failed stands with what to look at, in the table and as JSON."""
