@@ -75,6 +75,7 @@ LONG = ("README.md", "docs/evaluation.md", "docs/tutorials/report.md")  # they r
 LONG += ("docs/footguns.md", "docs/verify.md")
 TUTORIALS = ("edit", "loop", "memory", "method", "policy", "stream", "train")
 LONG += tuple(f"docs/tutorials/{name}.md" for name in TUTORIALS)
+SHOWN = ("docs/tutorials/edit.md", "docs/tutorials/pieces.md")  # with what their Python prints
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
 
@@ -109,6 +110,7 @@ def enter(hub, tmp_path, monkeypatch, undrawn):
 
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
+    monkeypatch.setattr("kvalign.eval.drawing.save", lambda figure, path: path.touch())
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     known = [(registry, dict(registry)) for registry in (METHODS, POLICIES)]
@@ -128,12 +130,18 @@ def run_shell(words):
 
 
 def run_python(block, page, names):
+    """Run it; what it prints, which on some pages stands beside it."""
     code = block.text
     for large, small in SMALLER_PYTHON.items():
         code = code.replace(large, small)
     code = "\n" * block.line + code  # a traceback tells the page's own line
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, ROOT / page, "exec"), names)
+    if page in SHOWN:
+        beside = re.findall(r"  # (.+)$", block.text, re.MULTILINE)
+        lines = printed.getvalue().splitlines()
+        assert [line.strip() for line in lines][: len(beside)] == beside
+    return printed.getvalue()
 
 
 def is_run(block):
@@ -157,7 +165,9 @@ def test_page_runs(page, enter, monkeypatch):
             section = of_session
             enter(section or page)
         if block.language == "python":
-            run_python(block, page, names)
+            printed = run_python(block, page, names)
+        elif block.language == "text" and page in SHOWN:
+            assert printed.endswith(block.text)
         elif block.language == "bash":
             for words in lines_of(block.text):
                 monkeypatch.setattr("sys.stdin", io.StringIO(SAID))

@@ -1,8 +1,8 @@
 """What CONTRIBUTING counts: a method, a policy, a kind of aligner, an evaluation and a corpus are a
 file and a line each, a layout of rotary keys a module and lines of one other file.
 
-Each of `extensions/` is added to one copy of the package and used there through the command line,
-in one process for all: none knows of the others.
+All of `extensions/`, and the files of two tutorials, are added to one copy of the package, and used
+there through the command line, in one process: none knows of the others.
 """
 
 import json
@@ -13,16 +13,86 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.doc_pages import blocks
 
 import kvalign
 
 SOURCE = Path(kvalign.__file__).parent
 EXTENSIONS = Path(__file__).with_name("extensions")
 pytestmark = pytest.mark.slow
-# Runs Python that it is sent, line by line of JSON, and sends back what `printed` is then.
-SERVANT = """
+PLACES = {
+    "centred.py": "training",
+    "variety.py": "eval/evaluations",
+    "numbers.py": "data_gen",
+    "rope_last.py": "models",
+}
+TUTORIALS = ("docs/tutorials/method.md", "docs/tutorials/policy.md")
+# What is added to a file, after what ends a line there.
+LINES = [
+    (
+        "methods/registry.py",
+        '"kvalign.methods.streaming_llm:Window",\n',
+        '        "unmoved": "kvalign.methods.unmoved:Unmoved",\n',
+    ),
+    (
+        "policies/__init__.py",
+        '"kvalign.policies.ours:H2O",\n',
+        '        "value-norm": "kvalign.policies.value_norm:ValueNorm",\n',
+    ),
+    (
+        "aligners/kinds.py",
+        '"kvalign.aligners.table:TableAligner",\n',
+        '        "centred": "kvalign.training.centred:CentredAligner",\n',
+    ),
+    (
+        "training/kinds.py",
+        '"kvalign.training.kinds:train_table",\n',
+        '        "centred": "kvalign.training.centred:train",\n',
+    ),
+    (
+        "eval/evaluations/__init__.py",
+        'judge each answer",\n',
+        '    "variety": "how many different tokens a method writes",\n',
+    ),
+    (
+        "data_gen/corpora.py",
+        '"kvalign.data_gen.python_texts:PythonDocs",\n',
+        '        "numbers": "kvalign.data_gen.numbers:Numbers",\n',
+    ),
+    (
+        "models/rope.py",
+        "[torch.stack([first, second], -1).flatten(-2), rest], -1\n        ),\n    ),\n}\n",
+        '\nfrom kvalign.models.rope_last import LAST  # noqa: E402\n\nLAYOUTS["last"] = LAST\n',
+    ),
+]
+SMALL = "--cache-sizes 32 --num-tokens 20"
+SUITE = f"""
+title: Mine
+cells:
+  - name: mine
+    command: eval variety --methods window,streaming-llm {SMALL}
+"""
+COMMANDS = {
+    "methods": "methods",
+    "unmoved": f"eval perplexity --methods unmoved,streaming-llm {SMALL} --json",
+    "policies": "policies",
+    "value-norm": f"eval perplexity --methods kvalign --policy oldest,value-norm {SMALL} --json",
+    "help of train": "train centred --help",
+    "train": "train centred --num-tokens 4000 --chunk-len 64 --out mine",
+    "centred": f"eval perplexity {SMALL} --methods kvalign --aligner mine --json",
+    "latency": "eval latency --cache-sizes 32 --methods kvalign,streaming-llm "
+    "--aligner-kinds centred --num-trials 1 --trial-len 2",
+    "help": "--help",
+    "run": "eval run mine.yaml --out results",
+    "report": "report results --terminal",
+    "corpora": "corpora",
+    "numbers": f"eval perplexity --corpus numbers --methods window {SMALL}",
+}
+# Runs commands that it is sent, then tries the layout, and prints what each printed.
+PROGRAM = """
 import contextlib, io, json, shlex, sys
 from kvalign.app.cli.main import main
+from kvalign.app.suites import suite
 from kvalign.eval.report import page
 from kvalign.training import judge
 
@@ -30,188 +100,15 @@ judge.ROW_LABELS = 10  # an aligner is judged by so little text
 page.inline_svg = page.inline_legend = lambda figure, name: "<svg></svg>"  # none are drawn
 page.save = lambda figure, path: path.touch()
 
-def run(*commands):
-    printed = []
-    for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            if code := main(shlex.split(command)):
-                sys.exit(code)
-        printed.append(out.getvalue())
-    return printed
+def run(words):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if code := main(words):
+            sys.exit(code)
+    return out.getvalue()
 
-for line in sys.stdin:
-    printed = None
-    exec(json.loads(line))
-    print(json.dumps(printed), flush=True)
+suite.run_cell = lambda cell: run([*shlex.split(cell.command)[1:], "--json"])  # here
+printed = {name: run(shlex.split(x)) for name, x in json.load(sys.stdin).items()}
 """
-
-
-class Copy:
-    """A copy of the package, and what was changed in it."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.process: subprocess.Popen[str] | None = None
-        skip = shutil.ignore_patterns("checkpoints", "results")
-        shutil.copytree(SOURCE, folder / "kvalign", ignore=skip)
-        (folder / "kvalign" / "checkpoints").symlink_to((SOURCE / "checkpoints").resolve())
-
-    def add(self, name: str, place: str) -> None:
-        """One new file."""
-        assert not (self.folder / "kvalign" / place).exists()
-        shutil.copy(EXTENSIONS / name, self.folder / "kvalign" / place)
-
-    def insert(self, file: str, after: str, *lines: str) -> None:
-        """Lines after the one that `after` ends."""
-        path = self.folder / "kvalign" / file
-        text = path.read_text()
-        assert text.count(after) == 1, f"{file}: {after!r}"
-        path.write_text(text.replace(after, after + "".join(f"{line}\n" for line in lines)))
-
-    def run(self, *commands: str) -> list[str]:
-        """What each command prints."""
-        return self.python(f"printed = run(*{commands!r})")
-
-    def python(self, code: str) -> list[str]:
-        """What `printed` is after this code; a process that it ends has a successor."""
-        complaints = self.folder / "stderr.txt"
-        if self.process is None:
-            with complaints.open("w") as stderr:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", SERVANT],
-                    cwd=self.folder,
-                    env=os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    text=True,
-                )
-        self.process.stdin.write(json.dumps(code) + "\n")
-        self.process.stdin.flush()
-        if not (line := self.process.stdout.readline()):
-            self.end()
-            pytest.fail(complaints.read_text()[-3000:])
-        return json.loads(line)
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-            self.process = None
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """With all extensions."""
-    copy = Copy(tmp_path_factory.mktemp("copy"))
-    for add in (add_method, add_policy, add_aligner, add_evaluation, add_corpus, add_layout):
-        add(copy)
-    yield copy
-    copy.end()
-
-
-def add_method(copy):
-    copy.add("unmoved.py", "methods/unmoved.py")
-    line = '        "unmoved": "kvalign.methods.unmoved:Unmoved",'
-    copy.insert("methods/registry.py", '"kvalign.methods.streaming_llm:Window",\n', line)
-
-
-def test_a_method_is_a_file_and_a_line(copy):
-    methods, document = copy.run(
-        "methods",
-        "eval perplexity --methods unmoved,streaming-llm --cache-sizes 32 --num-tokens 20 --json",
-    )
-    assert "keeps sinks and a window and moves nothing" in methods
-    rows = json.loads(document)["rows"]
-    assert rows[0]["method"] == "unmoved"
-    assert rows[0]["nll_nats"] == pytest.approx(rows[1]["nll_nats"])  # learned positions
-
-
-def add_policy(copy):
-    copy.add("value_norm.py", "policies/value_norm.py")
-    line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
-    copy.insert("policies/__init__.py", '"kvalign.policies.ours:H2O",\n', line)
-
-
-def test_a_policy_is_a_file_and_a_line(copy):
-    flags = "--methods kvalign --policy oldest,value-norm --cache-sizes 32 --num-tokens 20"
-    policies, document = copy.run("policies", f"eval perplexity {flags} --json")
-    assert "evicts the entry whose value has the smallest norm" in policies
-    rows = json.loads(document)["rows"]
-    assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
-    assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
-
-
-def add_aligner(copy):
-    copy.add("centred.py", "training/centred.py")
-    line = '        "centred": "kvalign.training.centred:CentredAligner",'
-    copy.insert("aligners/kinds.py", '"kvalign.aligners.table:TableAligner",\n', line)
-    line = '        "centred": "kvalign.training.centred:train",'
-    copy.insert("training/kinds.py", '"kvalign.training.kinds:train_table",\n', line)
-
-
-def test_an_aligner_kind_is_a_file_and_a_line_in_each_registry(copy):
-    sizes, trials = "--cache-sizes 32", "--aligner-kinds centred --num-trials 1 --trial-len 2"
-    about, _, document, _ = copy.run(
-        "train centred --help",
-        "train centred --num-tokens 4000 --chunk-len 64 --out mine",
-        f"eval perplexity {sizes} --num-tokens 20 --methods kvalign --aligner mine --json",
-        f"eval latency {sizes} --methods kvalign,streaming-llm {trials}",
-    )
-    assert "means of keys and values" in about
-    assert json.loads(document)["rows"][0]["aligner_label"] == "centred: nothing"
-
-
-def add_evaluation(copy):
-    copy.add("variety.py", "eval/evaluations/variety.py")
-    line = '    "variety": "how many different tokens a method writes",'
-    copy.insert("eval/evaluations/__init__.py", 'judge each answer",\n', line)
-
-
-def test_an_evaluation_is_a_file_and_a_line(copy):
-    suite = copy.folder / "mine.yaml"
-    command = "eval variety --methods window,streaming-llm --cache-sizes 32 --num-tokens 20"
-    suite.write_text(f"title: Mine\ncells:\n  - name: mine\n    command: {command}\n")
-    about, _, shown = copy.run(
-        "--help", "eval run mine.yaml --out results", "report results --terminal"
-    )
-    assert "how many different tokens a method writes" in about
-    page = (copy.folder / "results" / "report.html").read_text()
-    assert "Different tokens among those that a method wrote." in page
-    assert "variety" in shown
-
-
-def add_corpus(copy):
-    copy.add("numbers.py", "data_gen/numbers.py")
-    line = '        "numbers": "kvalign.data_gen.numbers:Numbers",'
-    copy.insert("data_gen/corpora.py", '"kvalign.data_gen.python_texts:PythonDocs",\n', line)
-
-
-def test_a_corpus_is_a_file_and_a_line(copy):
-    flags = "--methods window --cache-sizes 32 --num-tokens 20"
-    corpora, _ = copy.run("corpora", f"eval perplexity --corpus numbers {flags}")
-    assert "the numbers from 0 on" in corpora
-
-
-def add_layout(copy):
-    copy.add("rope_last.py", "models/rope_last.py")
-    turns = "models/rope.py"
-    copy.insert(
-        turns,
-        "        lambda first, second, rest: torch.cat(\n"
-        "            [torch.stack([first, second], -1).flatten(-2), rest], -1\n"
-        "        ),\n"
-        "    ),\n}\n",
-        "",
-        "from kvalign.models.rope_last import LAST  # noqa: E402",
-        "",
-        'LAYOUTS["last"] = LAST',
-    )
-
-
-def test_a_layout_of_rotary_keys_is_a_module_and_lines_of_one_file(copy):
-    copy.python(REENCODED)
-
-
 # Llama, of whose keys the last 4 of 8 numbers are turned, under a name that no line has.
 REENCODED = """
 import torch
@@ -240,7 +137,6 @@ torch.manual_seed(0)
 sizes |= dict(vocab_size=96, max_position_embeddings=64, rope_parameters=rope)
 model = Model(Config(**sizes)).eval()
 model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(2) / 2)
-assert rotation_of(model).layout == "last"
 ids = torch.randint(2, 96, (1, 90))
 method = kvalign.make_method("streaming-llm", model, cache_size=20)
 for i in range(ids.shape[1]):
@@ -250,6 +146,78 @@ positions = torch.arange(20) + cache.frame.num_behind(90)  # rotary positions ru
 with torch.no_grad():
     kept = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
     clean = model(**kept, use_cache=True).past_key_values
-assert torch.allclose(cache.layers[0].keys, clean.layers[0].keys, atol=2e-5)
-modeling_llama.apply_rotary_pos_emb = right
+printed["layout"] = rotation_of(model).layout
+printed["clean"] = torch.allclose(cache.layers[0].keys, clean.layers[0].keys, atol=2e-5)
+print(json.dumps(printed))
 """
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A copy of the package, with all extensions."""
+    folder = tmp_path_factory.mktemp("copy")
+    package, skip = folder / "kvalign", shutil.ignore_patterns("checkpoints", "results")
+    shutil.copytree(SOURCE, package, ignore=skip)
+    (package / "checkpoints").symlink_to((SOURCE / "checkpoints").resolve())
+    for name, place in PLACES.items():
+        assert not (package / place / name).exists()
+        shutil.copy(EXTENSIONS / name, package / place)
+    for page in TUTORIALS:
+        (file,) = (block for block in blocks(page) if block.title)
+        assert not (folder / file.title).exists()
+        (folder / file.title).write_text(file.text)
+    for name, after, added in LINES:
+        text = (package / name).read_text()
+        assert text.count(after) == 1, f"{name}: {after!r}"
+        (package / name).write_text(text.replace(after, after + added))
+    (folder / "mine.yaml").write_text(SUITE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(folder):
+    """What each command prints, and how the layout is found."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + REENCODED],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        input=json.dumps(COMMANDS),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_a_method_is_a_file_and_a_line(printed):
+    assert "keeps sinks and a window and moves nothing" in printed["methods"]
+    rows = json.loads(printed["unmoved"])["rows"]
+    assert rows[0]["method"] == "unmoved"
+    assert rows[0]["nll_nats"] == pytest.approx(rows[1]["nll_nats"])  # learned positions
+
+
+def test_a_policy_is_a_file_and_a_line(printed):
+    assert "evicts the entry whose value has the smallest norm" in printed["policies"]
+    rows = json.loads(printed["value-norm"])["rows"]
+    assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
+    assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
+
+
+def test_an_aligner_kind_is_a_file_and_a_line_in_each_registry(printed):
+    assert "means of keys and values" in printed["help of train"]
+    assert json.loads(printed["centred"])["rows"][0]["aligner_label"] == "centred: nothing"
+
+
+def test_an_evaluation_is_a_file_and_a_line(printed, folder):
+    assert "how many different tokens a method writes" in printed["help"]
+    page = (folder / "results" / "report.html").read_text()
+    assert "Different tokens among those that a method wrote." in page
+    assert "variety" in printed["report"]
+
+
+def test_a_corpus_is_a_file_and_a_line(printed):
+    assert "the numbers from 0 on" in printed["corpora"]
+
+
+def test_a_layout_of_rotary_keys_is_a_module_and_lines_of_one_file(printed):
+    assert printed["layout"] == "last" and printed["clean"]

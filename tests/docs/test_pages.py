@@ -7,11 +7,13 @@ import re
 import string
 
 import pytest
+from helpers.doc_lists import architectures
 from helpers.doc_pages import MARKED, ROOT
 from helpers.excerpts import excerpt
 from helpers.result_tables import filled
 
 from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import FAMILIES, REGISTERED
 
 # Pages of docs/reference are made when the site is built; no other page leads there.
 READ = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/results").glob("*.md")]
@@ -55,8 +57,10 @@ def dead_links(page, text):
 
 
 @pytest.mark.parametrize("page", READ)
-def test_links_lead_to_text(page):
-    assert dead_links(page, text_of(page)) == []
+def test_links_lead_to_text_and_tests_are_there(page):
+    text = text_of(page)
+    assert dead_links(page, text) == []
+    assert [x for x in re.findall(r"tests/[\w/]+\.py", text) if not (ROOT / x).is_file()] == []
 
 
 def test_a_link_to_nothing_is_found():
@@ -77,6 +81,17 @@ def test_nothing_waits_for_a_site_to_be_built(page):
 def test_what_pages_take_from_the_code_is_up_to_date(page):
     text = text_of(page)
     assert text == filled(text, words=("source", "list")), f"{page} is not up to date: make tables"
+
+
+def test_the_page_of_models_says_what_layers_see():
+    assert "<!-- list: architectures -->" in text_of("docs/models.md").splitlines()
+    titles, _, *rows = (line.strip("| ").split(" | ") for line in architectures().splitlines())
+    assert [row[:2] for row in rows] == [[f"`{kind}`", FAMILIES[kind]] for kind in FAMILIES]
+    assert {len(row) for row in (titles, *rows)} == {4}
+    assert {row[0].strip("`") for row in rows if row[3] == "of the registry"} == {*REGISTERED}
+    sees = {row[0].strip("`"): row[2] for row in rows}
+    assert sees["llama"] == "all" and sees["gemma3_text"] == "all, or 4096"
+    assert sees["mistral"] == "4096" and sees["gpt_oss"] == "all, or 128"
 
 
 def test_an_excerpt_has_no_docstring_and_its_names_are_there():
