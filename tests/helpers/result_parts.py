@@ -86,6 +86,7 @@ class TextSource(BaseModel):
     files: dict[str, str]
 
 
+@lru_cache(maxsize=1)
 def parts() -> dict[str, Part]:
     """The parts by the names of their folders."""
     return {

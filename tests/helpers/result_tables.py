@@ -13,6 +13,7 @@ eval/results, excerpts of the code, and lists of what there is.
 import re
 import subprocess
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path, PurePath
 from textwrap import wrap
 from typing import Any
@@ -241,6 +242,7 @@ def _range(values: list[Any]) -> str:
     return " to ".join(dict.fromkeys([*ends[:1], *ends[-1:]]))
 
 
+@cache
 def _day(commit: str) -> str:
     """The day of a commit, as `git describe` names it; empty where git does not know it."""
     name = commit.removesuffix("-dirty").rpartition("-g")[2]

@@ -1,4 +1,4 @@
-"""Every command that writes is under fire, and two of them are killed here."""
+"""Every command that writes is under fire, and one of them is killed here."""
 
 import dataclasses
 import random
@@ -38,6 +38,7 @@ def test_a_finished_file_that_changes_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_survive_kills(capsys):
-    assert faults.main(["--num-kills", "3", "--commands", "lanes,chat"]) == 0
-    assert capsys.readouterr().out.endswith("3 kills, 0 corrupt, 0 lost, 0 left over\n")
+def test_a_command_survives_kills(capsys):
+    """One by the clock, one before a write."""
+    assert faults.main(["--num-kills", "2", "--commands", "chat"]) == 0
+    assert capsys.readouterr().out.endswith("2 kills, 0 corrupt, 0 lost, 0 left over\n")

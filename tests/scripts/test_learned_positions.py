@@ -1,15 +1,26 @@
 """The script of the suite `learned-positions`: its form for a CPU, made smaller still."""
 
-import pytest
-from helpers.smaller import TEXT
+import shlex
 
-from kvalign.app.suites.cells import parse_suite, read_suite
+import pytest
+from helpers.smaller import TEXT, output_of
+
+from kvalign.app.cli.catalogue import Command
+from kvalign.app.suites.cells import Cell, parse_suite, read_suite
+from kvalign.foundation.files import read_json
 from scripts import learned_positions as script
 
 
 @pytest.mark.slow
 def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(script, "STEP_MINUTES", 10)  # the machine may be busy
+    """Each step in this process: one of its own takes seconds to begin."""
+
+    def measured(cell, out, seconds):
+        words = shlex.split(cell.at(out).command)[1:]
+        script.keep(cell, out, output_of([*words, "--json"]))
+        return ""
+
+    monkeypatch.setattr(script, "measured", measured)
     (tmp_path / "words.txt").write_text(TEXT)
     less = f"text=text:{tmp_path / 'words.txt'} layers=2 hidden=64 context=64 vocabulary=300 "
     less += "minutes=0.05 length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 "
@@ -28,6 +39,17 @@ def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
                 assert any(what in row for row in rows)
     for method in ("recompute", "window", "streaming-llm", "discard-half"):
         assert f"C = 58, {method}: perplexity " in printed
+
+
+@pytest.mark.slow
+def test_a_step_has_a_process_of_its_own_and_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "_PRELOADED", [])
+    methods = Command("methods")
+    cell = Cell("methods", methods, methods.settings(), is_preparation=True)
+    assert script.measured(cell, tmp_path, 0) == "stopped after 0 s"
+    assert script.measured(cell, tmp_path, 300) == ""
+    (path,) = tmp_path.rglob("*.json")
+    assert read_json(path)["command"] == "kvalign methods"
 
 
 def test_what_fails_or_comes_too_late_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):

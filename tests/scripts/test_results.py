@@ -155,10 +155,11 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         "memory-choices-told": "--parts told --choices blocks-bounds --num-conversations 1 "
         + choices,
         "copying": "--num-passages 2 --passage-len 9",
-        "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
-        "--corpus text:words.txt --eval-corpus text:words.txt",
+        "zero-sink": "--num-tokens 2048 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
+        "--corpus text:words.txt --eval-corpus text:few.txt",
     }
     (tmp_path / "words.txt").write_text(TEXT)
+    (tmp_path / "few.txt").write_text(TEXT[:12_000])
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]
         smaller = results.Script(cell.name, f"python {script} {small[cell.name]}")
