@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AttentionInterface, PreTrainedModel
 
-from helpers.plain_stream import copy_of
+from helpers.plain_stream import copy_of, turned
 
 CLOSE = 1e-4  # scores that float32 may order otherwise
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
@@ -288,14 +288,7 @@ class PlainMemory:
         return mean[layer, head, places] + scale[layer, head, places, None] * x
 
     def _turned(self, x: Tensor, by: int | Tensor) -> Tensor:
-        """What is rotary, moved by so many positions away from the start."""
-        if self.inv_freq is None:
-            return x
-        angles = torch.as_tensor(by)[..., None] * self.inv_freq
-        num = len(self.inv_freq)
-        first, second, rest = x[..., :num], x[..., num : 2 * num], x[..., 2 * num :]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+        return turned(x, by, self.inv_freq)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):

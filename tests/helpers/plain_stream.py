@@ -322,14 +322,7 @@ class PlainStream:
             self.raw[i] = _cat(old, (key, value))
 
     def _turned(self, x: Tensor, by: Tensor) -> Tensor:
-        """Rotary keys [H, S, D] moved by so many positions [S] or [H, S]; others as they are."""
-        if self.inv_freq is None:
-            return x
-        angles = by[..., None] * self.inv_freq
-        num = len(self.inv_freq)
-        first, second, rest = x[..., :num], x[..., num : 2 * num], x[..., 2 * num :]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+        return turned(x, by, self.inv_freq)
 
     def scores(self, layer: int) -> Tensor:
         """What entries are worth by figures that rounding changes: [H, S]."""
@@ -409,6 +402,19 @@ class PlainWindow:
                 del self.ids[num_sinks : num_sinks + self.plan.num_evicted]
         self.seen += len(ids)
         return self.model(torch.tensor([self.ids]), use_cache=False).logits[0, -1]
+
+
+def turned(x: Tensor, by: int | Tensor, inv_freq: Tensor | None) -> Tensor:
+    """Rotary keys [..., S, D] moved by so many positions, [S] or one each; without frequencies as
+    they are.
+    """
+    if inv_freq is None:
+        return x
+    angles = torch.as_tensor(by)[..., None] * inv_freq
+    num = len(inv_freq)
+    first, second, rest = x[..., :num], x[..., num : 2 * num], x[..., 2 * num :]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def _cat(old, new):

@@ -27,11 +27,7 @@ PRUNED = "(This result was removed.)"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings(ModelSettings):
-    """Compare a server with and without --edit on an agent's conversation.
-
-    Example:
-        python tests/scripts/agent_edits.py --model gpt2-mini
-    """
+    """Compare a server with and without --edit on an agent's conversation."""
 
     corpus: str = option("python-docs", help="the text of the results")
     cache_size: int = option(4000, help="entries of the cache, more than the conversation has")

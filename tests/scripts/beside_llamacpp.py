@@ -63,11 +63,7 @@ _SURE = 1e3  # added to a logit, its token is drawn; the probability that is tol
 
 @dataclass(frozen=True, kw_only=True)
 class BesideSettings(Settings):
-    """Time a method and llama.cpp in turns, on a CPU, one stream at a time, with full caches.
-
-    Example:
-        python tests/scripts/beside_llamacpp.py --weights int4 --cache-sizes 255 --num-trials 2
-    """
+    """Time a method and llama.cpp in turns, on a CPU, one stream at a time, with full caches."""
 
     model: str = option("smollm2-135m-instruct", help="a GGUF file, or a model fetched as one")
     weights: str | None = option(None, help="form of our weights: float32, int8, int4")

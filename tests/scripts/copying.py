@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-import kvalign
 from kvalign.app.cli.arguments import parse
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.protocol.document import document
@@ -24,11 +23,7 @@ from kvalign.models.loading import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class CopyingSettings(Settings):
-    """Measure how much less a passage costs the second time.
-
-    Example:
-        python tests/scripts/copying.py --models gpt2-mini --num-passages 4
-    """
+    """Measure how much less a passage costs the second time."""
 
     models: tuple[str, ...] = option(("gpt2-mini", "context-gpt2"), help="models, comma-separated")
     corpus: str = option("python-docs", help="its test part has the passages")
@@ -56,10 +51,5 @@ def measure(settings: CopyingSettings) -> dict:
 
 
 if __name__ == "__main__":
-    settings, _ = parse(
-        CopyingSettings, sys.argv[1:], "python tests/scripts/copying.py", has_json=False
-    )
-    try:
-        print(json.dumps(measure(settings)))
-    except kvalign.UserError as error:
-        sys.exit(f"error: {error}")
+    settings, _ = parse(CopyingSettings, sys.argv[1:], "python tests/scripts/copying.py")
+    print(json.dumps(measure(settings)))

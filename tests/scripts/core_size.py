@@ -49,9 +49,6 @@ for name, module in sys.modules.items():
 class CoreSizeSettings(Settings):
     """Count the calls of a decode step by function, and the lines of the core by package; print
     circles of imports.
-
-    Example:
-        python tests/scripts/core_size.py --method kvalign
     """
 
     model: str = option(DEFAULT_MODEL, help="shipped model")

@@ -49,23 +49,30 @@ def logits(method: Method, ids: Tensor) -> Tensor:
     return torch.cat(found).float().cpu()
 
 
-def same(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 2) -> str:
-    """Logits of a method in float32, here and there."""
-    ids = torch.randint(2, VOCAB, (num_rows, 110), generator=torch.Generator().manual_seed(1))
-    model = tiny_model(kind)
-    expected = logits(made(name, model, **sizes), ids)
-    found = logits(made(name, copy.deepcopy(model).to(device), **sizes), ids)
+def random_ids(num_rows: int, num: int) -> Tensor:
+    return torch.randint(2, VOCAB, (num_rows, num), generator=torch.Generator().manual_seed(1))
+
+
+def apart(found: Tensor, expected: Tensor, most: float = CLOSE) -> str:
+    """Largest difference of logits, in parts of the largest, which is to be below `most`."""
     worst = ((found - expected).abs().max() / expected.abs().max()).item()
-    most = OF_INT8 if "cache_dtype" in sizes else CLOSE
     assert worst < most, f"logits differ by {worst:.1e} of the largest"
     return f"{worst:.1e}"
+
+
+def same(name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 2) -> str:
+    """Logits of a method in float32, here and there."""
+    ids, model = random_ids(num_rows, 110), tiny_model(kind)
+    expected = logits(made(name, model, **sizes), ids)
+    found = logits(made(name, copy.deepcopy(model).to(device), **sizes), ids)
+    return apart(found, expected, OF_INT8 if "cache_dtype" in sizes else CLOSE)
 
 
 def captured(
     name: str, kind: str, sizes: dict, device: str, *, num_rows: int = 1, compiled: bool = False
 ) -> str:
     """Logits of captured steps and of eager ones there, from a cache that fills on."""
-    ids = torch.randint(2, VOCAB, (num_rows, 140), generator=torch.Generator().manual_seed(1))
+    ids = random_ids(num_rows, 140)
     model = copy.deepcopy(tiny_model(kind)).to(device)
     eager, method = (made(name, model, **sizes) for _ in range(2))
     method.compile() if compiled else method.take_ready_stepper()
@@ -73,18 +80,15 @@ def captured(
     for one in (eager, method):
         parts = ids.to(device).split([6] + [1] * 134, 1)
         found.append(torch.stack([one.feed(part) for part in parts]).float())
-    worst = ((found[1] - found[0]).abs().max() / found[0].abs().max()).item()
     expected = "compiled and captured" if compiled else "captured"
     assert method.steps_in_a_word == expected, "nothing was captured"
-    most = OF_INT8 if "cache_dtype" in sizes else CLOSE
-    assert worst < most, f"logits differ by {worst:.1e} of the largest"
-    return f"{worst:.1e}, {len(method.stepper.graphs)} graphs"
+    worst = apart(found[1], found[0], OF_INT8 if "cache_dtype" in sizes else CLOSE)
+    return f"{worst}, {len(method.stepper.graphs)} graphs"
 
 
 def as_exact(name: str, kind: str, sizes: dict, device: str) -> str:
     """Errors of bfloat16 there are those of bfloat16 here, beside float32."""
-    ids = torch.randint(2, VOCAB, (2, 110), generator=torch.Generator().manual_seed(1))
-    model = tiny_model(kind)
+    ids, model = random_ids(2, 110), tiny_model(kind)
     exact = logits(made(name, model, **sizes), ids)
     half = copy.deepcopy(model).to(torch.bfloat16)
     errors = [
@@ -97,15 +101,13 @@ def as_exact(name: str, kind: str, sizes: dict, device: str) -> str:
 
 def one_by_one(name: str, kind: str, device: str) -> str:
     """Segments there give what steps there give."""
-    ids = torch.randint(2, VOCAB, (1, 110), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = random_ids(1, 110).to(device)
     model = tiny_model(kind).to(device)
     at_once, stepped = made(name, model), made(name, model)
     found = at_once.feed(ids)
     for one in ids.split(1, 1):
         expected = stepped.feed(one)
-    worst = ((found - expected).abs().max() / expected.abs().max()).item()
-    assert worst < CLOSE, f"logits differ by {worst:.1e} of the largest"
-    return f"{worst:.1e}"
+    return apart(found, expected)
 
 
 def text(name: str, method: str, how: dict, device: str, num_tokens: int = 400) -> str:

@@ -23,11 +23,7 @@ from kvalign.streaming.scoring import score
 
 @dataclass(frozen=True, kw_only=True)
 class LastPositionsSettings(Settings):
-    """Score a text with caches of these sizes.
-
-    Example:
-        python tests/scripts/last_positions.py --corpus text:test.txt --num-tokens 2000
-    """
+    """Score a text with caches of these sizes."""
 
     aligner: str = option("kvalign-gpt2-mini-table-network", help="name or folder")
     corpus: str = option(help="text that is scored")

@@ -22,11 +22,7 @@ from kvalign.foundation.settings import Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class LongPromptSettings(Settings):
-    """Feed one long prompt of random tokens to each method, and to the model in plain passes.
-
-    Example:
-        python tests/scripts/long_prompts.py --num-tokens 8000 --cache-size 64
-    """
+    """Feed one long prompt of random tokens to each method, and to the model in plain passes."""
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     methods: tuple[str, ...] = option(("streaming-llm", "kvalign"), help="methods, comma-separated")

@@ -56,11 +56,7 @@ CHOICES = ("none", "random", "blocks-representatives", "blocks-bounds", "score-a
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoicesSettings(Settings):
-    """Compare ways to choose what a memory takes back.
-
-    Example:
-        python tests/scripts/memory_choices.py --corpus text:test.txt --num-streams 2
-    """
+    """Compare ways to choose what a memory takes back."""
 
     parts: tuple[str, ...] = option(PARTS, help="what is measured", choices=PARTS)
     choices: tuple[str, ...] = option(CHOICES, help="who chooses", choices=CHOICES)

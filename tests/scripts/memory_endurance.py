@@ -39,11 +39,7 @@ SIZES = dict(cache_size=63, num_sinks=4)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEnduranceSettings(Settings):
-    """Stream random tokens past the end of a memory, many times over.
-
-    Example:
-        python tests/scripts/memory_endurance.py --num-tokens 1000000
-    """
+    """Stream random tokens past the end of a memory, many times over."""
 
     num_tokens: int = option(1_000_000, help="tokens of the stream", at_least=4 * SEGMENT_LEN)
     memory: int = option(100_000, help="evicted tokens that are kept aside", at_least=SEGMENT_LEN)

@@ -22,11 +22,7 @@ from kvalign.streaming.scoring import score
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayersSettings(Settings):
-    """Measure what each layer's memory gains.
-
-    Example:
-        python tests/scripts/memory_layers.py --corpus text:valid.txt
-    """
+    """Measure what each layer's memory gains."""
 
     model: str = option("gpt2-mini", help="as everywhere")
     method: str = option("kvalign", help="a method that takes a memory")

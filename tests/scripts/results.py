@@ -42,11 +42,7 @@ from kvalign.foundation.settings import Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsSettings(Settings):
-    """Rebuild documents of eval/results, or those that are named, and the tables made of them.
-
-    Example:
-        python tests/scripts/results.py --parts gpt2-mini/perplexity --wikitext-2 texts/wikitext-2
-    """
+    """Rebuild documents of eval/results, or those that are named, and the tables made of them."""
 
     parts: tuple[str, ...] | None = option(
         None, help="folders of eval/results, PART/CELL for one document (default: all)"

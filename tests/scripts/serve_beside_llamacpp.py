@@ -35,11 +35,7 @@ WORDS = " ".join(topics.values()).split()
 
 @dataclass(frozen=True, kw_only=True)
 class BesideSettings(Settings):
-    """Time both servers in turns.
-
-    Example:
-        python tests/scripts/serve_beside_llamacpp.py --sessions 1 --num-trials 1
-    """
+    """Time both servers in turns."""
 
     model: str = option("smollm2-135m-instruct", help="a fetched model with a GGUF file")
     sessions: tuple[int, ...] = option((1, 8, 32), help="clients that ask at once", at_least=1)

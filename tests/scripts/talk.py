@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-import kvalign
 from kvalign.app.cli.arguments import parse
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.eval.protocol.document import document
@@ -43,11 +42,7 @@ TURNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TalkScriptSettings(Settings):
-    """Hold the same talk with several seeds, as `kvalign chat` does.
-
-    Example:
-        python tests/scripts/talk.py --model gpt2-mini --seeds 0 --num-turns 2
-    """
+    """Hold the same talk with several seeds, as `kvalign chat` does."""
 
     model: str = option("smollm2-135m-instruct", help="a chat model")
     seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), help="seeds, a talk each", at_least=0)
@@ -113,10 +108,5 @@ def measure(settings: TalkScriptSettings) -> dict:
 
 
 if __name__ == "__main__":
-    settings, _ = parse(
-        TalkScriptSettings, sys.argv[1:], "python tests/scripts/talk.py", has_json=False
-    )
-    try:
-        print(json.dumps(measure(settings)))
-    except kvalign.UserError as error:
-        sys.exit(f"error: {error}")
+    settings, _ = parse(TalkScriptSettings, sys.argv[1:], "python tests/scripts/talk.py")
+    print(json.dumps(measure(settings)))

@@ -35,14 +35,11 @@ class Server:
     made: ClassVar[list] = []
 
     def __init__(self, params):
-        self.params, self.asked = params, []
+        self.params = params
         self.made.append(self)
 
     def handle_completions(self, request, note=None):
         assert len(request["prompt"]) < self.params.n_ctx
-        if self.params.n_keep == 13:
-            return {"error": {"code": 400, "message": "no luck"}}
-        self.asked.append(request)
         CLOCK.now += READ[self.params.n_ubatch] / 1e3 * len(request["prompt"])
         for number in range(1, request["n_predict"] + 1) if note else ():
             if number % 10 or number == request["n_predict"]:

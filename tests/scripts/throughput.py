@@ -32,11 +32,7 @@ from kvalign.training.network_rows import Batch, Shuffled
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings(Settings):
-    """Measure rows a second of training on this CPU; defaults have DistilGPT2's shape.
-
-    Example:
-        python tests/scripts/throughput.py --hidden1 128 --hidden2 128
-    """
+    """Measure rows a second of training on this CPU; defaults have DistilGPT2's shape."""
 
     batch_size: int = option(8192, help="rows a step", at_least=1)
     head_dim: int = option(64, help="numbers of a row", at_least=1)

@@ -26,11 +26,7 @@ from kvalign.streaming.scoring import score
 
 @dataclass(frozen=True, kw_only=True)
 class ValueGateSettings(Settings):
-    """Stream a text with a network whose values are corrected in part.
-
-    Example:
-        python tests/scripts/value_gate.py --corpus text:test.txt --num-tokens 2000
-    """
+    """Stream a text with a network whose values are corrected in part."""
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     aligner: str = option("kvalign-gpt2-mini-network", help="a network, name or folder")

@@ -45,14 +45,9 @@ def run(requirement: str, folder: Path) -> tuple[str, str, bool]:
     """The version installed, the last line of pytest, and whether all passed."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    below = sysconfig.get_paths()["purelib"]
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    (Path(site) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    below, of_folder = sysconfig.get_path("purelib"), dict(base=str(folder))
+    site = Path(sysconfig.get_path("purelib", "venv", of_folder))
+    (site / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     install = [python, "-m", "pip", "install", "--quiet", "--upgrade", requirement]
     subprocess.run(install, check=True, capture_output=True)
     ask = "import transformers; print(transformers.__version__)"

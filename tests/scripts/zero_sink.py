@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-import kvalign
 from kvalign.app.cli.arguments import parse
 from kvalign.cache import realigner, segments
 from kvalign.eval.evaluations.perplexity import PerplexitySettings, perplexity
@@ -34,11 +33,7 @@ from kvalign.training.settings import PretrainSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSinkSettings(Settings):
-    """Pre-train a model whose attention has a zero sink, and stream it.
-
-    Example:
-        python tests/scripts/zero_sink.py --num-tokens 4096 --num-labels 20 --cache-sizes 32
-    """
+    """Pre-train a model whose attention has a zero sink, and stream it."""
 
     arch: str = option("llama", help="architecture", choices=("gpt2", "llama"))
     method: str = option("streaming-llm", help="method to stream with, whatever the sinks")
@@ -123,10 +118,5 @@ def measure(settings: ZeroSinkSettings) -> dict:
 
 
 if __name__ == "__main__":
-    settings, _ = parse(
-        ZeroSinkSettings, sys.argv[1:], "python tests/scripts/zero_sink.py", has_json=False
-    )
-    try:
-        print(json.dumps(measure(settings)))
-    except kvalign.UserError as error:
-        sys.exit(f"error: {error}")
+    settings, _ = parse(ZeroSinkSettings, sys.argv[1:], "python tests/scripts/zero_sink.py")
+    print(json.dumps(measure(settings)))
