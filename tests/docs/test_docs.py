@@ -29,6 +29,7 @@ from helpers.smaller import (
     output_of,
     run_cell,
     smaller,
+    smaller_python,
 )
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
@@ -37,18 +38,6 @@ from kvalign import checkpoints
 from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
-# What is made smaller in Python, as `SMALLER` does in commands.
-SMALLER_PYTHON = {
-    "max_new_tokens=20_000": "max_new_tokens=300",
-    "max_new_tokens=2000": "max_new_tokens=80",
-    "max_new_tokens=500": "max_new_tokens=80",
-    "range(1000)": "range(300)",
-    "num_tokens=100_000": "num_tokens=2_600",
-    "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
-    'load_model("llama-mini").model\noutcomes': 'load_model("recall-llama").model\noutcomes',
-    'settled by fishermen. " * 50': 'settled by fishermen. " * 34',  # keys have turned once
-    'from the mainland. " * 20': 'from the mainland. " * 6',
-}
 # Names on the hub, and the architecture of the random model of that name.
 HUB = {
     "HuggingFaceTB/SmolLM2-135M": "llama",
@@ -131,10 +120,7 @@ def run_shell(words):
 
 def run_python(block, page, names):
     """Run it; what it prints, which on some pages stands beside it."""
-    code = block.text
-    for large, small in SMALLER_PYTHON.items():
-        code = code.replace(large, small)
-    code = "\n" * block.line + code  # a traceback tells the page's own line
+    code = "\n" * block.line + smaller_python(block.text)  # a traceback tells the page's own line
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, ROOT / page, "exec"), names)
     if page in SHOWN:

@@ -4,32 +4,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from helpers.smaller import INSIDE
+from helpers.doc_pages import PAGES
+from helpers.smaller import INSIDE, SMALLER_PYTHON, smaller_python
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOK = ROOT / "examples" / "how_a_kv_cache_streams.ipynb"
-# What is made smaller.
-SMALLER = {
-    "max_new_tokens=600": "max_new_tokens=70",
-    "range(600)": "range(70)",
-    "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
-    "NUM_LABELS = 800": "NUM_LABELS = 220",
-    "num_tokens=100_000": "num_tokens=2_600",
-    "num_tokens=2000": "num_tokens=60",
-    "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
-    '"sliding_window": 64': '"sliding_window": 16',
-    "num_steps=1000": 'num_steps=20, invariants=["dense", "chunks", "save"]',
-}
-
-
-def smaller(code):
-    for large, small in SMALLER.items():
-        code = code.replace(large, small)
-    return code
-
-
 MARKS = {
     **dict.fromkeys(("train_an_aligner", "sink_cache", "sliding_window"), pytest.mark.slow),
     "serve_sessions": pytest.mark.slow,
@@ -51,7 +32,7 @@ def test_script_runs(path, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 300)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("sys.argv", [str(path)])
-    exec(compile(smaller(path.read_text()), path, "exec"), {"__name__": "__main__"})
+    exec(compile(smaller_python(path.read_text()), path, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
 
@@ -67,13 +48,14 @@ def test_notebook_runs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert any(cell.get("outputs") for cell in notebook.cells), "it is kept with its outputs"
     for cell in notebook.cells:
-        cell.source = smaller(cell.source)
+        cell.source = smaller_python(cell.source)
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 
 
 def test_nothing_is_made_smaller_that_is_not_there():
-    text = "".join(path.read_text() for path in [*SCRIPTS, NOTEBOOK])
-    assert [large for large in SMALLER if large not in text] == []
+    paths = [*SCRIPTS, NOTEBOOK, *(ROOT / page for page in PAGES)]
+    text = "".join(path.read_text() for path in paths)
+    assert [large for large in SMALLER_PYTHON if large not in text] == []
 
 
 def test_the_notebook_shows_what_it_prints_alone():

@@ -65,6 +65,26 @@ SMALLER = {
     ("eval chat", "num_turns"): 2,
     ("eval chat", "max_new_tokens"): 8,
 }
+# Likewise what stands in Python: in pages, examples and the notebook.
+SMALLER_PYTHON = {
+    "max_new_tokens=20_000": "max_new_tokens=300",
+    "max_new_tokens=2000": "max_new_tokens=80",
+    "max_new_tokens=500": "max_new_tokens=80",
+    "range(1000)": "range(300)",
+    "num_tokens=100_000": "num_tokens=2_600",
+    "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
+    'load_model("llama-mini").model\noutcomes': 'load_model("recall-llama").model\noutcomes',
+    'settled by fishermen. " * 50': 'settled by fishermen. " * 34',  # keys have turned once
+    'from the mainland. " * 20': 'from the mainland. " * 6',
+    "max_new_tokens=600": "max_new_tokens=70",
+    "range(600)": "range(70)",
+    "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
+    "NUM_LABELS = 800": "NUM_LABELS = 220",
+    "num_tokens=2000": "num_tokens=60",
+    "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
+    '"sliding_window": 64': '"sliding_window": 16',
+    "num_steps=1000": 'num_steps=20, invariants=["dense", "chunks", "save"]',
+}
 TEXT = "".join(
     f"In {1400 + 7 * i} the harbour of the island was built anew by {i % 11 + 2} families.\n"
     + "\n" * (i % 3 == 0)
@@ -135,6 +155,12 @@ def smaller(words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER) -
             changes[name] = limit
     made = dataclasses.replace(settings, **changes).command_line(command)
     return [*shlex.split(made)[1:], *["--json"] * as_json]
+
+
+def smaller_python(code: str) -> str:
+    for large, small in SMALLER_PYTHON.items():
+        code = code.replace(large, small)
+    return code
 
 
 def run_cell(cell, kept={}):  # noqa: B006
