@@ -54,15 +54,6 @@ FAMILIES = {
         rewrites=True,
     ),
     "smollm2": Family(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", _AFTER_CHATML),
-    "llama3": Family(
-        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>"
-        "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|eot_id|>",
-        "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>"
-        "assistant<|end_header_id|>\n\n",
-    ),
     "llama2": Family(
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }} </s>"
         "{% elif m.role == 'user' %}<s>[INST] {% if loop.index0 == 1 and messages[0].role == "
