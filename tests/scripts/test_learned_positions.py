@@ -23,7 +23,7 @@ def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(script, "measured", measured)
     (tmp_path / "words.txt").write_text(TEXT)
     less = f"text=text:{tmp_path / 'words.txt'} layers=2 hidden=64 context=64 vocabulary=300 "
-    less += "minutes=0.05 length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 "
+    less += "minutes=0.01 length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 "
     less += "residual_steps=1 labels=60 labels_of_networks=12"
     missed = script.run_suite(tmp_path, 40, "--trial-len 5", f"{script.SMALL} {less}")
     printed = capfd.readouterr().out
