@@ -6,13 +6,20 @@ from kvalign.models import attention
 from kvalign.steppers import step_file, stored
 
 
-def not_compiled(monkeypatch) -> list[int]:
-    """Have stored steps run uncompiled; return a list of the number of rows of each that is run."""
+def not_compiled(monkeypatch, exported=False) -> list[int]:
+    """Have stored steps run uncompiled, as they are written or as they are exported to a compiler;
+    return a list of the number of rows of each that is run.
+    """
     found = []
 
     def load(model, inputs, weights, makes):
         attention.install(model.config)
         step = step_file._Step(model, inputs[4].dtype == torch.int8)
+        if exported:
+            dims = step_file._dims(model, inputs)
+            step = torch.export.export(
+                step, tuple(inputs), strict=False, dynamic_shapes=dims
+            ).module()
 
         @torch.no_grad()
         def run(inputs):
