@@ -91,13 +91,6 @@ def test_what_writers_leave_beside_a_file_is_removed_with_it(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
-def test_a_folder_has_one_writer_at_a_time(tmp_path):
-    with locked(tmp_path / "out"), pytest.raises(UserError, match="another run is writing to"):
-        locked(tmp_path / "out").__enter__()
-    with locked(tmp_path / "out"):
-        pass
-
-
 def test_json_is_read_as_it_was_written_and_checked_by_field(tmp_path):
     class Point(BaseModel):
         x: int
