@@ -10,6 +10,7 @@ import torch
 from helpers.browser import DRIVER_WARNINGS, PAGES, launched
 from helpers.smaller import UNDRAWN
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
+from helpers.tiny_store import Recorded, record_tiny
 from transformers import PreTrainedModel
 
 from kvalign.memory import plan
@@ -67,6 +68,12 @@ def model(request, models) -> PreTrainedModel:
 def loaded():
     """The default model, with its tokenizer; a file's own, since tests change what it holds."""
     return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Recorded:
+    """A small recording, which is only read."""
+    return record_tiny(tmp_path_factory.mktemp("recorded") / "caches")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from helpers.tiny_store import record_tiny
 
 from kvalign import load_model
 from kvalign.aligners import Aligner
@@ -90,9 +89,9 @@ def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
         judge_aligner(aligner="kvalign-gpt2-mini-network", out=tmp_path / "copy")
 
 
-def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
+def test_a_network_is_judged_again_with_its_partner(recorded, tmp_path, monkeypatch):
     """What was left out alone takes part again, with the weights of its training."""
-    data, out = record_tiny(tmp_path / "caches").folder, tmp_path / "out"
+    out = tmp_path / "out"
     told(monkeypatch, ())
     monkeypatch.setattr(judging, "_model_of", lambda *args: load_model("gpt2-mini"))
     tried = []
@@ -107,7 +106,7 @@ def test_a_network_is_judged_again_with_its_partner(tmp_path, monkeypatch):
         return {"parts": [*parts], **figures, **sizes}
 
     monkeypatch.setattr(judging, "judge", judge)
-    small = dict(data=data, accelerator="cpu", max_steps=3, batch_size=32)
+    small = dict(data=recorded.folder, accelerator="cpu", max_steps=3, batch_size=32)
     train_network(**small, target="key", out=tmp_path / "alone", judge=False)
     weights = Aligner.from_pretrained(tmp_path / "alone").key.state_dict()
     assert not train_network(**small, target="key", out=out)["key"]["used"]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.tiny_store import NUM_SINKS, Recorded, record_tiny
+from helpers.tiny_store import NUM_SINKS
 from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Move, NetworkAligner
@@ -13,11 +13,6 @@ from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import loss
 from kvalign.training.network_rows import OPEN_SHARDS, InOrder, Shuffled
 from kvalign.training.network_run import config_for
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Recorded:
-    return record_tiny(tmp_path_factory.mktemp("recorded") / "caches")
 
 
 @pytest.fixture
@@ -58,29 +53,6 @@ def test_every_row_comes_once_with_its_place(shards, kv, batch_size):
     assert places(InOrder(shards, kv, batch_size)) == expected
     assert places(shuffled) == expected  # first epoch
     assert places(shuffled) == expected  # second
-
-
-@pytest.mark.parametrize("num_drawn", [0, 1, 5])
-def test_state_continues_at_the_very_batch(shards, num_drawn):
-    whole = Shuffled(shards, "value", 32, seed=3)
-    num_drawn += len(whole)  # in the second epoch
-    expected = [batch for _ in range(3) for batch in whole][num_drawn:]
-    first = Shuffled(shards, "value", 32, seed=3)
-    left = num_drawn
-    while left:
-        for _ in first:
-            left -= 1
-            if not left:
-                break
-    resumed = Shuffled(shards, "value", 32, seed=3)
-    resumed.load_state_dict(first.state_dict())
-    found = [batch for _ in range(2) for batch in resumed]
-    assert len(found) == len(expected)
-    assert all(
-        (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
-        for x, y in zip(found, expected, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
 
 
 def test_moves_of_a_batch_are_those_of_the_aligner(recorded):

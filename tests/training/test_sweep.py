@@ -1,7 +1,9 @@
 """Sweeps: what a trial reports, what is left of it, and a whole one that was killed and resumed."""
 
+import contextlib
 import csv
 import dataclasses
+import io
 import json
 import os
 import re
@@ -13,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
@@ -28,11 +29,6 @@ pytest.importorskip("ray")
 from kvalign.training.sweep_ray import PLACE, Reports, line, scheduler, train_trial
 
 POINT = {"hidden1": 8, "hidden2": 4, "batch_size": 32, "lr": 0.01}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Recorded:
-    return record_tiny(tmp_path_factory.mktemp("recorded") / "caches")
 
 
 @pytest.fixture
@@ -64,41 +60,28 @@ def test_a_trial_that_fails_before_it_has_settings_has_a_line():
     assert line([trial], trial, "failed").endswith(" failed: no val loss")
 
 
-@pytest.mark.parametrize("num_sent", [1, 5])
-def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path, num_sent):
+def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path):
+    """Killed at its first report, and at the end of an epoch."""
     settings = settings_at(base, POINT)
     expected: list[dict] = []
     train_trial(settings, tmp_path / "undisturbed", Reports(expected.append, 5))
-
-    def until_killed(report: dict) -> None:
-        if report["report"] == num_sent:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_trial(settings, tmp_path / "killed", Reports(until_killed, 5))
-    found: list[dict] = []
-    train_trial(settings, tmp_path / "killed", Reports(found.append, 5))
     assert len(expected) == 10
-    assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in expected]
+    for num_sent in (1, 5):
+
+        def until_killed(report: dict, last: int = num_sent) -> None:
+            if report["report"] == last:
+                raise KeyboardInterrupt
+
+        folder = tmp_path / f"killed-{num_sent}"
+        with pytest.raises(KeyboardInterrupt):
+            train_trial(settings, folder, Reports(until_killed, 5))
+        found: list[dict] = []
+        train_trial(settings, folder, Reports(found.append, 5))
+        assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in expected]
 
 
 def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:
     return TuneSettings(**{"target": "key", "data": data, "out": out, **changes})
-
-
-def tune_words(data: Path, out: Path) -> list[str]:
-    """A sweep of two small trials, one after the other."""
-    settings = tune_settings(
-        data,
-        out,
-        num_trials=2,
-        max_epochs=1,
-        hidden_sizes=(4, 8),
-        max_batch_size=64,
-        num_concurrent=1,
-        scheduler="none",
-    )
-    return settings.command_line("tune").split()[1:]
 
 
 def ended(shown: str) -> list[str]:
@@ -108,9 +91,11 @@ def ended(shown: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def resumed(recorded, tmp_path_factory) -> SimpleNamespace:
-    """A sweep that was killed when its first trial had ended, and run again."""
+    """A sweep of two small trials that was killed when the first had ended, and run again."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    words = tune_words(recorded.folder, out)
+    small = dict(num_trials=2, max_epochs=1, hidden_sizes=(4, 8), max_batch_size=64)
+    small |= dict(num_concurrent=1, scheduler="none")
+    words = tune_settings(recorded.folder, out, **small).command_line("tune").split()[1:]
     killed = subprocess.Popen(
         [sys.executable, "-m", "kvalign", *words], stderr=subprocess.PIPE, text=True
     )
@@ -123,11 +108,11 @@ def resumed(recorded, tmp_path_factory) -> SimpleNamespace:
         shown = stderr.read()
     assert killed.returncode == -signal.SIGKILL, shown
     assert not (out / "result.json").exists()
-    again = subprocess.run(
-        [sys.executable, "-m", "kvalign", *words, "--json"], capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
-    return SimpleNamespace(out=out, words=words, before=shown, after=again)
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        assert main([*words, "--json"]) == 0
+    after = SimpleNamespace(stdout=printed.getvalue(), stderr=said.getvalue())
+    return SimpleNamespace(out=out, words=words, before=shown, after=after)
 
 
 @pytest.mark.ray
