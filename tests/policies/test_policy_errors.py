@@ -76,6 +76,21 @@ def test_learned_positions_that_are_kept_end(policy, cut, models, ids):
     assert len(tokens) == CONTEXT_LEN - 50 + 1
 
 
+def test_a_row_ends_where_its_positions_do(models):
+    """One after the other, as each does alone; the others go on."""
+    of_model = models["gpt2"], kvalign.load_model("gpt2-mini").tokenizer
+    how = dict(method="streaming-llm", cache_size=16, policy="h2o", positions="keep", temperature=0)
+    prompts = [[5] * 3, [6, 7] * 12, [8]]
+    texts = ["" for _ in prompts]
+    for row, piece in kvalign.stream_batch(*of_model, prompts, **how):
+        texts[row] += piece
+    for prompt, text in zip(prompts, texts, strict=True):
+        alone = kvalign.stream(*of_model, **how)
+        alone.feed(prompt)
+        assert "".join(alone) == text and text
+        assert len(alone.ids) == CONTEXT_LEN + 1
+
+
 def test_a_loop_of_ones_own_is_told_of_the_end(models, ids):
     cache = kvalign.make_cache(
         models["gpt2"], method="streaming-llm", cache_size=20, positions="keep"
