@@ -9,7 +9,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 
 HUGE = 2**31 - 1
-NETWORK = "kvalign-gpt2-mini-network"
+TABLE, NETWORK = "kvalign-gpt2-mini-table", "kvalign-gpt2-mini-network"
 WEIGHTS = {
     "nan": (one("key", number(float("nan"))), "key is not finite"),
     "extra": (more(extra=torch.zeros(2)), "extra"),
@@ -17,16 +17,19 @@ WEIGHTS = {
     "empty file": (raw(b""), "cannot read the weights"),
 }
 CONFIGS = {
-    "no kind": ({"kind": None}, "kind"),
-    "kind unknown": ({"kind": "tables"}, "unknown aligner kind 'tables'"),
+    "no kind": (TABLE, {"kind": None}, "kind"),
+    "kind unknown": (TABLE, {"kind": "tables"}, "unknown aligner kind 'tables'"),
     "all huge": (
+        TABLE,
         dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), HUGE),
         "sizes do not make a table",
     ),
-}
-NETWORKS = {
-    "all sizes huge": ({"sizes.key_hidden1": HUGE, "sizes.key_hidden2": HUGE}, "sizes do not"),
-    "another size": ({"sizes.key_hidden1": 128}, "must be"),
+    "a huge network": (
+        NETWORK,
+        {"sizes.key_hidden1": HUGE, "sizes.key_hidden2": HUGE},
+        "sizes do not",
+    ),
+    "another size": (NETWORK, {"sizes.key_hidden1": 128}, "must be"),
 }
 
 
@@ -36,20 +39,14 @@ def test_weights(weights, message, tmp_path):
     refuses(lambda: Aligner.from_pretrained(folder), message)
 
 
-@pytest.mark.parametrize(("config", "message"), CONFIGS.values(), ids=CONFIGS)
-def test_configs(config, message, tmp_path):
-    folder = altered_aligner(tmp_path / "a", config=config)
-    refuses(lambda: Aligner.from_pretrained(folder), message)
-
-
-@pytest.mark.parametrize(("config", "message"), NETWORKS.values(), ids=NETWORKS)
-def test_configs_of_networks(config, message, tmp_path):
-    folder = altered_aligner(tmp_path / "a", NETWORK, config=config)
+@pytest.mark.parametrize(("name", "config", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_configs(name, config, message, tmp_path):
+    folder = altered_aligner(tmp_path / "a", name, config=config)
     refuses(lambda: Aligner.from_pretrained(folder), message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["kvalign-gpt2-mini-table", NETWORK])
+@pytest.mark.parametrize("name", [TABLE, NETWORK])
 def test_weights_of_any_float_type_are_taken(dtype, name, tmp_path):
     shipped = Aligner.from_pretrained(name).state_dict()
     folder = altered_aligner(tmp_path / "a", name, weights=all_of(dtype))

@@ -35,7 +35,6 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
 @pytest.mark.parametrize(
     ("context_len", "free", "num_streams", "size", "why"),
     [
-        (100_000, None, 1, LARGEST_DEFAULT, "the largest default"),
         (100_000, 2**40, 1, LARGEST_DEFAULT, "the largest default"),
         (100_000, 4_000_000, 1, 2604, "a quarter of the free memory"),
         (100_000, 4_000_000, 4, 651, "a quarter of the free memory"),
