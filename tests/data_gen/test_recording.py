@@ -1,4 +1,6 @@
-"""A store has the pairs of its chunks; interrupted runs resume; others are refused."""
+"""Chunks are windows of the corpora's tokens, pairs are plain encodings, a store has the
+pairs of its chunks; interrupted runs resume; others are refused.
+"""
 
 import hashlib
 import json
@@ -8,18 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.tiny_corpus import TEXT, byte_tokenizer
-from helpers.tiny_models import VOCAB, tiny_model
+from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen import recording
+from kvalign.data_gen.corpora import cut_chunks, equal_shares
 from kvalign.data_gen.pairs import record_pairs
-from kvalign.data_gen.recording import SPLITS, record
+from kvalign.data_gen.recording import SPLITS, first_val_chunk, record, split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import spec_of
+from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.loading import LoadedModel
+from kvalign.models.rope import rerotate
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +76,74 @@ def _bytes(folder: Path) -> dict[str, str]:
         for path in folder.iterdir()
         if not path.name.startswith(".")
     }
+
+
+@pytest.mark.parametrize("stride", [24, 7])
+@pytest.mark.parametrize("sizes", [(1000,), (1,) * 300 + (50,) * 14, (23, 25, 0, 952)])
+def test_chunks_are_windows_of_the_stream(stride, sizes):
+    stream, pieces = list(range(990)), []
+    for size in sizes:
+        pieces.append(stream[sum(map(len, pieces)) :][:size])
+    expected = [stream[start : start + 24] for start in range(0, 990 - 23, stride)]
+    assert list(cut_chunks(pieces, 24, stride)) == expected
+
+
+@pytest.mark.parametrize("stride", [24, 16, 7, 1])
+def test_no_token_is_in_both_splits(stride):
+    rule = {"chunk_len": 24, "stride": stride, "val_share": 0.2, "seed": 3}
+    tokens = {"train": set(), "val": set(), None: set()}
+    for index in range(4000):
+        tokens[split_of(index, **rule)] |= set(range(index * stride, index * stride + 24))
+    assert tokens["train"].isdisjoint(tokens["val"])
+    assert 0.1 < len(tokens["val"]) / (4000 * stride) < 0.3
+    assert next(i for i in range(4000) if split_of(i, **rule) == "val") == first_val_chunk(
+        24, stride
+    )
+    assert split_of(0, **rule) == "train"
+
+
+def test_seed_draws_another_split():
+    def drawn(seed: int) -> list:
+        return [split_of(index, 24, 24, 0.5, seed) for index in range(100)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_several_corpora_give_equal_shares():
+    first, second = [[1, 2], [3, 4, 5], [6, 7]], [[11], [12, 13], [14, 15, 16]]
+    expected = [1, 2, 3, 4, 11, 12, 13, 14, 15]
+    for num_tokens, ids in ((8, expected[:-1]), (9, expected)):
+        pieces = equal_shares([first, second], num_tokens)
+        assert [id_ for piece in pieces for id_ in piece] == ids
+
+
+def _encode(model, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values of one chunk [T], by the whole model and its own cache: [L, H, T, D] each."""
+    layers = model(input_ids=ids[None], use_cache=True).past_key_values.layers
+    return [torch.cat([getattr(x, name) for x in layers]) for name in ("keys", "values")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_plain_encodings(models, kind, wrap):
+    model, num_sinks, shift = models[kind], 4, 3
+    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    pairs = record_pairs(wrap(model), ids, num_sinks, (1, shift))[shift]
+    for row, chunk in enumerate(ids):
+        key_stale, value_stale = (x[..., 7:, :] for x in _encode(model, chunk))
+        rest = torch.tensor([*chunk[:4].tolist(), *chunk[7:].tolist()])
+        key_aligned, value_aligned = (x[..., 4:, :] for x in _encode(model, rest))
+        if hasattr(model.base_model, "rotary_emb"):
+            key_stale = rerotate(key_stale, shift, rotation_of(model).inv_freq)
+        expected = (key_stale, key_aligned, value_stale, value_aligned)
+        for a, b in zip(pairs, expected, strict=True):
+            assert a.shape == (2, *b.shape)
+            assert torch.allclose(a[row], b, atol=1e-4)
+
+
+def test_pairs_have_every_entry_of_layers_with_a_window(wrap):
+    model = tiny_model("mistral", sliding_window=8)
+    ids = torch.arange(20)[None]
+    assert record_pairs(wrap(model), ids, 4, (1,))[1][0].shape[3] == 15
 
 
 def test_store_holds_the_pairs_of_its_chunks(gpt2, tokenizer, text_file, settings):
