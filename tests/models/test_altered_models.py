@@ -1,4 +1,6 @@
-"""Models that are compiled, quantised, wrapped or in training mode stream like any other."""
+"""Models that are compiled, quantised, wrapped or in training mode stream like any other; a
+snapshot sees what was changed.
+"""
 
 import copy
 import itertools
@@ -15,6 +17,7 @@ import kvalign
 from kvalign.methods.registry import METHODS
 from kvalign.models import wrapped
 from kvalign.steppers import compiled
+from kvalign.steppers.compiled import Snapshot
 from kvalign.streaming.scoring import score
 
 
@@ -49,7 +52,7 @@ def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
     """
     torch.compiler.reset()
     counters.clear()
-    model = models[kind]
+    model, ids = models[kind], ids[:, :110]
     extra = {"aligner": tables(model, scale=0.5)} if name == "tables" else {}
     name = "kvalign" if name == "tables" else name
     plain, compiled = (make(name, model, **extra, **sizes) for _ in range(2))
@@ -90,6 +93,41 @@ def test_a_compiled_stream_feels_a_change_at_its_next_step(name, ids, monkeypatc
     lines = [record.message for record in caplog.records]
     assert lines.count(compiled.OTHER_CODE) == (name in OF_CODE)
     torch.compiler.reset()
+
+
+@pytest.fixture
+def llama():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_snapshot_sees_a_change(name, llama, monkeypatch):
+    """Except that of weights where they lie."""
+    before = Snapshot(llama)
+    ids = torch.randint(96, (1, 9), generator=torch.Generator().manual_seed(0))
+    logits = llama(input_ids=ids).logits
+    assert before.holds() and before.is_plain
+    CHANGES[name](llama, monkeypatch)
+    assert not torch.allclose(llama(input_ids=ids).logits, logits, atol=1e-3)
+    assert before.holds() == (name == "weights in place")
+    assert before.code_holds() == (name not in OF_CODE)
+    after = Snapshot(llama)
+    assert after.holds() and after.is_plain == (name not in {*OF_CODE, "a forward", "an adapter"})
+
+
+def test_a_model_as_it_is_made_is_plain(model):
+    snapshot = Snapshot(model)
+    assert snapshot.is_plain and snapshot.holds()
+
+
+def test_the_mode_and_what_transformers_leaves_on_a_model_are_no_changes(llama):
+    """Hooks that collect hidden states stay, idle, after a call that has asked for them."""
+    before = Snapshot(llama)
+    llama(input_ids=torch.ones(1, 2).long(), output_hidden_states=True)
+    llama.train()
+    assert any(one._forward_hooks for one in llama.modules())
+    after = Snapshot(llama)
+    assert after.is_plain and before.code_holds()
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "kvalign"])

@@ -6,7 +6,6 @@ from helpers.tiny_models import CONTEXT_LEN, KINDS, MORE_KINDS, SCALINGS, tiny_m
 from transformers import AutoConfig
 
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
-from kvalign.models.loading import load_model
 from kvalign.models.rope import rerotate
 
 
@@ -45,17 +44,3 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
 def test_unknown_architecture_is_refused_naming_the_known():
     with pytest.raises(ValueError, match="is a 'bert' model.*known: gpt2, opt"):
         spec_of(AutoConfig.for_model("bert"), "some-bert")
-
-
-@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
-def test_shipped_models_load(name):
-    loaded = load_model(name)
-    assert (
-        loaded.spec.context_len == 512
-        and loaded.spec.num_layers == 6
-        and loaded.spec.head_dim == 64
-    )
-    assert loaded.spec.num_kv_heads == {"gpt2-mini": 4, "llama-mini": 2}[name]
-    assert len(loaded.tokenizer) == 8192
-    text = "A tale of ½ café\n\n  = Title = <unk> 世界"
-    assert loaded.tokenizer.decode(loaded.tokenizer(text)["input_ids"]) == text
