@@ -126,19 +126,6 @@ def test_an_edit_is_taken_back_to_the_token(loaded):
         one.undo_edit()
 
 
-@pytest.mark.slow
-def test_an_edited_stream_is_saved_and_goes_on(loaded, tmp_path):
-    stream = begin(loaded, max_new_tokens=70)
-    "".join(stream)
-    assert stream.num_evicted
-    assert stream.edit(10, len(stream.ids) - 30, " x y") > 0
-    evicted = stream.num_evicted
-    stream.save(tmp_path / "stream")
-    again = kvalign.load_stream(tmp_path / "stream", loaded.model, loaded.tokenizer)
-    assert (again.ids, again.num_evicted) == (stream.ids, evicted)
-    assert "".join(again) == "".join(stream)
-
-
 def test_what_the_method_does_not_know_any_more_is_edited_as_text(loaded, tmp_path):
     """All that it had is cut; what lies before has been evicted, and stays so."""
     stream = begin(loaded, cache_size=12)

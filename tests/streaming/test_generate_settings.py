@@ -142,8 +142,9 @@ def test_what_is_obeyed_acts_as_without_a_stream(name, through, models):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_refused_is_named(name, models):
-    model = models["gpt2"]
+def test_what_is_refused_is_named_and_the_value_that_asks_for_nothing_is_taken(name, models):
+    model, (_, nothing) = models["gpt2"], REFUSED[name]
+    assert torch.equal(generated(model, None, **{name: nothing}), generated(model))
     keywords = {name: WRONG[name]}
     with pytest.raises(kvalign.UserError, match=f"streaming .*{name}") as caught:
         generated(model, None, **keywords)
@@ -151,14 +152,6 @@ def test_what_is_refused_is_named(name, models):
     if name not in BEFORE:
         with pytest.raises(kvalign.UserError, match=f"streaming .*{name}"):
             generated(model, **keywords)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_the_value_that_asks_for_nothing_is_taken(name, models):
-    _, nothing = REFUSED[name]
-    plain = generated(models["gpt2"])
-    assert torch.equal(generated(models["gpt2"], None, **{name: nothing}), plain)
 
 
 def test_the_models_own_choice_of_a_cache_gives_way():

@@ -1,9 +1,11 @@
 """The generation loop, and transformers' own `generate` through it."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.doc_pages import ROOT
 from helpers.methods import STREAMING, make
 from helpers.pairwise import one_of_each
 from transformers import (
@@ -16,22 +18,6 @@ import kvalign
 
 def take(tokens, count):
     return torch.stack(list(itertools.islice(tokens, count)), 1)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
-def test_greedy_without_eviction_is_transformers_own(kind, models, ids):
-    model = models[kind]
-    expected = model.generate(
-        ids[:, :10], max_new_tokens=10, min_new_tokens=10, do_sample=False, use_cache=True
-    )
-    expected = expected[:, 10:]
-    ours = take(kvalign.stream_tokens(make("streaming-llm", model), ids[:, :10]), 10)
-    # transformers suppresses the end token to reach min_new_tokens; the tiny models may choose it
-    if not (ours == 0).any():
-        assert torch.equal(ours, expected)
-    else:
-        until = (ours == 0).any(0).int().argmax()
-        assert torch.equal(ours[:, :until], expected[:, :until])
 
 
 def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
@@ -60,17 +46,6 @@ def test_two_parts_of_a_stream_are_one(name, models, ids):
     assert torch.equal(torch.cat([first, take(rest, 35)], 1), whole)
 
 
-class _Streamer:
-    def __init__(self):
-        self.got, self.ended = [], False
-
-    def put(self, value):
-        self.got.append(value)
-
-    def end(self):
-        self.ended = True
-
-
 @pytest.mark.parametrize(
     ("kind", "name"), one_of_each(("gpt2", "llama", "bloom"), ["streamer", "stream_to"])
 )
@@ -78,7 +53,7 @@ def test_generate_of_transformers_streams(kind, name, models, ids):
     """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
     limit.
     """
-    model, streamer = models[kind], _Streamer()
+    model, streamer = models[kind], Mock()
     kwargs = dict(method="streaming-llm", cache_size=20, num_sinks=2, num_evicted=3)
     out = model.generate(
         ids[:, :30],
@@ -92,8 +67,9 @@ def test_generate_of_transformers_streams(kind, name, models, ids):
     method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
     assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 90))
     assert torch.equal(out[:, :30], ids[:, :30])
-    assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
-    assert torch.equal(streamer.got[0], ids[:, :30])
+    first, *others = (call.args[0] for call in streamer.put.call_args_list)
+    assert streamer.end.called and torch.equal(torch.stack(others, 1), out[:, 30:])
+    assert torch.equal(first, ids[:, :30])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
@@ -136,3 +112,14 @@ def test_generate_ends_at_stop_strings(directly):
     whole = text()
     assert whole.startswith(stopped) and len(stopped) < len(whole)
     assert " the" in stopped and " the" not in stopped[:-4]
+
+
+def test_the_repository_of_hub_is_stream_generate(models, tmp_path, monkeypatch):
+    """Loaded from its folder as transformers loads it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model, ids = models["llama"], torch.arange(1, 9)[None]
+    settings = dict(cache_size=12, max_new_tokens=30, do_sample=False)
+    folder = str(ROOT / "hub" / "kvalign-generate")
+    found = model.generate(ids, custom_generate=folder, trust_remote_code=True, **settings)
+    wanted = model.generate(ids, custom_generate=kvalign.stream_generate, **settings)
+    assert found.shape == (1, 38) and torch.equal(found, wanted)
