@@ -1,74 +1,23 @@
 """Edits of a stream: what is refused, what was evicted before, and what an edit leaves as it was.
-Their figures are those of plain loops in `test_numerics_fuzz.py`.
+Their figures are those of plain loops in `test_numerics_fuzz.py`; `kvalign verify` takes them back.
 """
 
 import pytest
 import torch
-from helpers.methods import made, make
+from helpers.methods import make
 
 from kvalign.foundation.errors import UserError
 
-EDITABLE = {
-    "window": ("window", "llama", {}),
-    "streaming-llm": ("streaming-llm", "llama", {}),
-    "int8": ("streaming-llm", "llama", dict(cache_dtype="int8")),
-    "tables": ("tables", "gpt2", {}),
-    "tables in int8": ("tables", "gpt2", dict(cache_dtype="int8")),
-    "anchored": ("anchored", "gpt2", {}),
-    "memory": ("streaming-llm", "llama", dict(memory=40)),
-    "memory of anchored": ("anchored", "gpt2", dict(memory=40)),
-    "memory in int8": ("streaming-llm", "llama", dict(memory=40, cache_dtype="int8")),
-    "memory in one layer": ("streaming-llm", "llama", dict(memory=40, recall_layers="0")),
-}
-"""Names for `made`, kinds of models, sizes."""
 GONE = ("1.memory.0", "1.memory.1", "1.base")
-
-
-def edited(name, models, **changes):
-    way, kind, sizes = EDITABLE[name]
-    return made(way, models[kind], **sizes | changes)
 
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[x], other[x]) for x in one)
 
 
-@pytest.mark.parametrize("num", [15, 50])
-@pytest.mark.parametrize("name", EDITABLE)
-def test_an_edit_is_taken_back_and_nothing_changes_nothing(name, num, models, ids):
-    method = edited(name, models)
-    method.feed(ids[:, :num])
-    before, last = method.state(), method.num_tokens
-    for start, stop, new in ((last - 7, last - 3, [ids[:, :2]]), (last - 7, last, [])):
-        method.edit(start, stop, *new)
-        assert not same(method.state(), before)
-        method.undo_edit()
-        assert same(method.state(), before)
-    assert method.edit(last - 7, last - 7) == 0 and same(method.state(), before)
-    with pytest.raises(UserError, match="no edit to undo"):
-        method.undo_edit()
-
-
-@pytest.mark.parametrize("name", EDITABLE)
-def test_a_cut_at_the_end_is_never_to_have_read_it(name, models, ids):
-    one, other = edited(name, models), edited(name, models)
-    for method in (one, other):
-        method.feed(ids[:, :12])
-    one.feed(ids[:, 12:18])
-    one.edit(12, 18)
-    if name not in (
-        "memory",
-        "memory of anchored",
-        "memory in one layer",
-    ):  # whose entries are placed anew
-        assert same(one.state(), other.state())
-    apart = one.feed(ids[:, 30:31]) - other.feed(ids[:, 30:31])
-    assert apart.abs().max() < 1e-5
-
-
 def test_layers_that_took_nothing_back_stored_nothing_before(models, ids):
     """Their streams go on, and are not edited."""
-    one = edited("memory in one layer", models)
+    one = make("streaming-llm", models["llama"], memory=40, recall_layers="0")
     one.feed(ids[:, :50])
     other = one.new()
     other.restore({x: y for x, y in one.state().items() if x not in GONE})

@@ -22,7 +22,7 @@ WAYS = [
     ("tables", "gpt2", dict(memory=30)),
     ("streaming-llm", "qwen2", dict(num_evicted=5)),
 ]
-SEEN = {"the first": (), "filling": (5,), "about full": (21,), "full": (41,), "uneven": (7, 30)}
+SEEN = {"the first": (), "filling": (5,), "about full": (21,), "full": (41,)}
 FAILURES = {"an exception": RuntimeError, "Ctrl-C": KeyboardInterrupt}
 OWN = ("window", "streaming-llm", "kvalign", *ALIGNERS)
 LOOPS = covering(
@@ -130,8 +130,6 @@ def test_a_loop_of_ones_own_fails(name, kind, sizes, seen, why, models, ids):
         method.feed = feed
         return method
 
-    if seen == "uneven":
-        seen = "full"  # of rows that are not alike a model must be told
     method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
     expected = steps(own(method), later)
     method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
