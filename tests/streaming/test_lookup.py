@@ -14,9 +14,7 @@ from kvalign.streaming.lookup import LEAST_TRUST, Lookup
 
 PROMPT = "The history of the island"
 CASES = {
-    "window": ("window", "gpt2", {}),
     "sinks": ("streaming-llm", "gpt2", {}),
-    "rotary": ("window", "llama", {}),
     "rotary sinks": ("streaming-llm", "llama", {}),
     "grouped, half at once": ("streaming-llm", "qwen3", dict(num_evicted="half")),
     "all at once": ("streaming-llm", "gpt2", dict(num_evicted=16)),
@@ -33,8 +31,6 @@ REFUSED = {
     "kept positions": ("streaming-llm", "llama", dict(positions="keep")),
     "a memory": ("streaming-llm", "llama", dict(memory=100)),
     "re-encoding": ("recompute", "gpt2", {}),
-    "half re-encoded": ("discard-half", "gpt2", {}),
-    "dense": ("dense", "gpt2", {}),
     "networks": ("kvalign", "gpt2", {}),
     "no registry": ("window", "gpt_neo", {}),
 }
@@ -78,14 +74,14 @@ MARKED = [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in
 def test_logits_and_state_are_those_of_stepping(case, models):
     """From a long prompt, over evictions, frames and their ends."""
     method, plain, first = method_of(case, models), method_of(case, models), 40
-    ids = repeating(150)
+    ids = repeating(120)
     lookup = Lookup(6, ids[0, :first].tolist())
     for one in (method, plain):
         one.feed(ids[:, :first])
     logits, num_ahead = feed(lookup, method, ids[0, first:])
-    expected = torch.cat([plain.feed(ids[:, i : i + 1]) for i in range(first, 150)])
+    expected = torch.cat([plain.feed(ids[:, i : i + 1]) for i in range(first, 120)])
     assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
-    assert num_ahead > 40 or method.sizes.cache_size == 1
+    assert num_ahead > 30 or method.sizes.cache_size == 1
     assert method.cache.seen == plain.cache.seen and method.fill == plain.fill
     state, other = method.state(), plain.state()
     assert state.keys() == other.keys()
