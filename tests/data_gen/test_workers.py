@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from helpers.tiny_corpus import TEXT
@@ -17,8 +18,8 @@ from kvalign.data_gen.store import open_store
 from kvalign.foundation.files import locked
 
 ARGV = [
-    *("gen-data", "--corpus", "text:words.txt", "--num-tokens", "6000", "--chunk-len", "64"),
-    *("--shard-mb", "1", "--out"),
+    *("gen-data", "--corpus", "text:words.txt", "--num-tokens", "3000", "--chunk-len", "64"),
+    *("--shard-mb", "0.5", "--out"),
 ]
 
 
@@ -65,23 +66,9 @@ def test_workers_write_the_same_bytes_also_when_one_dies(alone, tmp_path):
 
 def _workers_of(pid):
     """Processes below `pid` that Ray calls by our class."""
-    parents, names = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int(
-                (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-            names[int(folder.name)] = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-    workers = []
-    for one, name in names.items():
-        above = one
-        while above in parents and above != pid:
-            above = parents[above]
-        if above == pid and name.startswith("ray::_Worker"):
-            workers.append(one)
-    return workers
+    below = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [one.pid for one in below if "".join(one.cmdline()).startswith("ray::_Worker")]
 
 
 @pytest.mark.parametrize(
