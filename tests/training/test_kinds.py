@@ -3,22 +3,15 @@
 import dataclasses
 import json
 import shlex
-from pathlib import Path
 
 import pytest
-import torch
-from helpers.tiny_corpus import TEXT, byte_tokenizer
-from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
-from kvalign.aligners import KINDS, Aligner
+from kvalign.aligners import KINDS
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.foundation.settings import settings_of
-from kvalign.models.architectures import spec_of
-from kvalign.models.loading import LoadedModel
-from kvalign.training import train_anchored
 from kvalign.training.kinds import TRAINERS
 
 
@@ -54,20 +47,3 @@ def test_recorded_commands_are_accepted(name):
         command, flags = find(words[1:])
         settings, _ = parse(command.settings, flags, "kvalign train")
         assert settings.aligner_kind in name
-
-
-@pytest.mark.slow
-def test_a_model_in_memory_is_trained_on(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    model = tiny_model("gpt2")
-    loaded = LoadedModel(model, byte_tokenizer(64, TEXT), spec_of(model.config, "tiny"))
-    options = dict(corpus=f"text:{text}", num_tokens=2000, chunk_len=32, key_hidden1=8, max_steps=2)
-    weights = []
-    for out in (tmp_path / "one", tmp_path / "two"):
-        torch.rand(1)  # the seed decides, not what was drawn before
-        results = train_anchored(out=out, target="key", loaded=loaded, **options)
-        weights.append(Aligner.from_pretrained(out).state_dict())
-    assert list(results) == ["key"] and "--model tiny" in results["key"]["command"]
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert Aligner.from_pretrained(Path(out)).config.base_model == "tiny"

@@ -1,4 +1,4 @@
-"""Tables from text: plain moments, tuned through the frozen model, judged by its loss."""
+"""Tables from text, alone or with a network, tuned through the frozen model, judged by its loss."""
 
 import json
 
@@ -7,7 +7,8 @@ import torch
 from helpers.methods import tables
 from helpers.other_weights import change, copy_of
 from helpers.smaller import ENOUGH_LABELS, INSIDE
-from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
+from helpers.tiny_corpus import TEXT, byte_tokenizer
+from helpers.tiny_models import CONTEXT_LEN, KINDS, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
@@ -17,12 +18,15 @@ from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode
+from kvalign.foundation.errors import UserError
 from kvalign.memory.plan import find_plan
 from kvalign.models import identity
-from kvalign.models.architectures import spec_of
+from kvalign.models.architectures import FAMILIES, spec_of
+from kvalign.models.loading import LoadedModel
+from kvalign.training import train_table_network
 from kvalign.training.kinds import TableSettings
-from kvalign.training.table_objectives import stream_loss, tune, validate
-from kvalign.training.table_run import standardise
+from kvalign.training.table_objectives import STRIDE, context_logits, stream_loss, tune, validate
+from kvalign.training.table_run import project_positions, standardise
 from kvalign.training.text import Text
 from kvalign.training.text_run import measure
 
@@ -58,6 +62,38 @@ def test_moments_are_plain_moments(models):
         scales = getattr(aligner, f"{kv}_scale").double()
         assert torch.allclose(scales, spread / spread[..., -1:], rtol=1e-3)
         assert (scales[..., -1] == 1).all()
+
+
+def projected(model) -> TableAligner:
+    table = tables(model)
+    project_positions(table, model, spec_of(model.config, "tiny"), ("key", "value"))
+    return table
+
+
+def test_projected_means_are_the_layers_own_projections(models):
+    model = models["gpt2"]
+    table, positions = projected(model), model.transformer.wpe.weight[:CONTEXT_LEN]
+    for layer, block in enumerate(model.transformer.h):
+        for i, kv in ((1, "key"), (2, "value")):
+            size = model.config.n_embd
+            weight = block.attn.c_attn.weight[:, i * size : (i + 1) * size]
+            expected = (positions - positions[0]) @ weight
+            means = getattr(table, kv)[layer].transpose(0, 1).flatten(1)
+            assert torch.allclose(means - means[0], expected, atol=1e-5)
+    assert (table.key_scale == 1).all()
+
+
+@pytest.mark.parametrize("arch", [kind for kind in KINDS if FAMILIES[kind] == "learned"])
+def test_every_layer_of_learned_positions_has_its_own(models, arch):
+    table = projected(models[arch])
+    moves = table.key - table.key[:, :, :1]
+    assert moves.isfinite().all() and (moves[:, :, 1:].abs().amax((1, 3)) > 0).all()
+    assert not torch.allclose(moves[0], moves[1])
+
+
+def test_other_positions_are_not_projected(models):
+    with pytest.raises(UserError, match="for learned positions, not rotary ones"):
+        projected(models["llama"])
 
 
 def test_moving_half_a_chunk_is_measured(models):
@@ -135,12 +171,19 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loa
 
 @pytest.mark.slow
 def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, little_work):
-    """The embedding is the same. What 0.2 trained says nothing of the other weights."""
+    """The embedding is the same. What 0.2 trained says nothing of the other weights. All is kept
+    where nothing is judged.
+    """
     folder, out = copy_of("llama-mini", tmp_path / "m"), tmp_path / "aligner"
     train = ["train", "table", *SMALL, "--model", str(folder), "--no-judge"]
     train += ["--out", str(out)]
-    for _ in range(2):
-        assert main(train) == 0
+    assert main(train) == 0
+    said, card = capfd.readouterr(), (out / "README.md").read_text()
+    assert "not used" not in said.out and "judged" not in said.out and str(out) in said.err
+    assert "| key |" in card and "changes nothing" not in card and "--no-judge" in card
+    aligner = Aligner.from_pretrained(out)
+    assert aligner.key.any() and aligner.value.any() and aligner.config.num_sinks == 4
+    assert main(train) == 0
     assert "already has this, finished: nothing to do" in capfd.readouterr().err
     change(folder)
     assert main(train) == 2
@@ -170,18 +213,6 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, verdicts):
     assert not aligner.key.any() and (aligner.key_scale == 1).all()
 
 
-def test_all_is_kept_where_nothing_is_judged(tmp_path, capfd, little_work):
-    out = str(tmp_path / "aligner")
-    argv = ["train", "table", "--model", "llama-mini", *SMALL, "--out", out]
-    assert main([*argv, "--no-judge"]) == 0
-    said = capfd.readouterr()
-    assert "not used" not in said.out and "judged" not in said.out and out in said.err
-    card = (tmp_path / "aligner/README.md").read_text()
-    assert "| key |" in card and "changes nothing" not in card and "--no-judge" in card
-    aligner = Aligner.from_pretrained(out)
-    assert aligner.key.any() and aligner.value.any() and aligner.config.num_sinks == 4
-
-
 @pytest.mark.slow
 def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
     """BLOOM's attention is its own: tables from moments, judged step by step; no nll."""
@@ -198,3 +229,49 @@ def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, lit
     judged = printed["key"]["judged"]
     assert [kv for kv in ("key", "value") if printed[kv]["used"]] == judged["parts"]
     assert len(judged["streams"]) == 8
+
+
+def in_memory(kind, tmp_path):
+    """A model that was not loaded, and a text to train on."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = tiny_model(kind)
+    loaded = LoadedModel(model, byte_tokenizer(64, TEXT), spec_of(model.config, "tiny"))
+    return loaded, dict(corpus=f"text:{tmp_path / 'text.txt'}", num_tokens=2000, chunk_len=32)
+
+
+@pytest.mark.parametrize("target", ["both", "value"])
+def test_network_is_trained_for_the_parts_that_were_asked_for(target, tmp_path):
+    """On a model in memory, the same again with one seed."""
+    loaded, options = in_memory("gpt2", tmp_path)
+    options |= dict(hidden=4, max_steps=3, judge=False, target=target, chunk_len=CONTEXT_LEN)
+    results = train_table_network(out=tmp_path / "out", loaded=loaded, **options)
+    record = results["value"]
+    assert "--model tiny" in record["command"]
+    assert record["objective"] == "context" and record["val_after"] <= record["val_before"]
+    trained = Aligner.from_pretrained(tmp_path / "out")
+    assert trained.config.last_position == CONTEXT_LEN * 15 // 16
+    assert trained.config.base_model == "tiny"
+    for net in trained.network:
+        is_trained = {"key": net.key.weight.any().item(), "value": net.value.weight.any().item()}
+        assert is_trained == {"key": target == "both", "value": True}
+    torch.rand(1)  # the seed decides, not what was drawn before
+    train_table_network(out=tmp_path / "again", loaded=loaded, **options)
+    again = Aligner.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in trained.state_dict().items())
+
+
+def test_table_networks_are_for_learned_positions(tmp_path):
+    loaded, options = in_memory("llama", tmp_path)
+    with pytest.raises(UserError, match="table-network is for learned positions, not rotary"):
+        train_table_network(out=tmp_path / "out", loaded=loaded, **options)
+
+
+def test_teacher_sees_as_far_back_as_its_context_length_allows():
+    model = tiny_model("gpt2")
+    ids = torch.randint(60, (2, CONTEXT_LEN + STRIDE + 5))
+    logits = context_logits(model, ids, 10)
+    assert logits.shape[1] == ids.shape[1] - 10
+    whole = model(ids[:, :CONTEXT_LEN]).logits[:, 10:]
+    assert torch.allclose(logits[:, : CONTEXT_LEN - 10], whole, atol=1e-5)
+    last = model(ids[:, -CONTEXT_LEN:]).logits[:, -1]
+    assert torch.allclose(logits[:, -1], last, atol=1e-5)
