@@ -6,7 +6,9 @@ import pytest
 from helpers.results_example import documents
 
 from kvalign.eval.evaluations.latency import busy
-from kvalign.eval.protocol.verdicts import Verdict, share_interval, verdict
+from kvalign.eval.evaluations.perplexity import COLUMNS
+from kvalign.eval.protocol.tables import table
+from kvalign.eval.protocol.verdicts import Verdict, comparable, share_interval, verdict
 from kvalign.eval.report.first_screen import first_screens
 from kvalign.eval.report.results_folder import Results
 
@@ -15,7 +17,8 @@ def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, d
     sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=0, num_evicted=1)
     ends = dict(ratio_low=ratio, ratio_high=ratio)
     ends |= dict(ratio_low=low, ratio_high=high) if low is not None else {}
-    ppl = dict(perplexity=80.0 * ratio, low=60.0 * ratio, high=100.0 * ratio)
+    low, high = (end and 80.0 * end for end in (ends["ratio_low"], ends["ratio_high"]))
+    ppl = dict(perplexity=80.0 * ratio, low=low, high=high)
     return sizes | ends | ppl | dict(ratio=ratio, num_labels=labels, drift=drift) | more
 
 
@@ -90,6 +93,27 @@ def test_other_sinks_are_not_compared():
     verdicts = scored(rows).verdicts
     assert [line[0].text for line in verdicts.rows] == ["recompute, 0 sinks", "kvalign, 0 sinks"]
     assert verdicts.note == "Other sinks, so not compared: window, 4 sinks."
+
+
+def best(rows, reference=None):
+    """Methods with a mark in the column of perplexities."""
+    shown = table("", rows, {"perplexity": COLUMNS["perplexity"]}, reference)
+    return [r["method"] for r, line in zip(rows, shown.rows, strict=True) if line[1].is_best]
+
+
+def test_the_best_is_among_rows_with_equal_sinks():
+    def one(method, ratio, num_sinks=0):
+        return row(method, ratio, 0.99 * ratio, 1.01 * ratio, num_sinks=num_sinks)
+
+    others = [one("window", 0.75), one("streaming-llm", 0.9, 4)]
+    assert best([one("recompute", 1.0, 4), *others]) == ["streaming-llm"]
+    unlike = [one("recompute", 1.0), *others]
+    assert best(unlike) == best(unlike, "recompute") == []  # the latter: the paper's protocol
+    without = [x | {"num_sinks": 0} for x in unlike]
+    assert best(without) == ["window"]
+    dense = one("dense", 0.5, 4)  # evicts nothing, so has no sinks that could differ
+    assert best([*without, dense]) == ["dense"]
+    assert comparable([one("window", 1.0), dense]) == []
 
 
 def test_a_busy_machine_has_no_verdict_on_time():

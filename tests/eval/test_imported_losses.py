@@ -58,10 +58,6 @@ def test_figures_are_those_of_our_tools(folder, capsys, tmp_path):
     assert rows[-2]["drift"] == pytest.approx(1)
 
 
-def without_recompute(folder):
-    (folder / name_of("with_recompute", 64)).unlink()
-
-
 def saved(value):
     return lambda folder: torch.save(value, folder / name_of("key_value_net", 32))
 
@@ -69,7 +65,10 @@ def saved(value):
 REFUSED = {
     "code": (saved({"run": len}), "damaged or has more than a tensor, which is not executed"),
     "too few": (saved(torch.ones(NUM - 1)), f"must have {NUM} losses, as its name says"),
-    "no reference": (without_recompute, "has no recompute at C = 64: name another --reference"),
+    "no reference": (
+        lambda folder: (folder / name_of("with_recompute", 64)).unlink(),
+        "has no recompute at C = 64: name another --reference",
+    ),
 }
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from helpers.other_weights import change, copy_of
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
+from helpers.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import kvalign.eval
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
@@ -19,7 +21,8 @@ from kvalign.eval.evaluations.perplexity.scores import compare
 from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
-from kvalign.models.loading import load_model
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.scoring import score
 
 ROW = [*SIZES, "first_label", "num_labels", "nll_nats", "perplexity", "low", "high", "tenths"]
@@ -147,6 +150,20 @@ def test_kept_losses_are_those_of_the_same_weights_and_config(capsys, tmp_path):
     found.append(run_json(capsys, *argv, *keep)["rows"][0]["nll_nats"])
     assert len({*found}) == 3
     assert found[2] == run_json(capsys, *argv)["rows"][0]["nll_nats"]
+
+
+@pytest.mark.slow
+def test_guessing_among_the_vocabulary_is_hinted_at(loaded, caplog):
+    """A perplexity that says the text is the wrong one, and no other."""
+    how = dict(cache_sizes=32, num_tokens=250)
+    methods = ("window", "recompute", "kvalign")  # `window` fails on any text
+    kvalign.eval.perplexity(**how, methods=methods, loaded=loaded)
+    assert not caplog.messages
+    model = tiny_model("gpt2", vocab_size=8192)
+    random_one = LoadedModel(model, loaded.tokenizer, spec_of(model.config, "tiny"))
+    kvalign.eval.perplexity(**how, methods="recompute", loaded=random_one)
+    (hint,) = caplog.messages
+    assert "about that of guessing among 8192 tokens: corpus 'python-docs'" in hint
 
 
 PHI = 0.9  # of the correlated losses: each is this much of the one before, and a draw

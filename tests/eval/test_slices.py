@@ -45,25 +45,16 @@ def test_slices_end_with_parts_of_the_cache():
     assert [*map(slice_name, found)] == names
 
 
-def rows_of_two(num_labels, forgets):
+def test_ratios_are_paired():
     """`window` beside `recompute` at C = 8, on a text that repeats each 8 tokens, or never."""
-    ids = [
-        *range(9),
-        *(n % 8 if n < num_labels // 2 else 100 + n for n in range(1, num_labels + 1)),
-    ]
-    losses = torch.rand(num_labels, generator=torch.Generator().manual_seed(0))
-    far = distances(ids, 2)[9:]
-    worse = torch.where(far == 8, forgets, 0.1)
+    ids = [*range(9), *(n % 8 if n < 500 else 100 + n for n in range(1, 1001))]
+    losses = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    worse = torch.where(distances(ids, 2)[9:] == 8, 0.5, 0.1)
     rows = [
         dict(method=name, aligner=None, cache_size=8, num_sinks=0, num_evicted=1, first_label=9)
         for name in ("recompute", "window")
     ]
-    return rows, [losses, losses + worse], ids
-
-
-def test_ratios_are_paired():
-    rows, losses, ids = rows_of_two(1000, 0.5)
-    sliced(rows, losses, ids, "recompute")
+    sliced(rows, [losses, losses + worse], ids, "recompute")
     old, new = rows[1]["bigrams"][3], rows[1]["bigrams"][-1]
     assert old["num_labels"] == 496 and new["num_labels"] == 503  # and one, 2 C back
     ratios = [old[name] for name in ("ratio", "ratio_low", "ratio_high")]
