@@ -123,12 +123,8 @@ def test_what_is_written_again_at_each_move_is_refused(models):
 
 def as_qwen2(model, bias):
     """The same model with key biases of a norm in the slowest pairs of its first and last layer."""
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads max_position_embeddings rms_norm_eps tie_word_embeddings "
-        "rope_parameters bos_token_id eos_token_id"
-    )
-    made = Qwen2ForCausalLM(Qwen2Config(**{x: getattr(model.config, x) for x in names.split()}))
+    sizes = {x: y for x, y in model.config.to_dict().items() if x != "model_type"}
+    made = Qwen2ForCausalLM(Qwen2Config(**sizes))
     made.load_state_dict(model.state_dict(), strict=False)
     for i, layer in enumerate(made.model.layers):
         of_layer, num = layer.self_attn, len(made.model.layers)

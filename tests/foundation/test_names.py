@@ -1,11 +1,15 @@
-"""Which name is meant by one that is nearly right."""
+"""Which name is meant by one that is nearly right; names first, imports later."""
 
 import pydoc
 
 import pytest
 
 import kvalign
+from kvalign.aligners.kinds import KINDS
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import nearest
+from kvalign.foundation.registry import Registry
+from kvalign.methods.registry import METHODS
 
 KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_size", "seed"]
 
@@ -30,3 +34,22 @@ def test_a_signature_is_readable_and_names_every_setting():
     own = pydoc.plain(pydoc.render_doc(kvalign.stream)).splitlines()[2]
     assert "temperature: float = ..., top_k: int = ..., top_p" in own
     assert own.count("**config: StreamConfig)") == 1 and "ForwardRef" not in own
+
+
+@pytest.mark.parametrize("registry", [METHODS, KINDS], ids=lambda registry: registry.what)
+def test_every_name_is_that_of_its_class(registry):
+    for name, cls in registry.items():
+        assert name in (getattr(cls, "name", None), getattr(cls, "kind", None))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown fruit 'aple'; did you mean apple\? \(known: "):
+        Registry("fruit", {"apple": "fruits:Apple", "pear": "fruits:Pear"}).find("aple")
+
+
+def test_a_notebook_adds_and_removes(models):
+    fruits = Registry("fruit", {})
+    fruits["fig"] = Registry
+    assert fruits.find("fig") is Registry and list(fruits) == ["fig"]
+    del fruits["fig"]
+    assert "fig" not in fruits and len(fruits) == 0

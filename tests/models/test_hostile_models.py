@@ -65,12 +65,6 @@ def tokenizer():
     return load_model("recall-gpt2").tokenizer
 
 
-@pytest.fixture
-def not_tried(monkeypatch):
-    """No process tries a template out, and what it says for itself is seen alone."""
-    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_templates(template, tokenizer, capfd):
@@ -100,7 +94,9 @@ LATER = {
 
 
 @pytest.mark.parametrize("template", LATER.values(), ids=LATER)
-def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
+def test_templates_that_take_one_turn_alone(template, tokenizer, monkeypatch):
+    """No process tries these out."""
+    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
     tokenizer.chat_template = template
     turn_ids(tokenizer, "Hi", True)
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")

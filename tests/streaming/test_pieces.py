@@ -32,11 +32,7 @@ def answer(stream, question=QUESTION):
 
 
 def test_at_the_start_of_a_stream_it_is_as_if_its_text_had_been_fed(loaded):
-    piece, stream, anew = (
-        kvalign.encode(loaded.model, loaded.tokenizer, TEXT),
-        stream_of(loaded),
-        stream_of(loaded),
-    )
+    piece, stream, anew = encoded(loaded), stream_of(loaded), stream_of(loaded)
     stream.insert(piece)
     anew.feed([*piece.ids])
     assert answer(stream) == answer(anew) and stream.ids == anew.ids

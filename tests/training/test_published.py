@@ -108,10 +108,6 @@ def test_nothing_is_overwritten_unasked(workplace, capsys):
     assert weights.read_bytes() != before
 
 
-def without(name):
-    return lambda state: state.pop(name)
-
-
 def changed(name, change):
     return lambda state: state.update({name: change(state[name])})
 
@@ -119,7 +115,7 @@ def changed(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("fc2.bias"), "holds no KV-Align network: missing fc2.bias"),
+        (lambda state: state.pop("fc2.bias"), "holds no KV-Align network: missing fc2.bias"),
         (changed("fc3.bias", lambda x: x[1:]), "fc3.bias is (15,), needed (16,)"),
         (changed("emb_pos.weight", lambda x: x[:34]), "has 34 positions, needed 35 for"),
     ],
