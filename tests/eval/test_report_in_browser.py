@@ -4,6 +4,7 @@ accessibility fault.
 
 import itertools
 import json
+import re
 
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
@@ -16,29 +17,19 @@ pytestmark = pytest.mark.browser
 OPENED = "for (const d of document.querySelectorAll('details.part')) d.open = true"
 
 
-def written(folder):
-    """The address of the report on a folder, without the files of its plots."""
-    save = "kvalign.eval.report.page.save"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, UNDRAWN[save])
-        return write_report(folder).as_uri()
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    return written(write_folder(tmp_path_factory.mktemp("browser") / "results"))
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    """The address of a report with a second text, and more labels."""
-    folder = write_folder(tmp_path_factory.mktemp("browser") / "more")
+    """Of a report with a second text and many labels, without the files of its plots."""
+    folder = write_folder(tmp_path_factory.mktemp("browser") / "results")
     document = json.loads((folder / "perplexity.json").read_text())
     document["rows"] = [row | {"num_labels": 300} for row in document["rows"]]
     (folder / "perplexity.json").write_text(json.dumps(document))
     document["settings"]["corpus"] = "text:another.txt"
     (folder / "another.json").write_text(json.dumps(document))
-    return written(folder)
+    save = "kvalign.eval.report.page.save"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, UNDRAWN[save])
+        return write_report(folder).as_uri()
 
 
 @pytest.fixture
@@ -102,11 +93,8 @@ def test_keys_walk_the_strips(page):
     assert focused_id(page) == "c1-2-1"
 
 
-def test_nothing_is_wider_than_a_phone(phone):
+def test_on_a_phone_the_summary_is_a_card_a_method_and_nothing_is_wider(phone):
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
-
-
-def test_on_a_phone_the_summary_is_a_card_a_method(phone):
     cards = phone.locator("#summary .cards tbody tr")
     boxes = [card.bounding_box() for card in cards.all()]
     assert len(boxes) == 6 and all(300 < box["width"] <= 390 for box in boxes)
@@ -121,12 +109,12 @@ def test_on_a_phone_the_summary_is_a_card_a_method(phone):
     assert faults(phone) == []
 
 
-def test_the_first_screen_has_the_pictures_side_by_side(browser, more):
+def test_the_first_screen_has_the_pictures_side_by_side(browser, address):
     """Before anything is opened: what was measured, three pictures in a row, and below them the
     table of verdicts and the passages; what else there is is folded.
     """
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(more)
+    page.goto(address)
     assert page.locator(".first .lead").count() == 1
     boxes = [one.bounding_box() for one in page.locator(".three figure").all()]
     assert len(boxes) == 3 and len({box["y"] for box in boxes}) == 1
@@ -137,6 +125,14 @@ def test_the_first_screen_has_the_pictures_side_by_side(browser, more):
     assert max(b["y"] + b["height"] for b in boxes) < table["y"] < passages["y"] < parts[0]["y"]
     assert page.locator("details.part[open]").count() == 0
     page.close()
+
+
+def test_ids_are_unique_and_nothing_is_loaded(page):
+    """In the pictures, too."""
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids)) > 100
+    source = page.content().replace("url(#", "")
+    assert not re.search(r"(url\(|@import|<link|<iframe|<img)", source)
 
 
 def test_rows_can_be_downloaded(page):
