@@ -55,25 +55,16 @@ def folders(loaded, tmp_path, monkeypatch):
     return NAMES
 
 
-def run(name, loaded, **more):
-    """The document, as it is read from a file."""
-    if name == "recall":
-        loaded = replace(loaded, tokenizer=load_model("recall-gpt2").tokenizer)
-    settings = dict(methods=("kvalign", "recompute"), cache_sizes=(16, 20)) | SHORT[name]
-    return json.loads(
-        json.dumps(getattr(kvalign.eval, name)(loaded=loaded, **(settings | more)), default=float)
-    )
-
-
 def check_apart(name, document, labels, monkeypatch):
     """Tables, means, the summary, plots, passages and the page have a row or a line for each."""
     evaluation, drawn = EVALUATIONS[name], {}
     results = Results({name: document})
-    monkeypatch.setattr(
-        "kvalign.eval.drawing._draw_line",
-        lambda axes, line, *more: drawn.update({line.label: line.style}),
-    )
-    contents = sections(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "kvalign.eval.drawing._draw_line",
+            lambda axes, line, *more: drawn.update({line.label: line.style}),
+        )
+        contents = sections(results)
     if drawn:
         assert set(labels) <= set(drawn) and len(set(drawn.values())) == len(drawn)
         assert len({(marker, dashes) for _, marker, dashes in drawn.values()}) == len(drawn)
@@ -88,7 +79,6 @@ def check_apart(name, document, labels, monkeypatch):
     for panel in panels(results):
         assert len({passage.method for passage in panel.passages}) == len(panel.passages)
         assert set(labels) <= {passage.label for passage in panel.passages}
-    monkeypatch.undo()
     page = render(results, contents)
     assert all(page.count(label) > 1 for label in labels)
 
@@ -98,8 +88,12 @@ def test_each_evaluation_is_tried():
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch):
-    document = run(name, loaded, aligner=folders)
+def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch, undrawn):
+    if name == "recall":
+        loaded = replace(loaded, tokenizer=load_model("recall-gpt2").tokenizer)
+    settings = dict(methods=("kvalign", "recompute"), cache_sizes=(16, 20)) | SHORT[name]
+    document = getattr(kvalign.eval, name)(loaded=loaded, aligner=folders, **settings)
+    document = json.loads(json.dumps(document, default=float))  # as it is read from a file
     ours = [row for row in document["rows"] if row["method"] == "kvalign"]
     said = {tuple(row[n] for n in SIZES if n.startswith("aligner")) for row in ours}
     assert {facts[:3] for facts in said} == {(one, "table", one) for one in folders}

@@ -1,10 +1,12 @@
 """What methods write and answer: one stream each, judged alike, the same again with one seed."""
 
 import json
+import math
 import shlex
 from pathlib import Path
 
 import pytest
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 import kvalign.eval
 from kvalign import load_model
@@ -12,10 +14,11 @@ from kvalign.app.cli.main import main
 from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.judging.chunks import judged
+from kvalign.eval.judging.fluency import dense_perplexity
 from kvalign.eval.judging.words import RULES, SHA256, load_words
 from kvalign.streaming.turns import turn_ids
 
-SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "40", "--json"]
+SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "24", "--json"]
 
 GOOD = "The island was settled by people who came from the sea, and they lived there. " * 3
 
@@ -38,9 +41,9 @@ def test_passages_are_what_generate_writes(capsys):
     for row in found["rows"]:
         for name, value in judged(row["text"], words.words, RULES["paper"]).items():
             assert row[name] == value
-        assert row["dense_perplexity"] > 1 and row["num_tokens"] == 40
+        assert row["dense_perplexity"] > 1 and row["num_tokens"] == 24
     row = found["rows"][3]  # 2-grams are not repeated, prompt included
-    argv = ["generate", "--method", "streaming-llm", "--cache-size", "24", "--max-new-tokens", "40"]
+    argv = ["generate", "--method", "streaming-llm", "--cache-size", "24", "--max-new-tokens", "24"]
     argv += ["--no-repeat-ngram-size", "2", "--seed", "0", "--prompt", found["prompts"][1]]
     assert run_json(capsys, *argv, "--json")["text"] == row["text"]
 
@@ -49,7 +52,6 @@ def test_passages_are_what_generate_writes(capsys):
 def test_runs_with_other_seeds_give_an_interval(capsys):
     """Each is what its seed alone writes; the page shows those of the first."""
     argv = [*SHORT, "--methods", "window", "--no-repeat-ngram-sizes", "0", "--num-prompts", "2"]
-    argv += ["--max-new-tokens", "24"]
     few, alone = (run_json(capsys, *argv, "--seed", seed) for seed in ("3", "12"))
     found = run_json(capsys, *argv, "--seed", "3", "--num-seeds", "10")
     assert [row["seed"] for row in found["rows"]] == 2 * [*range(3, 13)]
@@ -72,7 +74,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_is_written_beside_what_is_there(folder, capsys):
-    argv = ["eval", "readability", "--methods", "window,recompute", "--cache-sizes", "24"]
+    argv = ["eval", "readability", "--methods", "window,streaming-llm", "--cache-sizes", "24"]
     argv += ["--max-new-tokens", "12"]
     for name in ("readability", "readability-2"):
         assert main(argv) == 0
@@ -125,3 +127,20 @@ def test_answers_come_from_one_stream():
         stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
         assert row["num_fed"] == len(stream.ids)
         assert row["text"] == "".join(stream)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 110), (90, 30)])
+def test_dense_perplexity_sees_half_a_span_or_all(num_prompt, num_passage, ids):
+    model, span = tiny_model("gpt2"), CONTEXT_LEN // 2
+    stream = ids[0, : num_prompt + num_passage]
+    found = dense_perplexity(model, stream[:num_prompt], stream[num_prompt:], span)
+    nll, scored = 0.0, num_prompt
+    while scored < len(stream):  # the same windows, token by token
+        end = min(len(stream), max(scored + span // 2, span))
+        for i in range(scored, end):
+            seen = stream[max(0, end - span) : i]
+            assert len(seen) >= min(i, span // 2)
+            logits = model(input_ids=seen[None]).logits[0, -1]
+            nll -= logits.log_softmax(-1)[stream[i]].item()
+        scored = end
+    assert math.isclose(found, math.exp(nll / num_passage), rel_tol=1e-4)
