@@ -125,6 +125,6 @@ THIRDS += [("lfm2", third) for third in ROWS if ("lfm2", third) not in THIRDS]
 def test_it_keeps_to_the_invariants(case, third, made):
     name = STREAMING[CASES.index(case) % len(STREAMING)]
     changes = dict(invariants=third.split(), num_steps=45)
-    outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)
+    outcomes = kvalign.verify(made(case), lambda x: stream(name, x, cache_size=12), **changes)
     assert not [x for x in outcomes if x.state == "failed"]
     assert any(x.state == "passed" for x in outcomes)
