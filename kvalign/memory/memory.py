@@ -216,6 +216,8 @@ class Memory:
         evicted_slots = batch.evicted_slots(self.num_slots, self.device)
         if self.sketch is None:
             _ = evicted_slots.worth, evicted_slots.newer
+        else:
+            _ = evicted_slots.worths
         return evicted_slots
 
     def find(self, queries: Tensor, batch: QueryBatch) -> Matches:

@@ -83,7 +83,7 @@ class EvictedSlots:
         of_ages = newest - sizes.num_sinks, seen - newest, oldest
         self.newest, self.since, self.oldest = (x.to(device) for x in of_ages)
 
-    @property
+    @cached_property
     def worths(self) -> Tensor:
         """Return what is added to the score of an entry of each age, from A - 1 down to 0: [A]
         float32, on the host.

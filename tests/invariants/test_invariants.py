@@ -181,9 +181,9 @@ def shift_by_two(right, self, step, shifts):
     right(self, step, [shift + 2 for shift in shifts])
 
 
-@planted(Step, "_slot", "kept", "moves", "rows", "evicting-chunks", "save", "put-back")
+@planted(Step, "_slot", "kept", "moves", "evicting-chunks", "save")
 def sinks_lost(right, self):
-    return self._count.end[:1] % self.sizes.first_input_len
+    return self.count.end[:1] % self.sizes.first_input_len
 
 
 @planted(StreamingCache, "_rotate_sinks", "rows", "reorder", "evicting-chunks")
