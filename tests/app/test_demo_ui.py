@@ -275,6 +275,7 @@ def test_memory_is_switched_on_and_off(page):
 
 
 def test_another_model_brings_its_aligners(page):
+    finish(page)
     pick(page, "Model", "llama-mini")
     page.wait_for_function(
         "() => [...document.querySelectorAll('input')]"

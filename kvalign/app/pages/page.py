@@ -156,13 +156,16 @@ def build(
         frames = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
         return next(frames, None) or _message(streams[0].line)
 
-    def follow(model: str, methods: list[str], cache_size: int) -> list[dict]:
-        """Return the changes with another model: its aligners, its methods, its largest cache."""
+    def follow(model: str, aligner: str | None, methods: list[str], cache_size: int) -> list[dict]:
+        """Return the changes with another model: its aligners, its methods, its largest cache. What
+        fits it stays, as it may have been chosen since: Gradio can say twice that a model changed.
+        """
         names, most = offered(model), _most_entries(load(model))
+        first, fit = names[0] if names else None, able(methods, model)
         return [
-            gr.update(choices=names, value=names[0] if names else None),
-            gr.update(value=able(methods, model)),
-            gr.update(maximum=most, value=min(cache_size, most)),
+            gr.update(choices=names, **({} if aligner in names else {"value": first})),
+            gr.update(**({} if fit == methods else {"value": fit})),
+            gr.update(maximum=most, **({} if cache_size <= most else {"value": most})),
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
@@ -270,7 +273,8 @@ def build(
             one.failure(end, **ended)
         stop.click(end, cancels=runs, **ended)
         page.unload(forget)
-        model.change(follow, [model, methods, cache_size], [which, methods, cache_size], **quiet)
+        follows = [which, methods, cache_size]
+        model.change(follow, [model, *follows], follows, **quiet)
         changes = [page.load, *(setting.change for setting in sizes)]
         gr.on(changes, lane, sizes, frame, trigger_mode="always_last", **quiet)
     return page
