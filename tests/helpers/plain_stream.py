@@ -173,9 +173,12 @@ class PlainStream:
         for stream, kept in ((self, slice(0, first)), (tails, slice(stop, num))):
             stream.keep_slots(torch.arange(num)[kept])
         self._renumber()
-        for part in [*parts, *[tails] * (stop < num)]:
+        whole = [*parts, *[tails] * (stop < num)]
+        for part, after in zip(whole, [*whole[1:], None], strict=True):
             if isinstance(part, PlainStream):
                 self._append(part)
+                if not isinstance(after, PlainStream):
+                    self._settle()
                 continue
             while len(part):
                 num_now = self.plan.takes_at_once(self.seen, len(part))
@@ -183,13 +186,16 @@ class PlainStream:
                 part = part[num_now:]
 
     def _append(self, other: "PlainStream") -> None:
-        total = self.tokens[0].shape[1] + other.tokens[0].shape[1]
         for i in range(self.num_layers):
             held = self.raw[i]
             self.raw[i] = other.raw[i] if held is None else _cat(held, other.raw[i])
             for name in ("tokens", "births", "drawn", "strayed"):
                 held = getattr(self, name)
                 held[i] = torch.cat([held[i], getattr(other, name)[i]], 1)
+
+    def _settle(self) -> None:
+        """Evict what is too much, once for all that was appended: nothing lies anywhere between."""
+        total = self.tokens[0].shape[1]
         kept, gone = torch.arange(total), self.plan.dropped(total)
         self.keep_slots(kept[(kept < self.plan.num_sinks) | (kept >= self.plan.num_sinks + gone)])
         self._renumber()
