@@ -174,10 +174,10 @@ class PlainStream:
             stream.keep_slots(torch.arange(num)[kept])
         self._renumber()
         whole = [*parts, *[tails] * (stop < num)]
-        for part, after in zip(whole, [*whole[1:], None], strict=True):
+        for i, part in enumerate(whole, 1):
             if isinstance(part, PlainStream):
                 self._append(part)
-                if not isinstance(after, PlainStream):
+                if not any(isinstance(after, PlainStream) for after in whole[i : i + 1]):
                     self._settle()
                 continue
             while len(part):
