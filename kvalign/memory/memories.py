@@ -253,8 +253,8 @@ class Memories(Part):
 
     @property
     def is_on_card(self) -> bool:
-        """Return whether all lie on a card."""
-        return all(memory.device != HOST for memory in self.of.values())
+        """Return whether they lie on a card, all alike; true before the first entries."""
+        return self._first is None or self._first.device != HOST
 
     @property
     def finds_all(self) -> bool:

@@ -131,6 +131,7 @@ class Graph(NamedTuple):
 Run = Callable[[Inputs], Tensor]
 
 NOT_RECORDED = "steps of this model are not captured, as one could not be recorded"
+ON_HOST = "steps of a memory on the host are not captured"
 
 MOST_GRAPHS = 16
 EVERY = 32  # steps between two comparisons of the whole model
@@ -179,6 +180,7 @@ class Captured(Stepper):
         self.model, self.regions, self.record = model, regions, record
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self.is_refused = False  # something in a step cannot be recorded
+        self._is_on_host = False  # a memory was
         self._next: tuple[Step | None, Graph | None] = None, None  # with its counts
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
 
@@ -201,7 +203,7 @@ class Captured(Stepper):
         return isinstance(cache, StreamingCache) and may_be_static(cache)
 
     def word_for(self, num_rows: int) -> str | None:
-        if self.is_refused:
+        if self.is_refused or self._is_on_host:
             return None
         return "captured" if self.regions is None else "compiled and captured"
 
@@ -234,9 +236,10 @@ class Captured(Stepper):
         if not (step.is_static and cache.is_decode(step) and (stays(cache) or step.is_alike)):
             return None
         if (memory := cache.memory) is not None:
-            if not memory.is_on_card:
-                self._refuse("its memory lies on the host")
-            if self.is_refused or not (memory.finds_all or memory.finds_none):
+            if not (memory.is_on_card or self._is_on_host):
+                self._is_on_host = True
+                log.warning(ON_HOST)
+            if not (memory.is_on_card and (memory.finds_all or memory.finds_none)):
                 return None
         key = _key_of(step, cache)
         if key not in self.graphs:
@@ -250,12 +253,9 @@ class Captured(Stepper):
             try:
                 self.graphs[key] = self._captured(own, cache)
             except RuntimeError as error:  # it reads a number of the card, say
-                self._refuse(next(iter(str(error).splitlines()), ""))
+                self.is_refused = True
+                log.warning("%s: %s", NOT_RECORDED, next(iter(str(error).splitlines()), ""))
         return self.graphs[key]
-
-    def _refuse(self, why: str) -> None:
-        self.is_refused = True
-        log.warning("%s: %s", NOT_RECORDED, why)
 
     def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
         step = cache.step
@@ -322,8 +322,8 @@ def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
     first = (step.first_place, None if step.hides else step.births[0]) if step.is_alike else None
     of_rows = len(step.seen), step.is_even, step.is_alike, step.hides, step.size, first
     realigner = cache.realigner, cache.realigner.version
-    is_asked = memory is not None and memory.finds_all
-    return (*of_rows, step.sizes, is_asked, *realigner, *buffers, *sinks)
+    found = memory and (memory.finds_all, memory.finds_none)
+    return (*of_rows, step.sizes, found, *realigner, *buffers, *sinks)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.def
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 INSTEAD: dict[Any, Callable] = {}
 """Functions of the CPU's tensors, for operations that it does not have."""
-_recording = 0
+_is_recording = False
 
 
 class OtherTensor(Tensor):
@@ -43,7 +43,7 @@ class OtherTensor(Tensor):
         return f"OtherTensor({self.held})"
 
     def tolist(self):
-        _refuse_if_recorded("tolist")
+        _refuse_in_recording("tolist")
         return self.held.tolist()
 
     @classmethod
@@ -52,16 +52,16 @@ class OtherTensor(Tensor):
 
 
 @contextmanager
-def recorded():
+def recording():
     """Context in which what a CUDA graph cannot record is refused: numbers of this device that are
     read, and tensors that are copied from the CPU or to it.
     """
-    global _recording
-    _recording += 1
+    global _is_recording
+    _is_recording = True
     try:
         yield
     finally:
-        _recording -= 1
+        _is_recording = False
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -89,7 +89,7 @@ def _run(func, *args, **kwargs):
     by_mask = func is aten.index.Tensor and any(x.dtype == torch.bool for x in found[1:])
     is_copied = len(others) < len(found) if func is aten.copy_.default else bool(here)
     if others and (is_copied or by_mask or not is_other or func in _READS):
-        _refuse_if_recorded(func)
+        _refuse_in_recording(func)
     if device is not None:
         kwargs["device"] = "cpu"
     plain, named = tree_map(_held, (args, kwargs))
@@ -100,8 +100,8 @@ def _run(func, *args, **kwargs):
     return tree_map(_wrapped, result) if is_other else result
 
 
-def _refuse_if_recorded(what):
-    if _recording:
+def _refuse_in_recording(what):
+    if _is_recording:
         raise RuntimeError(f"{what}: cannot be recorded")
 
 
@@ -115,7 +115,7 @@ def _held(x):
 
 def _copy_from(x, to, non_blocking=False):
     if isinstance(x, OtherTensor) != isinstance(to, OtherTensor):
-        _refuse_if_recorded("copy")
+        _refuse_in_recording("copy")
     _held(to).copy_(_held(x))
     return to
 

@@ -8,6 +8,7 @@ precision of what is tested it says how far from that any honest loop is (`bound
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -174,16 +175,17 @@ class PlainStream:
             stream.keep_slots(torch.arange(num)[kept])
         self._renumber()
         whole = [*parts, *[tails] * (stop < num)]
-        for i, part in enumerate(whole, 1):
-            if isinstance(part, PlainStream):
-                self._append(part)
-                if not any(isinstance(after, PlainStream) for after in whole[i : i + 1]):
-                    self._settle()
-                continue
-            while len(part):
-                num_now = self.plan.takes_at_once(self.seen, len(part))
-                self.take(part[:num_now])
-                part = part[num_now:]
+        for is_encoded, together in groupby(whole, lambda part: isinstance(part, PlainStream)):
+            for part in together:
+                if is_encoded:
+                    self._append(part)
+                    continue
+                while len(part):
+                    num_now = self.plan.takes_at_once(self.seen, len(part))
+                    self.take(part[:num_now])
+                    part = part[num_now:]
+            if is_encoded:
+                self._settle()
 
     def _append(self, other: "PlainStream") -> None:
         for i in range(self.num_layers):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.comings import come_and_go
 from helpers.methods import make, tables
-from helpers.other_device import NAME, moved, recorded
+from helpers.other_device import NAME, moved, recording
 from helpers.tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvalign.memory import memories
 from kvalign.memory.memories import Memories
 from kvalign.memory.memory import Memory
-from kvalign.steppers.captured import NOT_RECORDED, Captured, Graph, Regions
+from kvalign.steppers.captured import NOT_RECORDED, ON_HOST, Captured, Graph, Regions
 
 NUM_STEPS = 130
 """Over three frames and six laps."""
@@ -102,19 +102,23 @@ def test_a_cache_that_fills_is_captured(kind):
     assert recorder.num == 2
 
 
+@pytest.fixture
+def memory_on_card(monkeypatch):
+    """A memory of the CPU is taken for one of a card, which PyTorch searches."""
+    monkeypatch.setattr(Memories, "is_on_card", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # a CPU else reads `visible`
+    monkeypatch.setattr(Memory, "_has_kernel", lambda self: False)
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in WITH_MEMORY]
 )
 @torch.no_grad()
-def test_a_memory_on_the_card_is_captured_with_its_step(kind, monkeypatch):
+def test_a_memory_on_the_card_is_captured_with_its_step(kind, memory_on_card, monkeypatch):
     """From the first steps, which lose nothing, to a memory that forgets and whose ring is full,
-    but for those whose queries do not find as much as they take back. Here PyTorch searches a
-    memory of the CPU.
+    but for those whose queries do not find as much as they take back.
     """
     monkeypatch.setattr("kvalign.memory.memory.SEGMENT_LEN", 7)  # which is the spare room of slots
-    monkeypatch.setattr(Memories, "is_on_card", True)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # a CPU else reads `visible`
-    monkeypatch.setattr(Memory, "_has_kernel", lambda self: False)
     (eager, found), recorder, _ = side_by_side(kind, 6, 74, WITH_MEMORY)
     torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
     assert recorder.num == 2 and recorder.num_made > 35
@@ -139,7 +143,7 @@ def test_nothing_in_a_captured_step_waits_for_the_host(kind, monkeypatch):
 
 def refusing(run, inputs):
     """Refuses to record what cannot be; each step is made anew."""
-    with recorded():
+    with recording():
         run(inputs)
     return run
 
@@ -151,7 +155,7 @@ def test_steps_of_a_memory_on_the_host_are_called(caplog):
     for ids in torch.arange(5, 75)[None].split([60] + 10 * [1], 1):
         assert torch.equal(method.feed(ids), plain.feed(ids))
     assert recorder.num == 0 and method.steps_in_a_word is None
-    assert [x.message for x in caplog.records] == [f"{NOT_RECORDED}: its memory lies on the host"]
+    assert [x.message for x in caplog.records] == [ON_HOST]
 
 
 def side_by_side(kind, num_first, num_steps, kinds=KINDS):
@@ -171,9 +175,13 @@ def side_by_side(kind, num_first, num_steps, kinds=KINDS):
 
 
 @pytest.mark.slow
-def test_rows_that_come_and_go_are_those_alone():
-    """Each number of rows has a step of its own; rows of other lengths hide slots."""
-    method, recorder = captured("streaming-llm", tiny_model("llama"))
+@pytest.mark.parametrize("sizes", [{}, MEMORY], ids=["", "memory"])
+@torch.no_grad()
+def test_rows_that_come_and_go_are_those_alone(sizes, memory_on_card):
+    """Each number of rows has a step of its own; rows of other lengths hide slots, and begin one
+    after the other to ask their memory.
+    """
+    method, recorder = captured("streaming-llm", tiny_model("llama"), **sizes)
     come_and_go(method, (6, 3, 17, 9), (0, 2), num_steps=40, leave=12, join=24)
     assert recorder.num >= 3 and recorder.num_made > 50
 
