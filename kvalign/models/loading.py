@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import checkpoints
 from kvalign.foundation import progress
@@ -15,7 +15,7 @@ from kvalign.foundation.device import AUTO, has_room, resolved
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import size
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
-from kvalign.models import fetched, model_folder, packed
+from kvalign.models import fetched, model_folder, packed, packed_file
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.rope import frequencies
 from kvalign.models.weights import check_finite
@@ -65,6 +65,32 @@ def load_model(
     check_device(device)
     config = model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
+    request = packed_file.Request(config, source, device, dtype, weights)
+    if (kept := request.read()) is not None:
+        model, tokenizer = kept, model_folder.tokenizer_of(name, source)
+    else:
+        model, tokenizer = _read(name, source, config, device, dtype, weights, is_auto)
+        request.keep(model)
+    model.config.name_or_path = name
+    spec = spec_of(model.config, name)
+    tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
+    check_finite(tensors, f"the config of {name}")
+    model.eval()
+    log.info("weights of %s: %s", name, packed.weights_of(model))
+    model_folder.try_step(name, source, model)
+    return LoadedModel(model, tokenizer, spec)
+
+
+def _read(
+    name: str,
+    source: str,
+    config: PretrainedConfig,
+    device: str,
+    dtype: str | None,
+    weights: str | None,
+    is_auto: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model that is read from its files, on its device and packed, and its tokenizer."""
     is_gguf = model_folder.gguf_file(source) is not None
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     of_file = dtype or (stored if stored in DTYPES and not is_gguf else DTYPES[0])
@@ -73,17 +99,11 @@ def load_model(
         num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
         device_map = device_map_for(name, device, num_bytes, is_auto)
     model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
-    model.config.name_or_path = name
-    spec = spec_of(model.config, name)
-    tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
-    check_finite(tensors, f"the config of {name}")
-    model.eval()
     if weights == "auto":
         can_pack = torch.device(device).type in ("cpu", "cuda")
         weights = "int4" if can_pack and packed.is_of_4_bits(model) else None
     if is_gguf and dtype is None:
         model.to(torch.bfloat16)
-    log.info("weights of %s: %s", name, weights or model.dtype)
     if device_map is None:
         if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
             log.warning("%s goes to the cpu: the GPU has no %s free", name, size(num_bytes))
@@ -91,8 +111,7 @@ def load_model(
         model.to(device)
     if weights is not None:
         packed.pack(model, weights)
-    model_folder.try_step(name, source, model)
-    return LoadedModel(model, tokenizer, spec)
+    return model, tokenizer
 
 
 def device_map_for(

@@ -67,7 +67,7 @@ def read(
         device_map: of accelerate: where weights go as they are read; None: to the CPU.
     """
     if file := gguf_file(source):
-        return _read_gguf(file, config, dtype)
+        return _read_gguf(file, config, dtype), tokenizer_of(name, source)
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
@@ -82,10 +82,19 @@ def read(
         )
         if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
+    return model, tokenizer_of(name, source)
+
+
+def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with its chat template."""
+    if file := gguf_file(source):
+        with _explain_gguf(file):
+            return transformers.AutoTokenizer.from_pretrained(file.parent, **_in_gguf_folder(file))
+    with _explain_errors(name, source):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
             raise UserError("its tokenizer has no vocabulary: tokenizer.json is missing, or empty")
-    return model, tokenizer
+    return tokenizer
 
 
 def try_step(name: str, source: str, model: PreTrainedModel) -> None:
@@ -236,10 +245,8 @@ def _gguf_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def _read_gguf(
-    path: Path, config: PretrainedConfig, dtype: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a file, with its weights unpacked, and the tokenizer, with its chat template."""
+def _read_gguf(path: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+    """The model of a file, with its weights unpacked."""
     with _explain_gguf(path):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -251,13 +258,12 @@ def _read_gguf(
         )
         if missing := sorted(report["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_gguf_folder(path))
     # A plain model, which can be saved.
     model.hf_quantizer = model.quantization_method = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    return model, tokenizer
+    return model
 
 
 def _in_gguf_folder(path: Path) -> dict[str, Any]:

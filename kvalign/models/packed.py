@@ -15,6 +15,7 @@ in bfloat16.
 
 import functools
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -39,16 +40,24 @@ class PackedLinear(nn.Module):
     Args:
         weight: [N, K], K a multiple of `GROUP`.
         bits: 4 or 8.
+        buffers: of weights that were packed before, of which only the shape is read.
     """
 
     of_scales: ClassVar[torch.dtype]
     packed: Tensor
 
-    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
+    def __init__(
+        self,
+        weight: Tensor,
+        bits: int,
+        bias: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits, self.bias = bits, bias
-        for name, x in self.buffers_of(*parts(weight, bits, self.of_scales)).items():
+        buffers = buffers or self.buffers_of(*parts(weight, bits, self.of_scales))
+        for name, x in buffers.items():
             self.register_buffer(name, x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -315,37 +324,65 @@ class PackedEmbedding(nn.Module):
         # Of no size: it follows the model to another dtype.
         self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
+    @property
+    def weight(self) -> Tensor:
+        """Tensor that Llama 4 asks for its device."""
+        return self.like
+
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors [..., K] of ids [...]."""
         return self.product.rows(ids.flatten(), self.like.dtype).view(*ids.shape, -1)
 
 
-def pack(model: PreTrainedModel, weights: str) -> None:
+def kind_for(device: torch.device) -> type[PackedLinear]:
+    """Return which kernel multiplies packed weights there."""
+    if device.type != "cpu":
+        return CudaLinear
+    return RoundingLinear if kernel.is_here() else TorchLinear
+
+
+def pack(
+    model: PreTrainedModel,
+    weights: str,
+    device: torch.device | None = None,
+    stored: Mapping[str, Tensor] | None = None,
+) -> None:
     """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32
     and, on a CPU, in the embedding of tokens. If it and the head share weights, they still do.
 
     Args:
         model: on a CPU with weights in float32, on CUDA in bfloat16.
         weights: int8, or int4.
+        device: of the packed weights; None: the model's.
+        stored: tensors of a model that was packed before, by name; the model needs no numbers.
     """
+    device = device or model.device
+    kind = kind_for(device)
+
+    def made(path: str, weight: Tensor, bits: int, bias: Tensor | None = None) -> PackedLinear:
+        if stored is None:
+            progress.phase(f"packing {path}")
+        names = ((name, f"{path}.{name}") for name in ("packed", "scales"))
+        buffers = stored and {name: stored[own] for name, own in names if own in stored}
+        return kind(weight, bits, bias, buffers).train(model.training)
+
     head = model.get_output_embeddings()
     modules = [(name, module) for name, module in model.named_modules() if _fits(module)]
     if not modules:
         raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
-    kind: type[PackedLinear] = CudaLinear
-    if on_cpu := model.device.type == "cpu":
-        kind = RoundingLinear if kernel.is_here() else TorchLinear
     embedding = model.get_input_embeddings()
     rows = embedding.weight
     for name, module in modules:
-        progress.phase(f"packing {name}")
         bits = 8 if weights == "int8" or module is head else 4
-        packed = kind(_weight_of(module), bits, module.bias).train(module.training)
-        model.set_submodule(name, packed)
+        model.set_submodule(name, made(name, _weight_of(module), bits, module.bias))
     # Others do more than look up, such as Gemma's, which scales.
-    if on_cpu and type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0:
+    is_plain = type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0
+    if device.type == "cpu" and is_plain:
+        path = next(name for name, module in model.named_modules() if module is embedding)
         shares = head is not None and head.weight is rows
-        product = model.get_output_embeddings() if shares else kind(rows.detach(), 8)
+        product = model.get_output_embeddings()
+        if not shares:
+            product = made(f"{path}.product", rows.detach(), 8)
         model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))
     model.save_pretrained = model.push_to_hub = _not_saved
 

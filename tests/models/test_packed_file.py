@@ -1,0 +1,146 @@
+"""Packed weights that are kept: a second start reads them, and has the same model."""
+
+import copy
+import os
+
+import pytest
+import torch
+from helpers.hub_cache import put_into_cache
+from helpers.tiny_gguf import TOKENS, readers, write_gguf
+from helpers.tiny_models import KINDS, MORE_KINDS, tiny_model
+from huggingface_hub import constants
+
+from kvalign import load_model
+from kvalign.foundation import hub
+from kvalign.models import kernel, model_folder, packed, packed_file
+from kvalign.models.identity import identity
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    """The folder in which packed weights of any size are kept."""
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_file, "LEAST", 0)
+    return tmp_path / "cache" / "packed"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_model("gpt2-mini").tokenizer
+
+
+def saved(folder, kind, tokenizer, **changes):
+    tiny_model(kind, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """A function after whose call no model is read from its own files."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the model's own files are read")
+
+    return lambda: monkeypatch.setattr(model_folder, "read", refuse)
+
+
+def same(found, expected, ids):
+    assert identity(found) == identity(expected)
+    assert packed.weights_of(found) == packed.weights_of(expected)
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    for of in ("named_parameters", "named_buffers"):
+        own, others = (dict(getattr(model, of)()) for model in (found, expected))
+        assert own.keys() == others.keys()
+        for name, x in own.items():
+            assert torch.equal(x, others[name]), name
+            assert x.dtype == others[name].dtype and x.requires_grad == others[name].requires_grad
+    assert not any(module.training for module in found.modules())
+    ids = ids[:, :40]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+def test_every_architecture_is_read_as_it_was_packed(kind, tmp_path, ids):
+    model = copy.deepcopy(tiny_model(kind)).requires_grad_()
+    packed.pack(model, "int4")
+    request = packed_file.Request(model.config, str(tmp_path), "cpu", "float32", "int4")
+    assert request.read() is None
+    request.keep(model)
+    same(request.read().eval(), model, ids)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False] if kernel.is_here() else [False])
+def test_each_kernel_and_form_has_a_file_of_its_own(
+    has_kernel, tokenizer, tmp_path, unread, ids, kept, monkeypatch
+):
+    monkeypatch.setattr(kernel, "is_here", lambda: has_kernel)
+    folder = saved(tmp_path / "model", "gpt2", tokenizer, tie_word_embeddings=False)
+    expected = {weights: load_model(folder, weights=weights).model for weights in packed.PACKED}
+    assert len(list(kept.glob("model-*.safetensors"))) == 2
+    unread()
+    for weights in packed.PACKED:
+        same(load_model(folder, weights=weights).model, expected[weights], ids)
+
+
+def test_weights_that_were_stored_in_4_bits_need_no_form(tmp_path, unread, ids):
+    readers()
+    model = tiny_model("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2)
+    write_gguf(tmp_path / "tiny.gguf", model, quantised="Q4_1")
+    first = load_model(tmp_path / "tiny.gguf", weights="auto")
+    unread()
+    second = load_model(tmp_path / "tiny.gguf", weights="auto")
+    same(second.model, first.model, ids % len(TOKENS))
+    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+
+
+def test_a_model_of_the_hub_is_packed_once(tokenizer, tmp_path, unread, ids, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    put_into_cache(tmp_path / "hub", "me/tiny", saved(tmp_path / "tiny", "qwen2", tokenizer))
+    expected = load_model("me/tiny", weights="int8").model
+    unread()
+    same(load_model("me/tiny", weights="int8").model, expected, ids)
+
+
+def test_a_changed_model_is_packed_anew(tokenizer, tmp_path, ids):
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    before = identity(load_model(folder, weights="int4").model)  # whose norms lie in the file
+    file = folder / "model.safetensors"
+    content, changed = file.read_bytes(), file.stat().st_mtime_ns
+    file.write_bytes(content[:-100] + bytes(100))  # of the same size
+    os.utime(file, ns=(changed, changed + 1))
+    after = load_model(folder, weights="int4").model
+    assert identity(after) != before
+    same(load_model(folder, weights="int4").model, after, ids)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b""])
+def test_a_damaged_file_is_made_anew(damage, tokenizer, tmp_path, unread, ids, kept):
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    expected = load_model(folder, weights="int4").model
+    (file,) = kept.glob("*.safetensors")
+    file.write_bytes(damage(file.read_bytes()))
+    same(load_model(folder, weights="int4").model, expected, ids)
+    unread()
+    same(load_model(folder, weights="int4").model, expected, ids)
+
+
+def test_only_large_models_are_kept_and_only_packed_ones(tokenizer, tmp_path, kept, monkeypatch):
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    load_model(folder), load_model(folder, weights="auto")
+    monkeypatch.undo()
+    monkeypatch.setenv("KVALIGN_CACHE", str(kept.parent))
+    load_model(folder, weights="int4")
+    assert not kept.exists()
+
+
+def test_a_full_disk_costs_nothing_but_the_file(tokenizer, tmp_path, kept, ids):
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    kept.parent.mkdir()
+    kept.write_text("a file where the folder would be")
+    first = load_model(folder, weights="int4").model
+    same(load_model(folder, weights="int4").model, first, ids)
