@@ -6,10 +6,11 @@ for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Unpack
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
@@ -32,10 +33,11 @@ class _AnswerRow(Row):
     number: int
     answer: Answer
     room: float
+    piece: str  # text of its last token
 
-    def piece(self) -> str:
-        """Text of the token that was just taken."""
-        return self.answer.take(int(self.token))[0]
+    def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
+        super().append(token, token_ids, logits)
+        self.piece = self.answer.take(token_ids[0])[0]
 
     def has_ended(self) -> bool:
         return bool(self.answer.finish) or self.ids.shape[1] >= self.room
@@ -98,8 +100,8 @@ def stream_batch(
             row.number, row.answer = number, Answer(tokenizer, ids, sampling, ends)
             row.room = math.inf if alone.tokens_left is None else alone.tokens_left + 1
             row.take(begin(alone, of_row), streaming)
-            if piece := row.piece():
-                yield number, piece
+            if row.piece:
+                yield number, row.piece
             if not row.has_ended():
                 new.append((row, alone))
         if new:
@@ -107,6 +109,6 @@ def stream_batch(
         if not batch.rows:
             return
         for row in batch.step():
-            if piece := row.piece():
-                yield row.number, piece
+            if row.piece:
+                yield row.number, row.piece
         batch.leave()

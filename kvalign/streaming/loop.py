@@ -5,6 +5,7 @@ server in a thread of its own.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ class Row:
     Args:
         ids: [B, T] int64, the tokens before.
         processors, do_sample, generator, lookup: as of `stream_tokens`.
+        draws: equal for rows that choose alike, each by its own scores; None: like no other.
 
     Attributes:
         token: [B] int64, the last one, which is fed next.
@@ -44,8 +46,10 @@ class Row:
         do_sample: bool = False,
         generator: torch.Generator | None = None,
         lookup: int = 0,
+        draws: object = None,
     ):
         self.processors, self.do_sample, self.generator = processors, do_sample, generator
+        self.draws = draws
         if lookup:
             from kvalign.streaming.lookup import Lookup
 
@@ -64,19 +68,14 @@ class Row:
 
     def take(self, logits: Tensor, method: Method) -> None:
         """Choose the next token of each text from logits [B, V], and append it; RunError if there
-        is none. The buffer of ids doubles when it is full, so an endless stream is not copied at
-        each token.
+        is none.
         """
-        scores = logits
-        if self.processors:
-            scores = self.processors(self._ids[:, : self._len], logits)
-        best, token = scores.max(-1)  # NaN counts as the greatest number
-        if not best.isfinite().all():
-            from kvalign.streaming.scoring import no_token
+        take_all([self], logits, method)
 
-            raise no_token(logits, method)
-        if self.do_sample:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+    def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
+        """Append the next token of each text, [B] int64, which was chosen by these logits. The
+        buffer of ids doubles when it is full, so an endless stream is not copied at each token.
+        """
         if self.is_over is not None:
             token = torch.where(self.is_over, self.pad, token)
         if self._len == self._ids.shape[1]:
@@ -85,7 +84,62 @@ class Row:
         self._ids[:, self._len] = self.token = token
         self._len += 1
         if self.lookup is not None:
-            self.lookup.append(int(token))
+            self.lookup.append(token_ids[0])
+
+    def fail(self, error: Exception) -> None:
+        """Say why it cannot continue."""
+        raise error
+
+
+def take_all(rows: Sequence[Row], logits: Tensor, method: Method) -> None:
+    """Let rows choose the next tokens of their texts from logits [B, V], and append them; RunError
+    for one that has none. The device is asked for numbers once, however many rows there are, and
+    rows that draw alike are computed together.
+    """
+    parts = logits.split([len(row.token) for row in rows])
+    alike: dict[object, list[int]] = {}
+    for i, row in enumerate(rows):
+        alike.setdefault(i if row.draws is None else row.draws, []).append(i)
+    tokens, bests = {}, {}
+    for numbers in alike.values():
+        try:
+            own = logits if len(numbers) == len(rows) else torch.cat([parts[i] for i in numbers])
+            found = _choose([rows[i] for i in numbers], own)
+        except Exception as error:
+            for i in numbers:
+                rows[i].fail(error)
+            continue
+        for i, token, best in zip(numbers, *found, strict=True):
+            tokens[i], bests[i] = token, best
+    if not tokens:
+        return
+    both = torch.stack([torch.cat([*tokens.values()]), torch.cat([*bests.values()]).isfinite()])
+    asked = zip(*both.tolist(), strict=True)
+    for i, token in tokens.items():
+        token_ids, are_finite = zip(*islice(asked, len(token)), strict=True)
+        try:
+            if not all(are_finite):
+                from kvalign.streaming.scoring import no_token
+
+                raise no_token(parts[i], method)
+            rows[i].append(token, token_ids, parts[i])
+        except Exception as error:
+            rows[i].fail(error)
+
+
+def _choose(rows: Sequence[Row], logits: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Next tokens and greatest scores of rows that choose alike: [B] each, by row."""
+    first, sizes = rows[0], [len(row.token) for row in rows]
+    scores = first.processors(first.ids, logits) if first.processors else logits
+    best, token = scores.max(-1)  # NaN counts as the greatest number
+    if first.do_sample:
+        # As `torch.multinomial` draws, which asks the device whether these are probabilities.
+        shares = scores.softmax(-1)
+        noise = torch.empty_like(shares)
+        for row, own in zip(rows, noise.split(sizes), strict=True):
+            own.exponential_(generator=row.generator)
+        token = (shares / noise).argmax(-1)
+    return token.split(sizes), best.split(sizes)
 
 
 R = TypeVar("R", bound=Row)
@@ -120,8 +174,7 @@ class Batch(Generic[R]):
         first, *others = self.rows
         if others:
             logits = self.method.feed(torch.cat([row.token for row in self.rows])[:, None])
-            for row, one in zip(self.rows, logits.split(1), strict=True):
-                row.take(one, self.method)
+            take_all(self.rows, logits, self.method)
         elif first.lookup is not None:
             first.take(first.lookup.feed(self.method), self.method)
         else:

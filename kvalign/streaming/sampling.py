@@ -207,10 +207,13 @@ class Sampling:
 
     def of_row(self, device: torch.device, row: int = 0) -> dict[str, Any]:
         """Arguments of `Row` for row i of a batch."""
+        looks_back = self.has_penalty or self.no_repeat_ngram_size
+        draws = (self.is_greedy, *(getattr(self, name) for name in DRAWS))
         return {
             "processors": self.processors(),
             "do_sample": not self.is_greedy,
             "generator": self.generator(device, row),
+            "draws": None if looks_back else draws,
         }
 
     def in_flags(self) -> str:

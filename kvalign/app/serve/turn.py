@@ -75,6 +75,7 @@ class AnswerRow(Row):
         drawing = sampling.of_row(device, draw)
         if constraint is not None:  # before what chooses among the likeliest
             drawing["processors"].insert(0, constraint(len(before)))
+            drawing["draws"] = None
         super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
         self.index, self._put = index, put
         self._sizes, self._num_before = method.sizes, len(before)
@@ -104,24 +105,24 @@ class AnswerRow(Row):
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
-    def take(self, logits: Tensor, method: Method) -> None:
-        """Choose the next token and show its text. A failure is this row's alone."""
-        try:
-            super().take(logits, method)
-            _, text = self._answer.take(int(self.token))
-            self.text += text
-            logprobs = self._logprobs_of(logits)
-            if text or logprobs:
-                self._put(Piece(self.index, text, logprobs))
-        except Exception as error:
-            log.error("a token could not be taken", exc_info=error)
-            self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
+    def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
+        """Append the next token and show its text."""
+        super().append(token, token_ids, logits)
+        _, text = self._answer.take(token_ids[0])
+        self.text += text
+        logprobs = self._logprobs_of(logits, token_ids[0])
+        if text or logprobs:
+            self._put(Piece(self.index, text, logprobs))
 
-    def _logprobs_of(self, logits: Tensor) -> tuple[TokenLogprob, ...]:
-        """The last token with its logprob, if that is wanted: by the model's own logits [1, V],
-        before sampling changes them.
+    def fail(self, error: Exception) -> None:
+        """End with an error, which is this row's alone."""
+        log.error("a token could not be taken", exc_info=error)
+        self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
+
+    def _logprobs_of(self, logits: Tensor, token: int) -> tuple[TokenLogprob, ...]:
+        """A token with its logprob, if that is wanted: by the model's own logits [1, V], before
+        sampling changes them.
         """
-        token = int(self.token)
         if self._num_top is None or token in self._ends:
             return ()
         logprobs = logits[0].float().log_softmax(-1)
