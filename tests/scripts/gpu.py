@@ -31,6 +31,8 @@ import kvalign
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
+from kvalign.streaming.loop import Batch, Row
+from kvalign.streaming.sampling import Sampling
 
 CLOSE, OF_INT8, NEAR = 1e-4, 1e-2, 1e-2
 """Largest difference of logits in float32, in parts of the largest logit; with entries of 8 bits,
@@ -155,6 +157,28 @@ def weights(bits: str, device: str) -> str:
     return f"loss {there:.3f}, on the CPU {here:.3f}, bfloat16 {plain:.3f}"
 
 
+def drawing(num_rows: int, device: str, num_steps: int = 50) -> str:
+    """Tokens a second of rows that draw, all together, and the step's share of that time."""
+    model = kvalign.load_model("llama-mini", device).model
+    first = kvalign.make_method("streaming-llm", model, cache_size=64)
+    first.take_ready_stepper()
+    ids, batch = random_ids(num_rows, 80).to(device).split(1), Batch(first)
+    methods = [first.new() for _ in ids]
+    rows = [Row(x, **Sampling(seed=i).of_row(model.device)) for i, x in enumerate(ids)]
+    for row, method in zip(rows, methods, strict=True):
+        row.take(method.feed(row.ids), method)
+    batch.join(rows, methods)
+    tokens, seconds = torch.cat([row.token for row in rows])[:, None], []
+    for step in (lambda: first.feed(tokens).max().item(), batch.step):
+        for num in (8, num_steps):  # the first ones are recorded
+            start = time.perf_counter()
+            for _ in range(num):
+                step()
+        seconds.append((time.perf_counter() - start) / num_steps)
+    share = seconds[0] / seconds[1]
+    return f"{num_rows / seconds[1]:.0f} tokens a second, {share:.2f} of the time is the step's"
+
+
 def invariants(name: str, method: str, device: str, **sizes) -> str:
     """All of `kvalign verify`."""
     model = kvalign.load_model(name, device).model
@@ -206,6 +230,8 @@ def checks() -> Iterator[tuple[str, Check]]:
         yield f"compiled, {name}, {kind}", partial(captured, name, kind, {}, compiled=True)
     for name, kind in (("streaming-llm", "llama"), ("window", "qwen3"), ("streaming-llm", "gpt2")):
         yield f"bfloat16, {name}, {kind}", partial(as_exact, name, kind, {})
+    for num_rows in (1, 64, 256):
+        yield f"{num_rows} rows that draw", partial(drawing, num_rows)
     for bits in ("int8", "int4"):
         yield f"weights of {bits}", partial(weights, bits)
     for name, kind in ways:
