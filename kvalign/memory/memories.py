@@ -137,8 +137,11 @@ class Memories(Part):
         """The queries of this pass are next."""
         self.recall.begin(step)
         if batch := self.recall.of_step:
-            for layer_idx in self.recall.loudness.keys() & self.of.keys():
-                self.of[layer_idx].prepare(batch)
+            asked = [x for i, x in self.of.items() if i in self.recall.loudness]
+            for memory in asked:
+                memory.prepare(batch)
+            if asked and asked[0].sketch is not None:
+                self.recall.prepare(step, batch, asked[0].num_slots)
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -222,6 +225,10 @@ class Memories(Part):
         number, realigner = layer.layer_idx, layer.realigner
         queries = self.recall.rotate_queries(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
         matches = self.of[number].find(queries, batch)
+        is_read = realigner.strategy == "read"
+        if batch.beside is not None and not is_read and self.recall.has_kernel(query):
+            of_query = query, KV(keys, values), scale, queries
+            return self.recall.attend(number, batch, *of_query, matches)
         stored = self.recall.as_stored(number, realigner, step, batch, matches)
         slots = step.oldest(stored.keys.shape[2]).to(keys.device)
         seen, bias = KV(keys, values), self._bias(number, batch, matches, keys, slots)

@@ -73,7 +73,7 @@ class EvictedSlots:
     ):
         sizes = places.sizes
         self.num_slots, self.near, self.device = num_slots, sizes.num_in_sight, device
-        self._recency = places.recency
+        self._places, self._recency = places, places.recency
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         oldest = oldest.where(seen >= sizes.first_input_len, 0)
@@ -88,8 +88,19 @@ class EvictedSlots:
         """Return what is added to the score of an entry of each age, from A - 1 down to 0: [A]
         float32, on the host.
         """
+        return _worths(self._num_ages, self._recency)
+
+    @cached_property
+    def far(self) -> Tensor:
+        """Return how far beyond the window an entry of each age lies, if it has no neighbours: [A]
+        float32, on the host.
+        """
+        return _far(self._num_ages, self._places)
+
+    @property
+    def _num_ages(self) -> int:
         # Entries that are not yet in the memory are in the window, so no age is greater.
-        return _worths(self.num_slots + self.near + 1, self._recency)
+        return self.num_slots + self.near + 1
 
     @cached_property
     def worth(self) -> Tensor:
@@ -122,6 +133,27 @@ def _worths(num: int, recency: float) -> Tensor:
     return _worth(torch.arange(num - 1, -1, -1), recency)
 
 
+@lru_cache(maxsize=4)
+@no_autograd_modes()
+def _far(num: int, places: RecallPlaces) -> Tensor:
+    return places.far(torch.arange(num))
+
+
+class Beside(NamedTuple):
+    """What our kernel needs to see entries that one query a row takes back beside those of its
+    step.
+
+    Attributes:
+        places: [B, S] int64, of the entries of a step; negative: not seen, as those that give way.
+        far: as of `EvictedSlots`.
+        angles: [2, P, pairs], that move keys beyond the window.
+    """
+
+    places: Tensor
+    far: Tensor
+    angles: Tensor
+
+
 class QueryBatch:
     """Queries that search together: those of a block of a segment, or one per row.
 
@@ -136,7 +168,10 @@ class QueryBatch:
 
     Attributes:
         has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
+        beside: what our kernel needs to attend to what they take back; None: PyTorch does.
     """
+
+    beside: Beside | None = None
 
     def __init__(
         self,
@@ -192,11 +227,15 @@ class Recall:
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
+        self._has_kernel = False
         self._angles: Tensor | None = None
 
     def begin(self, step: Step) -> None:
         """Another pass: other queries."""
         self._step, self._batches = step, {}
+        # Asked here, outside of what is compiled.
+        on_host = step.device == HOST
+        self._has_kernel = on_host and kernel.can_rotate(self.placer.rotation) and kernel.is_here()
         is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
         self.of_step = self._of_pass(step, None) if is_asked else None
 
@@ -228,16 +267,60 @@ class Recall:
             angles = rotation.angles(positions - self.places.near)
         return QueryBatch(self.places, seen, end, least, positions, angles)
 
+    def prepare(self, step: Step, batch: QueryBatch, num_slots: int) -> None:
+        """Prepare attention of one query a row by our kernel, if it can do it, over memories of so
+        many slots.
+        """
+        places, rotates = self.places, self.placer.rotation is not None
+        if self._has_kernel and places.by_age and rotates and batch.has_lost is None:
+            seen = step.places.expand(len(step.seen), -1)
+            gone = step.oldest(self.slots.stop - self.slots.start)
+            far = batch.evicted_slots(num_slots).far
+            most = min(places.room, int(far[-1]) + 1 + len(gone) * places.most_apart(len(gone)))
+            angles = self._angles_up_to(most)
+            batch.beside = Beside(seen.index_fill(1, gone, -1), far, angles)
+
+    def attend(
+        self,
+        layer: int,
+        batch: QueryBatch,
+        query: Tensor,
+        entries: KV,
+        scale: float,
+        queries: Tensor,
+        matches: Matches,
+    ) -> Tensor:
+        """Return attention of one query a row [B, H, 1, D] by our kernel, over the entries of a
+        step and over the matches of the same queries: [B, 1, H, D] float32.
+        """
+        assert batch.beside is not None
+        places, far, angles = batch.beside
+        found = self.place_without_rotation(layer, batch, matches).map(Tensor.float)
+        return kernel.attend_recalling(
+            (places, query.float(), *entries),
+            (queries.float(), *found, matches.ages, matches.visible, far, angles),
+            self.places.most_apart(matches.ages.shape[-1]),
+            self.places.room,
+            scale,
+            self.loudness[layer],
+        )
+
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
         window, for entries without a position.
         """
-        return query if batch.angles is None else batch.angles.to(query.device).rotate(query)
+        if batch.angles is None:
+            return query
+        if query.dtype == torch.float32 and self.has_kernel(query):
+            return kernel.rotate(query, batch.angles)
+        return batch.angles.to(query.device).rotate(query)
 
     def place_without_rotation(self, layer: int, batch: QueryBatch, matches: Matches) -> KV:
         """Return the matches, [B, H, T, R, D] each, at their places, before a
         rotation. If any place is free, a table is read at the places of the entries that give way.
         """
+        if self.placer.aligner is None:
+            return matches.entries
         if self.placer.rotation is not None:
             at = torch.arange(self.slots.start, self.slots.stop, device=matches.ages.device)
         else:
@@ -264,7 +347,7 @@ class Recall:
         if rotation is not None:
             beyond = self.places.beyond(matches.ages).long().expand_as(matches.ages)
         queries = queries.transpose(2, 3)  # [B, H, T, G, D]
-        if self._has_kernel(queries):
+        if self.has_kernel(queries):
             bias = self._added(layer, matches.ages)
             angles = None if beyond is None else self._angles_up_to(int(beyond.max()))
             output, log_sum = kernel.attend_found(
@@ -279,14 +362,10 @@ class Recall:
             output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
         return RecalledEntries(output.transpose(2, 3), log_sum.transpose(2, 3))
 
-    def _has_kernel(self, queries: Tensor) -> bool:
-        return (
-            queries.device.type == "cpu"
-            and not queries.requires_grad
-            and queries.shape[-1] in kernel.DIMS
-            and kernel.can_rotate(self.placer.rotation)
-            and kernel.is_here()
-        )
+    def has_kernel(self, queries: Tensor) -> bool:
+        """Return whether our kernel can rotate such queries, or attend for them."""
+        fits = queries.device.type == "cpu" and queries.shape[-1] in kernel.DIMS
+        return self._has_kernel and fits and not queries.requires_grad
 
     @no_autograd_modes()
     def _angles_up_to(self, most: int) -> Tensor:

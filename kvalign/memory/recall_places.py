@@ -114,16 +114,26 @@ class RecallPlaces:
         """Distances in tokens, beyond the place right before the window, of entries of these ages
         [..., R], in the order of time, lie; by rank [R].
         """
-        num, room = ages.shape[-1], self.room
+        num = ages.shape[-1]
         if not self.by_age:
             return torch.arange(num - 1, -1, -1, device=ages.device)
-        knee = max(1, self.num_positions // KNEE)
-        away = (ages - self.near).clamp_min(0)
-        far = (away.float() / knee).log1p().mul(knee)
-        most = min(APART, max(1, room // (2 * num)))
-        apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(most))
+        away, far = (ages - self.near).clamp_min(0), self.far(ages)
+        apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(self.most_apart(num)))
         beyond = torch.cat([apart, far[..., -1:]], -1).flip(-1).cumsum(-1).flip(-1)
-        return beyond.round().clamp_max(room)
+        return beyond.round().clamp_max(self.room)
+
+    def far(self, ages: Tensor) -> Tensor:
+        """Return how far beyond the window entries of these ages lie if they have no neighbours,
+        float32.
+        """
+        knee = max(1, self.num_positions // KNEE)
+        return ((ages - self.near).clamp_min(0).float() / knee).log1p().mul(knee)
+
+    def most_apart(self, num: int) -> int:
+        """Return the most tokens between neighbours, of so many entries, that lie closer than they
+        were.
+        """
+        return min(APART, max(1, self.room // (2 * num)))
 
     def at(self, ages: Tensor, now: int | Tensor) -> Tensor:
         """Their places, shaped as `beyond`, for tokens at the positions `now` [B, 1, T, 1]: before

@@ -173,6 +173,21 @@ struct Entries {
   }
 };
 
+void rotate(float* x, const float* c, const float* s, int64_t num_pairs) {
+  float* other = x + num_pairs;  // the other half; the rest does not rotate
+  int64_t j = 0;
+  for (; j + 16 <= num_pairs; j += 16) {
+    const Floats a = load(x + j), b = load(other + j);
+    store(x + j, a * load(c + j) - b * load(s + j));
+    store(other + j, fma(a, load(s + j), b * load(c + j)));
+  }
+  for (; j < num_pairs; j++) {
+    const float a = x[j], b = other[j];
+    x[j] = a * c[j] - b * s[j];
+    other[j] = a * s[j] + b * c[j];
+  }
+}
+
 struct Attention {
   const float* query;
   const char *keys, *values;
@@ -182,7 +197,7 @@ struct Attention {
   const float* bias = nullptr;  // of each row's slots, added to scores; or none
   int64_t num_heads, num_queries, num_slots;  // queries of a head of keys
   float scale;
-  Kind kind;  // of float32 or int8
+  Kind kind;
   const float *cosines, *sines, *bases;  // the angles of places, and what to add to keys before; or none
   int64_t num_pairs;
 
@@ -190,19 +205,7 @@ struct Attention {
   void place(const float* base, int64_t at, float* key) const {  // at its place among those of its row
     if (base)
       for (int i = 0; i < VECTORS; i++) store(key + 16 * i, load(key + 16 * i) + load(base + 16 * i));
-    const float *c = cosines + at * num_pairs, *s = sines + at * num_pairs;
-    float* other = key + num_pairs;  // the other half; the rest of a key does not rotate
-    int64_t j = 0;
-    for (; j + 16 <= num_pairs; j += 16) {
-      const Floats x = load(key + j), y = load(other + j);
-      store(key + j, x * load(c + j) - y * load(s + j));
-      store(other + j, fma(x, load(s + j), y * load(c + j)));
-    }
-    for (; j < num_pairs; j++) {
-      const float x = key[j], y = other[j];
-      key[j] = x * c[j] - y * s[j];
-      other[j] = x * s[j] + y * c[j];
-    }
+    rotate(key, cosines + at * num_pairs, sines + at * num_pairs, num_pairs);
   }
 
   template <int VECTORS, Kind KIND>
@@ -216,7 +219,7 @@ struct Attention {
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
     Floats x[VECTORS];
-    const bool moves = KIND == INT8 || num_pairs;
+    const bool moves = KIND != FLOAT32 || num_pairs;
     std::vector<float> placed(moves ? KEYS * dim : 0);
     const float* base = bases ? bases + h % num_heads * dim : nullptr;
     const float* add = bias ? bias + h / num_heads * num_slots : nullptr;
@@ -259,14 +262,54 @@ struct Attention {
   }
 
   template <int VECTORS>
+  void head(int64_t h) {
+    switch (kind) {
+      case FLOAT32: return head<VECTORS, FLOAT32>(h);
+      case FLOAT16: return head<VECTORS, FLOAT16>(h);
+      case BFLOAT16: return head<VECTORS, BFLOAT16>(h);
+      case INT8: return head<VECTORS, INT8>(h);
+    }
+  }
+
+  template <int VECTORS>
   void run(int64_t num_rows) {
     auto heads = [](int64_t begin, int64_t end, void* self) {
       auto& all = *(Attention*)self;
-      for (int64_t h = begin; h < end; h++)
-        all.kind == INT8 ? all.head<VECTORS, INT8>(h) : all.head<VECTORS, FLOAT32>(h);
+      for (int64_t h = begin; h < end; h++) all.head<VECTORS>(h);
     };
     const int64_t products = num_queries * num_slots * 16 * VECTORS;
     torch_parallel_for(0, num_rows * num_heads, FEW / products + 1, heads, this);
+  }
+};
+
+// Attention over what each row sees, and over what each of its heads of keys takes back, as if side by side.
+struct Recalling {
+  Attention seen, found;
+  float loudness;  // added to the scores of what is taken back
+
+  template <int VECTORS>
+  void run(int64_t num_rows) {
+    auto heads = [](int64_t begin, int64_t end, void* self) {
+      auto& both = *(Recalling*)self;
+      for (int64_t h = begin; h < end; h++) {
+        both.seen.head<VECTORS>(h);
+        both.found.head<VECTORS>(h);
+        both.merge<VECTORS>(h);
+      }
+    };
+    torch_parallel_for(0, num_rows * seen.num_heads, 1, heads, this);
+  }
+
+  template <int VECTORS>
+  void merge(int64_t h) const {
+    const int64_t num = seen.num_queries;
+    for (int64_t r = h * num; r < (h + 1) * num; r++) {
+      const float share = 1 / (1 + std::exp(seen.of_all[r] - found.of_all[r] - loudness));
+      for (int64_t i = 16 * VECTORS * r; i < 16 * VECTORS * (r + 1); i += 16) {
+        const Floats own = load(seen.out + i);
+        store(seen.out + i, fma(floats(share), load(found.out + i) - own, own));
+      }
+    }
   }
 };
 
@@ -664,6 +707,68 @@ void attend_found(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = (StableIValue)found[1];
 }
 
+// The place of each of the entries that are taken back, in the order of time, as `RecallPlaces.beyond` says of ages;
+// -1 where it is not there.
+void places_beyond(const int64_t* ages, const bool* visible, int64_t num, const float* far, int64_t most_apart,
+                   int64_t room, int64_t* places) {
+  double beyond = 0;
+  for (int64_t j = num - 1; j >= 0; j--) {
+    places[j] = -1;
+    if (!visible[j]) continue;
+    const bool is_newest = j == num - 1;
+    const float least = is_newest ? 0 : std::min(ages[j] - ages[j + 1], most_apart);
+    beyond += std::max(far[ages[j]] - (is_newest ? 0 : far[ages[j + 1]]), least);
+    places[j] = std::min((int64_t)std::nearbyint((float)beyond), room);
+  }
+}
+
+// Of what kernel.py says of `attend_recalling`, in its order.
+void attend_recalling(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = 11;
+  AtenTensorHandle given[GIVEN];
+  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
+  const auto [at, query, keys, values, asking, found_keys, found_values, ages, visible, far, angles] = given;
+  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), queries = size_of(query, 1) / heads;
+  const int64_t dim = size_of(query, 3), num_found = size_of(ages, 3), num_pairs = size_of(angles, 2);
+  AtenTensorHandle result = made({rows, 1, heads * queries, dim}, aoti_torch_dtype_float32());
+  double scale, loudness;
+  std::memcpy(&scale, stack + GIVEN, sizeof scale);
+  std::memcpy(&loudness, stack + GIVEN + 1, sizeof loudness);
+  std::vector<int64_t> places(rows * heads * num_found);
+  for (int64_t i = 0; i < (int64_t)places.size(); i += num_found)
+    places_beyond((int64_t*)data_of(ages) + i, (bool*)data_of(visible) + i, num_found, data_of(far),
+                  (int64_t)stack[GIVEN + 2], (int64_t)stack[GIVEN + 3], &places[i]);
+  std::vector<float> found_out(rows * heads * queries * dim), of_seen(rows * heads * queries), of_found(of_seen);
+  Attention seen{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(at)};
+  seen.out = data_of(result), seen.of_all = of_seen.data(), seen.scale = scale, seen.kind = kind_of(keys);
+  seen.num_heads = heads, seen.num_queries = queries, seen.num_slots = size_of(keys, 2);
+  seen.bases = nullptr, seen.num_pairs = 0;
+  Attention found{data_of(asking), (char*)data_of(found_keys), (char*)data_of(found_values), places.data()};
+  found.out = found_out.data(), found.of_all = of_found.data(), found.scale = 1, found.kind = kind_of(found_keys);
+  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found;
+  found.bases = nullptr, found.num_pairs = num_pairs, found.cosines = data_of(angles);
+  found.sines = found.cosines + size_of(angles, 1) * num_pairs;
+  Recalling both{seen, found, (float)loudness};
+  const bool reaches = *std::max_element(places.begin(), places.end()) < size_of(angles, 1);
+  give(stack, GIVEN, reaches ? run_for(dim, both, rows) : AOTI_TORCH_FAILURE, result);
+}
+
+// Of what kernel.py says of `rotate`, in its order.
+void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
+  const auto x = tensor(stack[0]), cosines = tensor(stack[1]), sines = tensor(stack[2]);
+  const int64_t rows = size_of(x, 0), others = size_of(x, 1), tokens = size_of(x, 2), dim = size_of(x, 3);
+  const int64_t num_pairs = size_of(cosines, 2);
+  const bool are_alike = size_of(cosines, 0) == 1;
+  AtenTensorHandle result = made({rows, others, tokens, dim}, aoti_torch_dtype_float32());
+  float* to = data_of(result);
+  std::memcpy(to, data_of(x), rows * others * tokens * dim * sizeof(float));
+  for (int64_t i = 0; i < rows * others * tokens; i++, to += dim) {
+    const int64_t at = ((are_alike ? 0 : i / tokens / others * tokens) + i % tokens) * num_pairs;
+    rotate(to, data_of(cosines) + at, data_of(sines) + at, num_pairs);
+  }
+  give(stack, 3, AOTI_TORCH_SUCCESS, result);
+}
+
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
   constexpr int GIVEN = 9;
@@ -704,6 +809,8 @@ struct Registered {
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
     aoti_torch_library_impl(library, "attend_found", attend_found);
+    aoti_torch_library_impl(library, "attend_recalling", attend_recalling);
+    aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);
   }
 } registered;

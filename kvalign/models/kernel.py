@@ -27,7 +27,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.models.fetched import cache_dir
-from kvalign.models.rope import Rotation, RotationByLayer
+from kvalign.models.rope import Angles, Rotation, RotationByLayer
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ _SHIMS = {
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
+_RECALLED = (
+    *("places", "query", "keys", "values", "asking", "found_keys", "found_values"),
+    *("ages", "visible", "far", "angles"),
+)
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
     "AVX2": ("avx2", "fma3", "f16c"),
@@ -121,12 +125,16 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("kvalign", "DEF")
     of_attention = "Tensor places, Tensor query, Tensor keys, Tensor values, Tensor angles"
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
+    of_recalling = ", ".join(f"Tensor {name}" for name in _RECALLED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
         f"attend({of_attention}, Tensor bases, float scale) -> Tensor",
         f"attend_found({of_attention}, Tensor bias) -> (Tensor, Tensor)",
         f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"attend_recalling({of_recalling}, float scale, float loudness, int most_apart, int room)"
+        " -> Tensor",
+        "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
     ):
         library.define(schema)
 
@@ -144,7 +152,13 @@ def _define() -> torch.library.Library:
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
 
-    for shape_of in (packed_product, attend, attend_found, find):
+    def rotate(x: Tensor, *angles: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def attend_recalling(*tensors: Any) -> Tensor:
+        return attend(*tensors)
+
+    for shape_of in (packed_product, attend, attend_found, find, attend_recalling, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -228,6 +242,43 @@ def attend_found(
     found = torch.ops.kvalign.attend_found(places.flatten(0, -2), *tensors, angles, added)
     output, log_sum = (x.unflatten(0, query.shape[:-2]) for x in found)
     return output, log_sum
+
+
+def attend_recalling(
+    seen: Sequence[Tensor],
+    found: Sequence[Tensor],
+    most_apart: int,
+    room: int,
+    scale: float,
+    loudness: float,
+) -> Tensor:
+    """Attention of one query of each row over what it sees and over what it takes back.
+
+    Args:
+        seen: places and query as of `attend`; keys and values [B, H_kv, S, D] in floats.
+        found: the same queries, scaled, that see keys right before the window at position 0,
+            [B, H_kv, G, 1, D] float32; of what they find keys and values [B, H_kv, 1, R, D] float32
+            in the order of time, without a position, its ages [B, H_kv, 1, R] int64, and bool
+            whether each is there; far [A] float32, by age, how far beyond the window an entry lies
+            that has no neighbours; and angles as of `attend_found`.
+        most_apart, room: of `RecallPlaces`.
+        scale: of the query of what is seen.
+        loudness: added to the scores of what is found.
+
+    Returns:
+        [B, 1, H, D] float32.
+    """
+    tensors = [x.contiguous() for x in (*seen, *found)]
+    return torch.ops.kvalign.attend_recalling(*tensors, scale, loudness, most_apart, room)
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate x [B, ..., T, D] float32 by angles of each of T, equal in all rows or not, in pairs
+    that are `halves`.
+    """
+    of_rows = -1, x.shape[-2], angles.cos.shape[-1]
+    both = (y.reshape(of_rows) for y in angles[:2])
+    return torch.ops.kvalign.rotate(x.flatten(1, -3).contiguous(), *both).view(x.shape)
 
 
 def can_rotate(rotation: Rotation | None) -> bool:

@@ -13,7 +13,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places
 from kvalign.memory.memory import BLOCK, Memory
-from kvalign.memory.recall import QueryBatch
+from kvalign.memory.recall import QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
@@ -109,6 +109,32 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
     found = memory.find(queries, QueryBatch(places, seen, seen[0], int(seen)))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
+@pytest.mark.parametrize("way", ["rotation", "anchored"])
+def test_our_kernel_sees_what_pytorch_sees(way, ids, monkeypatch):
+    """Of rows of unequal lengths, too."""
+    model, uses = tiny_model("llama", vocab_size=VOCAB, head_dim=16), []
+    attend = kernel.attend_recalling
+    monkeypatch.setattr(kernel, "attend_recalling", lambda *x: uses.append(x) or attend(*x))
+    layers = {"recall_layers": "0:-1.5,1"} if way == "rotation" else {}
+
+    one = new(model, way, **layers)
+
+    def logits():
+        rows = [one.new(), one.new()]
+        for row, length, own in zip(rows, (40, 13), ids[:, None], strict=True):
+            stepped(row, own[:, :length])
+        method, others = rows[0], ids[:, 40:90]
+        method.join(rows[1:])
+        uses.clear()
+        return stepped(method, others)
+
+    found, num_uses = logits(), len(uses)
+    assert num_uses == 2 * 46  # once the shorter row has lost something, too
+    monkeypatch.setattr(Recall, "prepare", lambda *_: None)
+    assert torch.allclose(found, logits(), atol=1e-4) and not uses
 
 
 def test_a_saved_stream_goes_on(ids):

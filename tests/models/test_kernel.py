@@ -13,6 +13,8 @@ from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.testing import assert_close
 
+from kvalign.cache.sizes import CacheSizes
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel, packed
 from kvalign.models.rope import Rotation
 
@@ -91,6 +93,42 @@ def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
     scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     assert_close(log_sum, scores.logsumexp(-1))
     assert_close(found, scores.softmax(-1).nan_to_num(0.0) @ values)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("head_dim", "num_pairs", "dtype"),
+    [(16, 8, torch.float32), (80, 16, torch.bfloat16), (64, 32, torch.float16)],
+)
+def test_our_attention_over_a_step_and_what_it_takes_back_is_the_usual_one(
+    head_dim, num_pairs, dtype
+):
+    rng = torch.Generator().manual_seed(0)
+    sizes = CacheSizes(cache_size=32, num_sinks=2, memory=900, num_recalled=7)
+    places = RecallPlaces(sizes, 2000, by_age=True, is_free=True)
+    rotation = Rotation(1 / 100 ** torch.linspace(0, 1, num_pairs))
+    query = torch.randn(2, 6, 1, head_dim, generator=rng)
+    held = [torch.randn(2, 3, 21, head_dim, generator=rng).to(dtype) for _ in range(2)]
+    entries = [torch.randn(2, 3, 1, 7, head_dim, generator=rng) for _ in range(2)]
+    ages = (torch.rand(2, 3, 1, 900, generator=rng).topk(7).indices + places.near).sort().values
+    ages[0], visible = places.near + torch.arange(7), torch.rand(2, 3, 1, 7, generator=rng) < 0.8
+    ages, visible = ages.flip(-1), visible.sort().values
+    visible[1, 0] = False
+    seen = torch.arange(21).expand(2, -1).masked_fill(torch.arange(21) % 5 == 1, -1)
+    far, beyond = places.far(torch.arange(1000)), places.beyond(ages)
+    angles = torch.stack(rotation.angles(torch.arange(int(beyond.max()) + 1))[:2])
+    moved = rotation.angles(torch.tensor([3.0, 5.0])[:, None, None, None])
+    queries = kernel.rotate(query.unflatten(1, (3, 2)) * 0.2, moved)
+    assert_close(queries, moved.rotate(query.unflatten(1, (3, 2)) * 0.2))
+    found = queries, *entries, ages, visible, far, angles
+    limits = places.most_apart(7), places.room
+    output = kernel.attend_recalling((seen, query, *held), found, *limits, 0.2, -0.5)
+    own = query.unflatten(1, (3, 2))[:, :, :, 0] @ held[0].float().mT * 0.2
+    of_found = queries[:, :, :, 0] @ rotation.shift(entries[0], beyond)[:, :, 0].mT - 0.5
+    own = own.masked_fill((seen < 0)[:, None, None], -torch.inf)
+    scores = torch.cat([own, of_found.masked_fill(~visible, -torch.inf)], -1)
+    values = torch.cat([held[1].float(), entries[1][:, :, 0]], 2)
+    assert_close(output, (scores.softmax(-1) @ values).flatten(1, 2)[:, None])
 
 
 @needs_kernel
