@@ -141,7 +141,7 @@ class Memories(Part):
             for memory in asked:
                 memory.prepare(batch)
             if asked and asked[0].sketch is not None:
-                self.recall.prepare(step, batch, asked[0].num_slots)
+                self.recall.prepare(step, batch)
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -226,7 +226,7 @@ class Memories(Part):
         queries = self.recall.rotate_queries(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
         matches = self.of[number].find(queries, batch)
         is_read = realigner.strategy == "read"
-        if batch.beside is not None and not is_read and self.recall.has_kernel(query):
+        if batch.kept is not None and not is_read and self.recall.has_kernel(query):
             of_query = query, KV(keys, values), scale, queries
             return self.recall.attend(number, batch, *of_query, matches)
         stored = self.recall.as_stored(number, realigner, step, batch, matches)

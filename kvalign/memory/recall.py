@@ -73,7 +73,7 @@ class EvictedSlots:
     ):
         sizes = places.sizes
         self.num_slots, self.near, self.device = num_slots, sizes.num_in_sight, device
-        self._places, self._recency = places, places.recency
+        self._recency = places.recency
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         oldest = oldest.where(seen >= sizes.first_input_len, 0)
@@ -88,19 +88,8 @@ class EvictedSlots:
         """Return what is added to the score of an entry of each age, from A - 1 down to 0: [A]
         float32, on the host.
         """
-        return _worths(self._num_ages, self._recency)
-
-    @cached_property
-    def far(self) -> Tensor:
-        """Return how far beyond the window an entry of each age lies, if it has no neighbours: [A]
-        float32, on the host.
-        """
-        return _far(self._num_ages, self._places)
-
-    @property
-    def _num_ages(self) -> int:
         # Entries that are not yet in the memory are in the window, so no age is greater.
-        return self.num_slots + self.near + 1
+        return _worths(self.num_slots + self.near + 1, self._recency)
 
     @cached_property
     def worth(self) -> Tensor:
@@ -133,27 +122,6 @@ def _worths(num: int, recency: float) -> Tensor:
     return _worth(torch.arange(num - 1, -1, -1), recency)
 
 
-@lru_cache(maxsize=4)
-@no_autograd_modes()
-def _far(num: int, places: RecallPlaces) -> Tensor:
-    return places.far(torch.arange(num))
-
-
-class Beside(NamedTuple):
-    """What our kernel needs to see entries that one query a row takes back beside those of its
-    step.
-
-    Attributes:
-        places: [B, S] int64, of the entries of a step; negative: not seen, as those that give way.
-        far: as of `EvictedSlots`.
-        angles: [2, P, pairs], that move keys beyond the window.
-    """
-
-    places: Tensor
-    far: Tensor
-    angles: Tensor
-
-
 class QueryBatch:
     """Queries that search together: those of a block of a segment, or one per row.
 
@@ -168,10 +136,11 @@ class QueryBatch:
 
     Attributes:
         has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
-        beside: what our kernel needs to attend to what they take back; None: PyTorch does.
+        kept: places [B, S] of the entries of a step for our kernel, negative where one is not seen,
+            as those that give way; None: PyTorch attends.
     """
 
-    beside: Beside | None = None
+    kept: Tensor | None = None
 
     def __init__(
         self,
@@ -228,7 +197,6 @@ class Recall:
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
         self._has_kernel = False
-        self._angles: Tensor | None = None
 
     def begin(self, step: Step) -> None:
         """Another pass: other queries."""
@@ -267,18 +235,14 @@ class Recall:
             angles = rotation.angles(positions - self.places.near)
         return QueryBatch(self.places, seen, end, least, positions, angles)
 
-    def prepare(self, step: Step, batch: QueryBatch, num_slots: int) -> None:
-        """Prepare attention of one query a row by our kernel, if it can do it, over memories of so
-        many slots.
-        """
-        places, rotates = self.places, self.placer.rotation is not None
-        if self._has_kernel and places.by_age and rotates and batch.has_lost is None:
-            seen = step.places.expand(len(step.seen), -1)
+    def prepare(self, step: Step, batch: QueryBatch) -> None:
+        """Prepare attention of one query a row by our kernel, if it can do it."""
+        rotates = self.placer.rotation is not None
+        if self._has_kernel and self.places.by_age and rotates and batch.has_lost is None:
             gone = step.oldest(self.slots.stop - self.slots.start)
-            far = batch.evicted_slots(num_slots).far
-            most = min(places.room, int(far[-1]) + 1 + len(gone) * places.most_apart(len(gone)))
-            angles = self._angles_up_to(most)
-            batch.beside = Beside(seen.index_fill(1, gone, -1), far, angles)
+            places = step.places.expand(len(step.seen), -1)
+            batch.kept = places.index_fill(1, gone, -1)
+            _ = self._far, self._angles
 
     def attend(
         self,
@@ -293,17 +257,11 @@ class Recall:
         """Return attention of one query a row [B, H, 1, D] by our kernel, over the entries of a
         step and over the matches of the same queries: [B, 1, H, D] float32.
         """
-        assert batch.beside is not None
-        places, far, angles = batch.beside
-        found = self.place_without_rotation(layer, batch, matches).map(Tensor.float)
-        return kernel.attend_recalling(
-            (places, query.float(), *entries),
-            (queries.float(), *found, matches.ages, matches.visible, far, angles),
-            self.places.most_apart(matches.ages.shape[-1]),
-            self.places.room,
-            scale,
-            self.loudness[layer],
-        )
+        assert batch.kept is not None
+        placed = self.place_without_rotation(layer, batch, matches).map(Tensor.float)
+        seen = batch.kept, query.float(), *entries
+        found = queries.float(), self._beyond(matches), *placed, self._angles
+        return kernel.attend_recalling(seen, found, scale, self.loudness[layer])
 
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
@@ -343,19 +301,16 @@ class Recall:
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )
-        rotation, beyond = self.placer.rotation, None
-        if rotation is not None:
-            beyond = self.places.beyond(matches.ages).long().expand_as(matches.ages)
+        rotation = self.placer.rotation
         queries = queries.transpose(2, 3)  # [B, H, T, G, D]
         if self.has_kernel(queries):
             bias = self._added(layer, matches.ages)
-            angles = None if beyond is None else self._angles_up_to(int(beyond.max()))
-            output, log_sum = kernel.attend_found(
-                queries, keys, values, matches.visible, bias, beyond, angles
-            )
+            angles = None if rotation is None else self._angles
+            places = self._beyond(matches)
+            output, log_sum = kernel.attend_found(queries, keys, values, places, bias, angles)
         else:
-            if rotation is not None and beyond is not None:
-                keys = rotation.shift(keys, beyond)
+            if rotation is not None:
+                keys = rotation.shift(keys, self.places.beyond(matches.ages))
             scores, bias = queries @ keys.mT, self.bias(layer, matches)
             scores = scores if bias is None else scores + bias[:, :, :, None]
             log_sum = scores.logsumexp(-1)
@@ -367,15 +322,33 @@ class Recall:
         fits = queries.device.type == "cpu" and queries.shape[-1] in kernel.DIMS
         return self._has_kernel and fits and not queries.requires_grad
 
+    def _beyond(self, matches: Matches) -> Tensor:
+        """Return how far beyond the window matches lie, [B, H, T, R] int64; -1 where one is not
+        visible.
+        """
+        ages, places = matches.ages, self.places
+        if places.by_age:
+            of_places = places.most_apart(ages.shape[-1]), places.room
+            return kernel.beyond(ages, matches.visible, self._far, *of_places)
+        return places.beyond(ages).expand_as(ages).masked_fill(~matches.visible, -1)
+
+    @cached_property
     @no_autograd_modes()
-    def _angles_up_to(self, most: int) -> Tensor:
-        """Angles that move keys up to so many positions towards the start, [2, P, pairs]."""
+    def _far(self) -> Tensor:
+        """How far beyond the window an entry of each age lies, if it has no neighbours: [A]."""
+        return self.places.far(torch.arange(self.sizes.num_in_sight + self.sizes.memory + 1))
+
+    @cached_property
+    @no_autograd_modes()
+    def _angles(self) -> Tensor:
+        """Angles that move keys as far as they may lie beyond the window, [2, P, pairs]."""
         assert self.placer.rotation is not None
-        if self._angles is None or self._angles.shape[1] <= most:
-            moves = torch.arange(1 << max(10, most.bit_length()))
-            angles = self.placer.rotation.angles(moves)
-            self._angles = torch.stack([angles.cos, angles.sin])
-        return self._angles
+        num, places = self.slots.stop - self.slots.start, self.places
+        most = num
+        if places.by_age:
+            most = min(places.room, int(self._far[-1]) + 1 + num * places.most_apart(num))
+        angles = self.placer.rotation.angles(torch.arange(most + 1))
+        return torch.stack([angles.cos, angles.sin])
 
     def bias(self, layer: int, matches: Matches) -> Tensor | None:
         """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is

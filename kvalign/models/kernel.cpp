@@ -707,50 +707,54 @@ void attend_found(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = (StableIValue)found[1];
 }
 
-// The place of each of the entries that are taken back, in the order of time, as `RecallPlaces.beyond` says of ages;
-// -1 where it is not there.
-void places_beyond(const int64_t* ages, const bool* visible, int64_t num, const float* far, int64_t most_apart,
-                   int64_t room, int64_t* places) {
-  double beyond = 0;
-  for (int64_t j = num - 1; j >= 0; j--) {
-    places[j] = -1;
-    if (!visible[j]) continue;
-    const bool is_newest = j == num - 1;
-    const float least = is_newest ? 0 : std::min(ages[j] - ages[j + 1], most_apart);
-    beyond += std::max(far[ages[j]] - (is_newest ? 0 : far[ages[j + 1]]), least);
-    places[j] = std::min((int64_t)std::nearbyint((float)beyond), room);
+// Of what kernel.py says of `beyond`, in its order.
+void beyond(StableIValue* stack, uint64_t, uint64_t) {
+  const auto given_ages = tensor(stack[0]), given_visible = tensor(stack[1]), given_far = tensor(stack[2]);
+  const int64_t most_apart = (int64_t)stack[3], room = (int64_t)stack[4];
+  const int64_t num_lists = size_of(given_ages, 0), num = size_of(given_ages, 1);
+  AtenTensorHandle result = made({num_lists, num}, aoti_torch_dtype_int64());
+  const int64_t* ages = (int64_t*)data_of(given_ages);
+  const bool* visible = (bool*)data_of(given_visible);
+  const float* far = data_of(given_far);
+  int64_t* places = (int64_t*)data_of(result);
+  for (int64_t i = 0; i < num_lists; i++, ages += num, visible += num, places += num) {
+    double sum = 0;
+    for (int64_t j = num - 1; j >= 0; j--) {  // what is not there comes first
+      places[j] = -1;
+      if (!visible[j]) continue;
+      const bool is_newest = j == num - 1;
+      const float least = is_newest ? 0 : std::min(ages[j] - ages[j + 1], most_apart);
+      sum += std::max(far[ages[j]] - (is_newest ? 0 : far[ages[j + 1]]), least);
+      places[j] = std::min((int64_t)std::nearbyint((float)sum), room);
+    }
   }
+  give(stack, 3, AOTI_TORCH_SUCCESS, result);
 }
 
 // Of what kernel.py says of `attend_recalling`, in its order.
 void attend_recalling(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 11;
+  constexpr int GIVEN = 9;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [at, query, keys, values, asking, found_keys, found_values, ages, visible, far, angles] = given;
+  const auto [at, query, keys, values, asking, places, found_keys, found_values, angles] = given;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), queries = size_of(query, 1) / heads;
-  const int64_t dim = size_of(query, 3), num_found = size_of(ages, 3), num_pairs = size_of(angles, 2);
+  const int64_t dim = size_of(query, 3), num_found = size_of(places, 3);
   AtenTensorHandle result = made({rows, 1, heads * queries, dim}, aoti_torch_dtype_float32());
   double scale, loudness;
   std::memcpy(&scale, stack + GIVEN, sizeof scale);
   std::memcpy(&loudness, stack + GIVEN + 1, sizeof loudness);
-  std::vector<int64_t> places(rows * heads * num_found);
-  for (int64_t i = 0; i < (int64_t)places.size(); i += num_found)
-    places_beyond((int64_t*)data_of(ages) + i, (bool*)data_of(visible) + i, num_found, data_of(far),
-                  (int64_t)stack[GIVEN + 2], (int64_t)stack[GIVEN + 3], &places[i]);
   std::vector<float> found_out(rows * heads * queries * dim), of_seen(rows * heads * queries), of_found(of_seen);
   Attention seen{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(at)};
   seen.out = data_of(result), seen.of_all = of_seen.data(), seen.scale = scale, seen.kind = kind_of(keys);
   seen.num_heads = heads, seen.num_queries = queries, seen.num_slots = size_of(keys, 2);
   seen.bases = nullptr, seen.num_pairs = 0;
-  Attention found{data_of(asking), (char*)data_of(found_keys), (char*)data_of(found_values), places.data()};
-  found.out = found_out.data(), found.of_all = of_found.data(), found.scale = 1, found.kind = kind_of(found_keys);
-  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found;
-  found.bases = nullptr, found.num_pairs = num_pairs, found.cosines = data_of(angles);
-  found.sines = found.cosines + size_of(angles, 1) * num_pairs;
+  Attention found{data_of(asking), (char*)data_of(found_keys), (char*)data_of(found_values), (int64_t*)data_of(places)};
+  found.out = found_out.data(), found.of_all = of_found.data(), found.scale = 1, found.kind = FLOAT32;
+  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found, found.bases = nullptr;
+  found.num_pairs = size_of(angles, 2), found.cosines = data_of(angles);
+  found.sines = found.cosines + size_of(angles, 1) * found.num_pairs;
   Recalling both{seen, found, (float)loudness};
-  const bool reaches = *std::max_element(places.begin(), places.end()) < size_of(angles, 1);
-  give(stack, GIVEN, reaches ? run_for(dim, both, rows) : AOTI_TORCH_FAILURE, result);
+  give(stack, GIVEN, run_for(dim, both, rows), result);
 }
 
 // Of what kernel.py says of `rotate`, in its order.
@@ -810,6 +814,7 @@ struct Registered {
     aoti_torch_library_impl(library, "attend", attend);
     aoti_torch_library_impl(library, "attend_found", attend_found);
     aoti_torch_library_impl(library, "attend_recalling", attend_recalling);
+    aoti_torch_library_impl(library, "beyond", beyond);
     aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);
   }

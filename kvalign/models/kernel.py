@@ -40,8 +40,8 @@ _SHIMS = {
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
 _RECALLED = (
-    *("places", "query", "keys", "values", "asking", "found_keys", "found_values"),
-    *("ages", "visible", "far", "angles"),
+    *("places", "query", "keys", "values", "asking"),
+    *("found_places", "found_keys", "found_values", "angles"),
 )
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
@@ -132,8 +132,8 @@ def _define() -> torch.library.Library:
         f"attend({of_attention}, Tensor bases, float scale) -> Tensor",
         f"attend_found({of_attention}, Tensor bias) -> (Tensor, Tensor)",
         f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
-        f"attend_recalling({of_recalling}, float scale, float loudness, int most_apart, int room)"
-        " -> Tensor",
+        f"attend_recalling({of_recalling}, float scale, float loudness) -> Tensor",
+        "beyond(Tensor ages, Tensor visible, Tensor far, int most_apart, int room) -> Tensor",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
     ):
         library.define(schema)
@@ -152,13 +152,17 @@ def _define() -> torch.library.Library:
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
 
-    def rotate(x: Tensor, *angles: Tensor) -> Tensor:
+    def rotate(x: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(x)
 
     def attend_recalling(*tensors: Any) -> Tensor:
         return attend(*tensors)
 
-    for shape_of in (packed_product, attend, attend_found, find, attend_recalling, rotate):
+    def beyond(ages: Tensor, *others: Any) -> Tensor:
+        return torch.empty_like(ages)
+
+    attentions = attend, attend_found, attend_recalling
+    for shape_of in (packed_product, *attentions, find, beyond, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -215,9 +219,8 @@ def attend_found(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor,
+    places: Tensor,
     bias: Tensor | None = None,
-    at: Tensor | None = None,
     angles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of scaled queries over entries of their own.
@@ -225,43 +228,33 @@ def attend_found(
     Args:
         query: [..., G, D] float32; D is one of `DIMS`.
         keys, values: [..., R, D] float32.
-        visible: [..., R] bool.
+        places: [..., R] int64, by which of P angles a key is rotated first; negative: not visible.
         bias: [..., R] float32, added to scores.
-        at: [..., R] int64, by which of P angles a key is rotated first.
         angles: [2, P, pairs] float32, as of `attend`; None: keys are not rotated.
 
     Returns:
         [..., G, D] float32, 0 where no entry is visible; and of each query the logarithm of the sum
         of its exponentials, [..., G].
     """
-    places = torch.zeros_like(visible, dtype=torch.int64) if at is None else at
-    places = places.masked_fill(~visible, -1)
     angles = query.new_empty(2, 0, 0) if angles is None else angles
     tensors = [x.flatten(0, -3).contiguous() for x in (query, keys, values)]
     added = query.new_empty(0, 0) if bias is None else bias.flatten(0, -2).contiguous()
-    found = torch.ops.kvalign.attend_found(places.flatten(0, -2), *tensors, angles, added)
+    places = places.flatten(0, -2).contiguous()
+    found = torch.ops.kvalign.attend_found(places, *tensors, angles, added)
     output, log_sum = (x.unflatten(0, query.shape[:-2]) for x in found)
     return output, log_sum
 
 
 def attend_recalling(
-    seen: Sequence[Tensor],
-    found: Sequence[Tensor],
-    most_apart: int,
-    room: int,
-    scale: float,
-    loudness: float,
+    seen: Sequence[Tensor], found: Sequence[Tensor], scale: float, loudness: float
 ) -> Tensor:
     """Attention of one query of each row over what it sees and over what it takes back.
 
     Args:
         seen: places and query as of `attend`; keys and values [B, H_kv, S, D] in floats.
         found: the same queries, scaled, that see keys right before the window at position 0,
-            [B, H_kv, G, 1, D] float32; of what they find keys and values [B, H_kv, 1, R, D] float32
-            in the order of time, without a position, its ages [B, H_kv, 1, R] int64, and bool
-            whether each is there; far [A] float32, by age, how far beyond the window an entry lies
-            that has no neighbours; and angles as of `attend_found`.
-        most_apart, room: of `RecallPlaces`.
+            [B, H_kv, G, 1, D] float32; of what they find places [B, H_kv, 1, R] int64, and keys and
+            values [B, H_kv, 1, R, D] float32, without a position; and angles as of `attend_found`.
         scale: of the query of what is seen.
         loudness: added to the scores of what is found.
 
@@ -269,7 +262,20 @@ def attend_recalling(
         [B, 1, H, D] float32.
     """
     tensors = [x.contiguous() for x in (*seen, *found)]
-    return torch.ops.kvalign.attend_recalling(*tensors, scale, loudness, most_apart, room)
+    return torch.ops.kvalign.attend_recalling(*tensors, scale, loudness)
+
+
+def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:
+    """Places [..., R] int64 of what is taken back, as of `attend_found`: by age, as
+    `kvalign.memory.recall_places` says.
+
+    Args:
+        ages, visible: [..., R] int64 and bool, in the order of time, what is not visible first.
+        far: [A] float32, by age, how far beyond the window an entry lies that has no neighbours.
+        most_apart, room: of `RecallPlaces`.
+    """
+    ages_and_visible = (x.flatten(0, -2).contiguous() for x in (ages, visible))
+    return torch.ops.kvalign.beyond(*ages_and_visible, far, most_apart, room).view(ages.shape)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

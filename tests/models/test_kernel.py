@@ -82,13 +82,15 @@ def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
     visible = torch.rand(2, 3, 21, generator=rng) < 0.8
     visible[0, 0] = False
     bias = None if rotates else torch.randn(2, 3, 21, generator=rng)
-    at, angles, placed = None, None, keys
+    at, angles, placed = torch.zeros_like(visible, dtype=torch.int64), None, keys
     if rotates:
         rotation = Rotation(1 / 100 ** torch.linspace(0, 1, 8))
         moves = rotation.angles(torch.arange(50))
         at, angles = torch.randint(50, (2, 3, 21), generator=rng), torch.stack(moves[:2])
         placed = rotation.shift(keys, at)
-    found, log_sum = kernel.attend_found(queries, keys, values, visible, bias, at, angles)
+    found, log_sum = kernel.attend_found(
+        queries, keys, values, at.masked_fill(~visible, -1), bias, angles
+    )
     scores = queries @ placed.mT + (0 if bias is None else bias[:, :, None])
     scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     assert_close(log_sum, scores.logsumexp(-1))
@@ -120,9 +122,10 @@ def test_our_attention_over_a_step_and_what_it_takes_back_is_the_usual_one(
     moved = rotation.angles(torch.tensor([3.0, 5.0])[:, None, None, None])
     queries = kernel.rotate(query.unflatten(1, (3, 2)) * 0.2, moved)
     assert_close(queries, moved.rotate(query.unflatten(1, (3, 2)) * 0.2))
-    found = queries, *entries, ages, visible, far, angles
-    limits = places.most_apart(7), places.room
-    output = kernel.attend_recalling((seen, query, *held), found, *limits, 0.2, -0.5)
+    at = kernel.beyond(ages, visible, far, places.most_apart(7), places.room)
+    assert torch.equal(at, beyond.long().masked_fill(~visible, -1))
+    found = queries, at, *entries, angles
+    output = kernel.attend_recalling((seen, query, *held), found, 0.2, -0.5)
     own = query.unflatten(1, (3, 2))[:, :, :, 0] @ held[0].float().mT * 0.2
     of_found = queries[:, :, :, 0] @ rotation.shift(entries[0], beyond)[:, :, 0].mT - 0.5
     own = own.masked_fill((seen < 0)[:, None, None], -torch.inf)
