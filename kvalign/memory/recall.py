@@ -335,7 +335,7 @@ class Recall:
     @cached_property
     @no_autograd_modes()
     def _far(self) -> Tensor:
-        """How far beyond the window an entry of each age lies, if it has no neighbours: [A]."""
+        """Return how far beyond the window entries of each age lie without neighbours: [A]."""
         return self.places.far(torch.arange(self.sizes.num_in_sight + self.sizes.memory + 1))
 
     @cached_property

@@ -1,7 +1,7 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
 the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
-as llama.cpp's does, attention of one query of each row, and the search of a memory. They need AVX2
-and PyTorch 2.10, and are faster with AVX-512 VNNI.
+as llama.cpp's does, attention of one query of each row, the search of a memory, and attention to
+what it finds. They need AVX2 and PyTorch 2.10, and are faster with AVX-512 VNNI.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in float16; those of 8 bits have no z. Of 4 bits,
