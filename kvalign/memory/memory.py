@@ -45,7 +45,8 @@ class Sketch:
         16 slots   [ D / 8 ] x [ 16 slots ] x [ 4 bytes ]   8 numbers of a key: 4 in the low halves
 
     A key less its head's base (`Memory`), divided by a scale of its own, is rounded to 16 levels
-    from -7.5 to 7.5. The base adds the same to all scores, so it is not kept in them.
+    from -7.5 to 7.5. The base adds the same to all scores of a query, and is added exactly: of the
+    queries that share a head of keys the greatest score counts.
 
     Args:
         like: keys of the shape [B, H, ?, D].
@@ -252,7 +253,7 @@ class Memory:
             evicted_slots.oldest,
         )
         results = kernel.find(
-            (queries, *self.entries, sketch.numbers, sketch.scales, *of_ages),
+            (queries, *self.entries, self.base, sketch.numbers, sketch.scales, *of_ages),
             self.sizes.num_in_sight,
             max(NUM_SCORED, 8 * num),
             self.places.num_compared,

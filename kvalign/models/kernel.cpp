@@ -389,7 +389,7 @@ struct Candidate {
 };
 
 struct Search {
-  const float *queries, *scales, *worths;
+  const float *queries, *bases, *scales, *worths;
   const uint8_t* sketch;
   const char *keys, *values;
   const int64_t *newest, *since, *oldest;
@@ -406,11 +406,15 @@ struct Search {
   template <int VECTORS>
   struct Rounded {
     int32_t fours[4 * VECTORS];
-    float scale, middle;  // score = scale * (sum of products - middle) * scale of a key
+    float scale, middle;  // score = scale * (sum of products - middle) * scale of a key + of_base
+    float of_base;  // its product with what all keys of the head have in common
 
-    explicit Rounded(const float* query) {
+    Rounded(const float* query, const float* base) {
       constexpr int64_t dim = 16 * VECTORS;
       float most = 0;
+      Floats products = load(query) * load(base);
+      for (int i = 1; i < VECTORS; i++) products = fma(load(query + 16 * i), load(base + 16 * i), products);
+      of_base = total(products);
       for (int64_t j = 0; j < dim; j++) most = std::max(most, std::fabs(query[j]));
       scale = most / 127;
       int8_t numbers[dim];
@@ -437,7 +441,7 @@ struct Search {
     for (const auto& query : rounded) {
       const Floats sum = to_floats(dot<4, 4 * VECTORS>(halves, query.fours, 0));
       const Floats score = (sum - floats(query.middle)) * floats(query.scale);
-      most = max(score * load(scale), most);  // none is a NaN
+      most = max(fma(score, load(scale), floats(query.of_base)), most);  // none is a NaN
     }
     return most;
   }
@@ -482,7 +486,7 @@ struct Search {
       auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
       // 1. What the lost entries may count, in blocks of 16 slots.
       rounded.clear();
-      for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim);
+      for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim, bases + head * dim);
       for (int64_t slot = 0; slot < num_slots; slot += 16) {
         float by_age[16];
         const int64_t first = age(slot), newest = age(slot + 15);
@@ -775,10 +779,10 @@ void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 9;
+  constexpr int GIVEN = 10;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [queries, keys, values, sketch, scales, worths, newest, since, oldest] = given;
+  const auto [queries, keys, values, bases, sketch, scales, worths, newest, since, oldest] = given;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2);
   const int64_t dim = size_of(queries, 4);
   const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
@@ -786,7 +790,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
-  Search search{data_of(queries), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
+  Search search{data_of(queries), data_of(bases), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
   search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
   search.kind = kind_of(keys);
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);

@@ -38,7 +38,10 @@ _SHIMS = {
     "attend": f"{'AtenTensorHandle, ' * 6}double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
-_SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
+_SEARCHED = (
+    *("queries", "keys", "values", "bases", "sketch", "scales"),
+    *("worths", "newest", "since", "oldest"),
+)
 _RECALLED = (
     *("places", "query", "keys", "values", "asking"),
     *("found_places", "found_keys", "found_values", "angles"),
@@ -305,12 +308,12 @@ def find(
     """Search of queries in a memory (`kvalign.memory.memory`).
 
     Args:
-        tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
-            [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
-            (`kvalign.cache.int8`); numbers and scales of their sketch (`kvalign.memory.memory`);
-            worths [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row
-            where all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without
-            an end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest
+        tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values [B, H, S, D]
+            float32, float16, bfloat16, or int8, [B, H, S, D + 4] (`kvalign.cache.int8`); bases [B,
+            H, 1, D] float32, numbers and scales of their sketch (`kvalign.memory.memory`); worths
+            [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row where
+            all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without an
+            end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest
             entry that is lost.
         near: age of the oldest that is not lost.
         num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,

@@ -52,7 +52,7 @@ def stepped(method, ids):
     ("num_rows", "group", "num_queries", "head_dim", "num", "size"),
     [
         (1, 3, 1, 64, 9000, 200),  # 400 of 9 000 scores are exact
-        (2, 3, 7, 64, 3000, 100),  # rows of their own, several queries
+        (2, 16, 3, 64, 3000, 100),  # rows of their own, many heads to one of keys
         (2, 1, 5, 32, 300, 20),  # all
         (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
     ],
@@ -74,6 +74,7 @@ def test_our_kernel_finds_what_pytorch_finds(
     sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=cache_dtype, **of_memory)
     rng = torch.Generator().manual_seed(num)
     held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
+    held.keys.add_(9 * torch.randn(num_rows, 3, 1, head_dim, generator=rng))  # what all have
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
