@@ -1,4 +1,4 @@
-"""Suites: commands checked first, finished cells kept, overrides, the shipped files, Ray."""
+"""Suites: commands checked first, finished cells kept, overrides, the shipped files."""
 
 import contextlib
 import io
@@ -225,12 +225,3 @@ def test_shipped_suites_are_understood(name):
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
     assert bool(paper.tables) == name.startswith("paper")
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
-    pytest.importorskip("ray")
-    assert main(["eval", "run", "own.yaml", "--out", "results", "--ray"]) == 0
-    found = read(tmp_path / "results").documents
-    assert [len(found[name]["rows"]) for name in ("short", "long")] == [1, 2]

@@ -1,16 +1,50 @@
-"""An address of a Ray cluster at which nothing answers is the user's to correct."""
+"""Ray: an address at which nothing answers is the user's to correct; what runs in processes of a
+cluster: workers of a recording, cells of a suite, a sweep that is killed and goes on.
+"""
 
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import psutil
 import pytest
+import torch
+from helpers.patience import until
+from helpers.tiny_corpus import TEXT
 
+from kvalign.aligners import Aligner
+from kvalign.app.cli.main import main
+from kvalign.cache.sizes import CacheSizes
+from kvalign.data_gen.store import open_store
+from kvalign.eval.report.results_folder import read
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
+from kvalign.training.settings import TuneSettings
+
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
 
 NOBODY = "127.0.0.1:1"
+RECORDING = "gen-data --corpus text:words.txt --num-tokens 3000 --chunk-len 64 --shard-mb 0.5 --out"
+SUITE = """
+cells:
+  - {name: one, command: 'eval readability --text one.txt'}
+  - {name: both, command: 'eval readability --text one.txt,other.txt'}
+"""
 
 
 @pytest.mark.parametrize("is_flag", [True, False])
 def test_a_cluster_that_does_not_answer(is_flag, monkeypatch):
-    pytest.importorskip("ray")
     if not is_flag:
         monkeypatch.setenv("RAY_ADDRESS", NOBODY)
     with (
@@ -18,3 +52,144 @@ def test_a_cluster_that_does_not_answer(is_flag, monkeypatch):
         ray_session(NOBODY if is_flag else None),
     ):
         pass
+
+
+def ended(shown: str) -> list[str]:
+    """The trials that have a line of their end, all five reports made, in `shown`."""
+    return re.findall(r"^trial (\d+) finished after report 5 of 5: ", shown, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def killed(recorded, tmp_path_factory) -> SimpleNamespace:
+    """A sweep of two small trials, with a cluster of its own, that was killed when the first had
+    ended. It comes before `cluster`: one that is there would be taken.
+    """
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    small = dict(num_trials=2, max_epochs=1, hidden_sizes=(4, 8), max_batch_size=64)
+    small |= dict(num_concurrent=1, scheduler="none")
+    settings = TuneSettings(target="key", data=recorded.folder, out=out, **small)
+    words = settings.command_line("tune").split()[1:]
+    command = [sys.executable, "-m", "kvalign", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None:
+            states = out.glob("trials/experiment_state-*.json")
+            if any("TERMINATED" in file.read_text() for file in states):
+                run.kill()
+            time.sleep(0.1)
+        said = run.stderr.read()
+    assert run.returncode == -signal.SIGKILL, said
+    assert not (out / "result.json").exists()
+    return SimpleNamespace(out=out, words=words, said=said)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of one that is there already."""
+    started = Cluster(True, head_node_args=dict(num_cpus=2, include_dashboard=False))
+    yield started.address
+    started.shutdown()
+
+
+@pytest.fixture(scope="module")
+def resumed(killed, cluster) -> SimpleNamespace:
+    """The same sweep, run again."""
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        assert main([*killed.words, "--json", "--ray-address", cluster]) == 0
+    return SimpleNamespace(result=json.loads(printed.getvalue()), said=said.getvalue())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_resumed_sweep_does_not_repeat_a_finished_trial(killed, resumed):
+    assert ended(killed.said) == ["000"]
+    assert ended(resumed.said) == ["001"]
+    assert f"\n2 trials in {killed.out}, 0 stopped early, " in resumed.said
+    assert [x.name for x in (killed.out / "trials" / "000" / "csv").iterdir()] == ["version_0"]
+    with open(killed.out / "reports.csv") as file:
+        found = [(row["trial"], row["report"]) for row in csv.DictReader(file)]
+    assert sorted(found) == [(t, str(n)) for t in ("000", "001") for n in range(1, 6)]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_aligner_has_the_best_trial_s_settings(recorded, resumed):
+    result = resumed.result
+    assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
+    best = min(result["trials"], key=lambda trial: trial["val_loss"])
+    assert result["best"] == best
+    aligner = Aligner.from_pretrained(result["aligner"])
+    aligner.check(recorded.model, CacheSizes(15, 4, 1))
+    trained = aligner.config.training["key"]
+    for name in ("hidden1", "hidden2"):
+        assert trained["settings"][f"key_{name}"] == aligner.config.sizes[f"key_{name}"]
+        assert trained["settings"][f"key_{name}"] == best[name]
+    assert trained["settings"]["batch_size"] == best["batch_size"]
+    assert trained["settings"]["lr"] == best["lr"]
+    assert trained["val_loss"] == result["aligner_val_loss"]
+    assert trained["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_finished_sweep_is_left_alone(killed, resumed, capsys):
+    made = {path: path.stat().st_mtime_ns for path in killed.out.rglob("*")}
+    assert main(killed.words) == 0
+    printed = capsys.readouterr()
+    said, *wrote = printed.err.splitlines()
+    assert said == f"{killed.out} already has this sweep, finished: nothing to do"
+    assert [line.split(maxsplit=1)[0] for line in wrote] == ["wrote", "next:"]
+    lines = [line.split() for line in printed.out.splitlines() if line.strip()]
+    assert lines[1][:2] == ["trial", "hidden1"]
+    assert sorted(line[0] for line in lines[3:]) == ["000", "001"]
+    assert main([*killed.words, "--seed", "1"]) == 2
+    assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in killed.out.rglob("*")} == made
+
+
+def workers():
+    """Processes that Ray calls by our class."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [one.pid] * "".join(one.cmdline()).startswith("ray::_Worker")
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_write_the_same_bytes_also_when_one_dies(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text(TEXT * 4)
+
+    def kill_one():
+        until(lambda: list(tmp_path.glob("out/*.safetensors")) and workers())
+        os.kill(workers()[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_one)
+        assert main([*RECORDING.split(), "out", "--workers", "2", "--ray-address", cluster]) == 0
+        killed.result(0)
+    num_threads = torch.get_num_threads()
+    assert main([*RECORDING.split(), "alone"]) == 0
+    assert torch.get_num_threads() == num_threads, "they are given back"
+    written, alone = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("[!.]*")}
+        for name in ("out", "alone")
+    )
+    assert written == alone and len(list(tmp_path.glob("out/*.safetensors"))) >= 6
+    open_store(tmp_path / "out", verify=True)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_cells_run_side_by_side(cluster, tmp_path, monkeypatch, undrawn):
+    """Of texts, for which nothing is loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(SUITE)
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.txt").write_text("The island was settled by people of the sea. " * 9)
+    argv = ["eval", "run", "own.yaml", "--out", "results", "--ray", "--ray-address", cluster]
+    assert main(argv) == 0
+    found = read(tmp_path / "results").documents
+    assert [len(found[name]["rows"]) for name in ("one", "both")] == [1, 2]

@@ -11,6 +11,7 @@ import helpers
 import pytest
 from pydantic import BaseModel
 
+from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import (
     checked,
@@ -145,3 +146,20 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
     with locked(tmp_path):
         assert not any(path.exists() for path in stale)
     assert (tmp_path / "training").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gen-data", "--num-tokens", "3000"],
+        ["pretrain", "--num-tokens", "1000", "--vocab-size", "300"],
+        ["eval", "run", "quick"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_two_runs_into_one_folder_are_refused(argv, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with locked(Path("out")):
+        assert main([*argv, "--out", "out"]) == 2
+    assert "another run is writing to out" in capfd.readouterr().err
+    assert [p.name for p in Path("out").iterdir()] == [".lock"]

@@ -1,24 +1,11 @@
-"""Sweeps: what a trial reports, what is left of it, and a whole one that was killed and resumed."""
+"""Sweeps: what a trial reports, and what is left of it; `test_cluster.py` has a whole one."""
 
-import contextlib
-import csv
 import dataclasses
-import io
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvalign.aligners import Aligner
-from kvalign.app.cli.main import main
-from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
 from kvalign.training.kinds import NetworkSettings
 from kvalign.training.settings import TuneSettings
@@ -84,89 +71,9 @@ def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:
     return TuneSettings(**{"target": "key", "data": data, "out": out, **changes})
 
 
-def ended(shown: str) -> list[str]:
-    """The trials that have a line of their end, all five reports made, in `shown`."""
-    return re.findall(r"^trial (\d+) finished after report 5 of 5: ", shown, flags=re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def resumed(recorded, tmp_path_factory) -> SimpleNamespace:
-    """A sweep of two small trials that was killed when the first had ended, and run again."""
-    out = tmp_path_factory.mktemp("sweep") / "out"
-    small = dict(num_trials=2, max_epochs=1, hidden_sizes=(4, 8), max_batch_size=64)
-    small |= dict(num_concurrent=1, scheduler="none")
-    words = tune_settings(recorded.folder, out, **small).command_line("tune").split()[1:]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "kvalign", *words], stderr=subprocess.PIPE, text=True
-    )
-    while killed.poll() is None:
-        if any("TERMINATED" in f.read_text() for f in out.glob("trials/experiment_state-*.json")):
-            os.kill(killed.pid, signal.SIGKILL)
-        time.sleep(0.1)
-    assert killed.stderr is not None
-    with killed.stderr as stderr:
-        shown = stderr.read()
-    assert killed.returncode == -signal.SIGKILL, shown
-    assert not (out / "result.json").exists()
-    printed, said = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-        assert main([*words, "--json"]) == 0
-    after = SimpleNamespace(stdout=printed.getvalue(), stderr=said.getvalue())
-    return SimpleNamespace(out=out, words=words, before=shown, after=after)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_resumed_sweep_does_not_repeat_a_finished_trial(resumed):
-    assert ended(resumed.before) == ["000"]
-    assert ended(resumed.after.stderr) == ["001"]
-    assert f"\n2 trials in {resumed.out}, 0 stopped early, " in resumed.after.stderr
-    assert [path.name for path in (resumed.out / "trials" / "000" / "csv").iterdir()] == [
-        "version_0"
-    ]
-    with open(resumed.out / "reports.csv") as file:
-        found = [(row["trial"], row["report"]) for row in csv.DictReader(file)]
-    assert sorted(found) == [(t, str(n)) for t in ("000", "001") for n in range(1, 6)]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_the_aligner_has_the_best_trial_s_settings(recorded, resumed):
-    result = json.loads(resumed.after.stdout)
-    assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
-    best = min(result["trials"], key=lambda trial: trial["val_loss"])
-    assert result["best"] == best
-    aligner = Aligner.from_pretrained(result["aligner"])
-    aligner.check(recorded.model, CacheSizes(15, 4, 1))
-    trained = aligner.config.training["key"]
-    for name in ("hidden1", "hidden2"):
-        assert trained["settings"][f"key_{name}"] == aligner.config.sizes[f"key_{name}"]
-        assert trained["settings"][f"key_{name}"] == best[name]
-    assert trained["settings"]["batch_size"] == best["batch_size"]
-    assert trained["settings"]["lr"] == best["lr"]
-    assert trained["val_loss"] == result["aligner_val_loss"]
-    assert trained["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_finished_sweep_is_left_alone(resumed, capsys):
-    made = {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")}
-    assert main(resumed.words) == 0
-    printed = capsys.readouterr()
-    said, *wrote = printed.err.splitlines()
-    assert said == f"{resumed.out} already has this sweep, finished: nothing to do"
-    assert [line.split(maxsplit=1)[0] for line in wrote] == ["wrote", "next:"]
-    lines = [line.split() for line in printed.out.splitlines() if line.strip()]
-    assert lines[1][:2] == ["trial", "hidden1"]
-    assert sorted(line[0] for line in lines[3:]) == ["000", "001"]
-    assert main([*resumed.words, "--seed", "1"]) == 2
-    assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")} == made
-
-
 def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
-    asha = scheduler(tune_settings(Path("caches"), Path("sweep"), max_epochs=1, grace_reports=2))
+    folders = dict(data=Path("caches"), out=Path("sweep"))
+    asha = scheduler(TuneSettings(target="key", **folders, max_epochs=1, grace_reports=2))
     asha.set_search_properties("val_loss", "min")
     ahead, behind = (SimpleNamespace(trial_id=name) for name in ("ahead", "behind"))
     actions = {}
