@@ -89,6 +89,13 @@ def undrawn(monkeypatch):
         monkeypatch.setattr(name, value)
 
 
+@pytest.fixture
+def short_runs(monkeypatch):
+    """Rotary keys whose positions run on for 40 steps, not for 256: `verify` streams beyond."""
+    for module in ("kvalign.cache.realigner", "kvalign.invariants.entries"):
+        monkeypatch.setattr(f"{module}.LONG_RUN", 40)
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Chromium."""

@@ -71,9 +71,11 @@ def of(stream, model):
         for i, x in enumerate([*one_of_each(STREAMS, KINDS), *WHOLE])
     ],
 )
-def test_it_keeps_to_all(stream, kind, models):
+def test_it_keeps_to_all(stream, kind, models, request):
     """Each method and aligner, and each architecture; three of them over a long stream, too."""
     rows = list(INVARIANTS) if (stream, kind) in WHOLE else SHORT
+    if (stream, kind) not in WHOLE:
+        request.getfixturevalue("short_runs")
     outcomes = outcomes_of(models[kind], lambda model: of(stream, model), rows)
     assert list(outcomes) == rows
     assert not failed(outcomes)
@@ -107,6 +109,7 @@ def with_memory(model, aligner, **changes):
     ("kind", "aligner", "changes"),
     [pytest.param(*x, marks=pytest.mark.slow if x[2] else ()) for x in MEMORIES],
 )
+@pytest.mark.usefixtures("short_runs")
 def test_a_memory_holds_what_it_should_and_is_edited(kind, aligner, changes, models):
     rows = [*MEMORY, *EDITS]
     outcomes = outcomes_of(models[kind], lambda m: with_memory(m, aligner, **changes), rows)
@@ -115,6 +118,7 @@ def test_a_memory_holds_what_it_should_and_is_edited(kind, aligner, changes, mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "aligner"), [("llama", None), ("gpt2", tables)])
+@pytest.mark.usefixtures("short_runs")
 def test_a_memory_keeps_to_all(kind, aligner, models):
     outcomes = outcomes_of(models[kind], lambda model: with_memory(model, aligner))
     assert not failed(outcomes)
@@ -281,6 +285,7 @@ def taken_back_but_counted(right, self):
         for x in PLANTED
     ],
 )
+@pytest.mark.usefixtures("short_runs")
 def test_a_planted_bug_is_found_where_it_is(bug, monkeypatch):
     """In the row that it belongs to, which says what to look at. Rows that it has nothing to do
     with pass: some others of those of a short stream, which are others for each bug, so that each

@@ -121,6 +121,7 @@ THIRDS += [("lfm2", third) for third in ROWS if ("lfm2", third) not in THIRDS]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(("case", "third"), THIRDS)
 def test_it_keeps_to_the_invariants(case, third, made):
     name = STREAMING[CASES.index(case) % len(STREAMING)]
