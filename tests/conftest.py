@@ -65,9 +65,11 @@ def model(request, models) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    """The default model, with its tokenizer; a file's own, since tests change what it holds."""
-    return load_model("gpt2-mini")
+def loaded(request):
+    """The default model, or a file's `MODEL`, with its tokenizer; a file's own, since tests change
+    what it holds.
+    """
+    return load_model(getattr(request.module, "MODEL", "gpt2-mini"))
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +82,12 @@ def recorded(tmp_path_factory) -> Recorded:
 def ids() -> torch.Tensor:
     """[2, 150] random ids, always the same: more than two contexts, seven caches."""
     return torch.randint(2, VOCAB, (2, 150), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """The hub does not answer."""
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
 
 
 @pytest.fixture

@@ -74,13 +74,9 @@ async def hold(client, model, name, session, num_turns, num_tokens, times) -> li
     """One session: what was answered, turn by turn."""
     answers = []
     for turn in range(num_turns):
-        asked = dict(
-            model=model,
-            messages=[{"role": "user", "content": turn_of(session, turn)}],
-            max_tokens=num_tokens,
-            temperature=0,
-            extra_body={"session": f"{name}-{session}"},
-        )
+        messages = [{"role": "user", "content": turn_of(session, turn)}]
+        asked = dict(model=model, messages=messages, max_tokens=num_tokens, temperature=0)
+        asked["extra_body"] = {"session": f"{name}-{session}"}
         if session % 4 == 3:
             reply = await client.chat.completions.create(**asked)
             answers.append(reply.choices[0].message.content)
@@ -137,15 +133,10 @@ async def mixed(model: str, address: str, process: subprocess.Popen, minutes: fl
             await asyncio.sleep(GIVE_BACK_S + 5)
             at_rest.append(memory_mb(process))
         watching.cancel()
-    return {
-        "model": model,
-        "minutes": minutes,
-        "statuses": dict(sorted(mix.found.items())),
-        "errors": mix.wrong,
-        "memory_most_mb": max(sizes),
-        "at_rest_mb": at_rest,
-        "grown_by": at_rest[-1] / at_rest[NUM_PARTS // 2 + 1] - 1,
-    }
+    about = dict(model=model, minutes=minutes, statuses=dict(sorted(mix.found.items())))
+    grown_by = at_rest[-1] / at_rest[NUM_PARTS // 2 + 1] - 1
+    memory = dict(memory_most_mb=max(sizes), at_rest_mb=at_rest, grown_by=grown_by)
+    return about | {"errors": mix.wrong} | memory
 
 
 async def measure(model: str, address: str, process: subprocess.Popen, args) -> dict:
@@ -176,19 +167,11 @@ async def measure(model: str, address: str, process: subprocess.Popen, args) -> 
             for num in args.streams
         }
     half = len(sizes) // 2
-    return {
-        "model": model,
-        "sessions": args.sessions,
-        "turns": args.turns,
-        "errors": errors,
-        "differ": differ,
-        "seconds": seconds,
-        **together.row(),
-        **{f"alone_{name}": value for name, value in alone.row().items()},
-        **speeds,
-        "memory_half_mb": max(sizes[:half], default=0.0),
-        "memory_end_mb": max(sizes[half:], default=0.0),
-    }
+    about = dict(model=model, sessions=args.sessions, turns=args.turns, errors=errors)
+    times = together.row() | {f"alone_{name}": x for name, x in alone.row().items()} | speeds
+    most = [max(part, default=0.0) for part in (sizes[:half], sizes[half:])]
+    memory = dict(zip(("memory_half_mb", "memory_end_mb"), most, strict=True))
+    return about | {"differ": differ, "seconds": seconds} | times | memory
 
 
 def main() -> int:

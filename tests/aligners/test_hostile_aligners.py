@@ -16,19 +16,13 @@ WEIGHTS = {
     "escape": (more(**{"\x1b[31m": torch.zeros(2)}), "31m"),
     "empty file": (raw(b""), "cannot read the weights"),
 }
+SIZES = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), HUGE)
+HIDDEN = {"sizes.key_hidden1": HUGE, "sizes.key_hidden2": HUGE}
 CONFIGS = {
     "no kind": (TABLE, {"kind": None}, "kind"),
     "kind unknown": (TABLE, {"kind": "tables"}, "unknown aligner kind 'tables'"),
-    "all huge": (
-        TABLE,
-        dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), HUGE),
-        "sizes do not make a table",
-    ),
-    "a huge network": (
-        NETWORK,
-        {"sizes.key_hidden1": HUGE, "sizes.key_hidden2": HUGE},
-        "sizes do not",
-    ),
+    "all huge": (TABLE, SIZES, "sizes do not make a table"),
+    "a huge network": (NETWORK, HIDDEN, "sizes do not"),
     "another size": (NETWORK, {"sizes.key_hidden1": 128}, "must be"),
 }
 

@@ -203,13 +203,9 @@ def test_ctrl_c_in_a_terminal():
     """It stops an answer, at an idle prompt it warns, and the second one there leaves."""
     ours, theirs = pty.openpty()
     command = "-m kvalign chat --model gpt2-mini --max-new-tokens 1000000"
-    process = subprocess.Popen(
-        [sys.executable, *command.split()],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
+    there = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    words = [sys.executable, *command.split()]
+    process = subprocess.Popen(words, **there, start_new_session=True)
     try:
         _read_until(ours, b"> ")
         os.write(ours, b"Who?\n")

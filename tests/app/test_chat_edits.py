@@ -55,10 +55,8 @@ def test_a_turn_is_edited_and_its_answer_stays(loaded):
     changed = whole.replace("a ship of the navy", "a train")
     assert text_of(conversation) == changed.replace("the king", "the queen of the sea")
     begins = begins_of(conversation.stream)
-    assert [
-        conversation.tokenizer.decode(conversation.stream.ids[x : x + 12]).count("USER")
-        for x in begins
-    ] == [1, 1, 1]
+    turns = [conversation.stream.ids[x : x + 12] for x in begins]
+    assert [conversation.tokenizer.decode(ids).count("USER") for ids in turns] == [1, 1, 1]
     assert "".join(conversation.answer("and now ?"))
 
 

@@ -42,14 +42,11 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture(scope="module")
 def address():
     """The example of `kvalign demo-ui`, run until Ctrl-C."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", TELLING, *example("demo-ui")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell in the background hands SIGINT down as ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = [sys.executable, "-c", TELLING, *example("demo-ui")]
+    # A shell in the background hands SIGINT down as ignored.
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    piped = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, **piped, preexec_fn=heard)
     try:
         line = server.stdout.readline()
         assert line.startswith("running on http://127.0.0.1:"), server.stderr.read()

@@ -50,13 +50,10 @@ def test_models_and_streams_are_as_asked(monkeypatch):
 
 def test_sigint_ends_it_in_the_background():
     """Where a shell has jobs ignore it; here while it loads."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "kvalign", "demo-ui", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    command = [sys.executable, "-m", "kvalign", "demo-ui", "--port", "0"]
+    piped = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    unheard = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    server = subprocess.Popen(command, **piped, preexec_fn=unheard)
     try:
         line = server.stdout.readline()
         assert line.startswith("running on ")

@@ -92,11 +92,8 @@ def test_without_any_extra(monkeypatch, capsys):
     lines = [line.strip().split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     for name, extra in EXTRAS.items():
         assert ["missing", name, f"not installed: pip install 'kvalign[{extra}]'"] in lines
-    assert [
-        "missing",
-        "wikitext",
-        "datasets is not installed: pip install 'kvalign[data]'",
-    ] in lines
+    said = "datasets is not installed: pip install 'kvalign[data]'"
+    assert ["missing", "wikitext", said] in lines
     assert not any(line[:1] == ["wrong"] for line in lines)
 
 

@@ -15,11 +15,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "data/x.safetensors")
 ERRORS = [
     (UserError("raise\n  --num-lines"), 2, "raise --num-lines"),
     (NotFoundError("no recorded data in d"), 2, "no recorded data in d"),
-    (
-        FileNotFoundError(errno.ENOENT, "No such file", "a.txt"),
-        2,
-        "[Errno 2] No such file: 'a.txt'",
-    ),
+    (FileNotFoundError(errno.ENOENT, "None", "a.txt"), 2, "[Errno 2] None: 'a.txt'"),
     (ModuleNotFoundError("no nltk", name="nltk.corpus"), 2, "it needs nltk: pip install"),
     (RunError("every trial failed"), 1, "every trial failed"),
     (FULL, 1, "No space left on device: 'data/x.safetensors'; what was finished is kept"),

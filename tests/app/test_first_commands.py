@@ -54,11 +54,8 @@ def test_the_same_with_little_text_and_once_more(kvalign, tmp_path, monkeypatch)
     assert "20 tokens with kvalign (network)" in taken.err and "was trained here" not in taken.err
 
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    for command, before in (
-        ("gen-data", recorded),
-        ("train --target key", key),
-        ("train --target value", value),
-    ):
+    all_of = {"gen-data": recorded, "train --target key": key, "train --target value": value}
+    for command, before in all_of.items():
         again = kvalign(command)
         assert again.out == before.out and "finished" in again.err
         assert len(says_next(again)) == 1, "with both networks there, only to stream is left"

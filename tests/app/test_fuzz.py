@@ -34,28 +34,16 @@ from kvalign.foundation.settings import flag
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
-CASES = {
-    "flags": 200,
-    "suites": 100,
-    "results": 60,
-    "aligners": 50,
-    "prompts": 40,
-    "streams": 40,
-    "models": 25,
-    "recordings": 20,
-}
+CASES = dict(flags=150, suites=80, results=40, aligners=40, prompts=30, streams=30)
+CASES |= dict(models=15, recordings=15)
 
 
 def few(name):
     """Hypothesis' settings for a boundary: so many cases, none kept from run to run."""
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(
-        max_examples=CASES[name],
-        deadline=None,
-        database=None,
-        suppress_health_check=[*quiet, HealthCheck.filter_too_much],
-        phases=[Phase.generate, Phase.shrink],
-    )
+    quiet += [HealthCheck.filter_too_much]
+    how = dict(phases=[Phase.generate, Phase.shrink], suppress_health_check=quiet)
+    return settings(max_examples=CASES[name], deadline=None, database=None, **how)
 
 
 def survives(call, folder=None):

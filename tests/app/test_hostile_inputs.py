@@ -1,26 +1,28 @@
-"""Texts, paths and devices that are none, and runs that could be refused before their first write:
-one line, and nothing left.
+"""Texts, paths, devices and suites that are none, folders of results that are not whole, and runs
+that could be refused before their first write: one line, and nothing left.
 """
 
+import json
 import os
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from helpers.refusals import in_time, refused, refuses
+from helpers.results_example import write_folder
 from helpers.smaller import INSIDE
 
 from kvalign.app.cli.main import main
+from kvalign.app.suites.cells import parse_suite
 from kvalign.models.loading import check_device
 
 HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
+CHAT = ["chat", "--model", "gpt2-mini", "--say", "Hi"]
 CASES = [
     (["generate", "--prompt", HALF], "--prompt is not UTF-8: character 11 is U+DCFF"),
     (["generate", "--prompt-file", "halves.txt"], "halves.txt is not UTF-8"),
-    (
-        ["chat", "--model", "gpt2-mini", "--state", "pipe", "--say", "Hi"],
-        "--state pipe cannot be written",
-    ),
+    ([*CHAT, "--state", "pipe"], "--state pipe cannot be written"),
     (["eval", "run", "pipe.yaml", "--out", "o"], "pipe.yaml is not a file but a pipe"),
 ]
 
@@ -86,7 +88,7 @@ def test_devices(device, place, capfd):
             ["gen-data", "--out", "o"],
             ["pretrain", "--out", "o"],
             ["eval", "latency"],
-            ["chat", "--model", "gpt2-mini", "--say", "Hi"],
+            CHAT,
         ):
             refused([*argv, "--device", device], f"device {device!r} is not available", capfd)
 
@@ -120,3 +122,42 @@ def test_what_is_refused_leaves_nothing(words, message, place, recording, capfd)
     if not words.startswith("chat"):
         (place / "o" / "p").mkdir(parents=True)  # an empty folder of the user's stays, and empty
         refused(shlex.split(words), message, capfd)
+
+
+ONE = "- {name: a, command: eval perplexity}\n"
+SERVES = "- {name: b, command: serve}\n"
+CELLS = f"cells:\n{ONE}"
+ALIASES = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+BOMB = f"a: &a [{', '.join('x' * 9)}]\n{ALIASES}"
+
+
+def command(words):
+    return "cells:\n- name: a\n  command: " + json.dumps(words)
+
+
+SUITES = {
+    "name twice": (CELLS + ONE, "two cells with the same name"),
+    "command unknown": (command("eval speed"), "unknown command 'eval speed'"),
+    "command serves": (command("demo-ui"), "demo-ui is not an evaluation"),
+    "prepare prints nothing": (f"prepare:\n{SERVES}{CELLS}", "prints no document"),
+    "alias bomb": (f"{BOMB}cells: *i\n", "cells.0: Input should be"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), SUITES.values(), ids=SUITES)
+def test_suites(text, message):
+    refuses(lambda: parse_suite(text, "s.yaml"), message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("other.json", "{", "other.json is not JSON"),
+        ("suite.yaml", "cells: []\npaper: {tables: [{title: x}]}", "tables.0.cell: Field required"),
+    ],
+)
+def test_a_folder_with_another_file(name, text, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "r")
+    (tmp_path / "r" / name).write_text(text)
+    refused(["report", "r"], message, capfd)

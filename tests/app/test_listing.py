@@ -16,13 +16,8 @@ from kvalign.models import fetched
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.policies import POLICIES
 
-COMMANDS = {
-    "models": ["models", "fetchable", "architectures"],
-    "methods": ["methods"],
-    "policies": ["policies"],
-    "aligners": ["aligners"],
-    "corpora": ["corpora"],
-}
+COMMANDS = {name: [name] for name in ("models", "methods", "policies", "aligners", "corpora")}
+COMMANDS["models"] += ["fetchable", "architectures"]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.hub_data import write_data_set
-from helpers.smaller import one_trial, output_of
+from helpers.smaller import INSIDE, one_trial, output_of
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -71,7 +71,8 @@ def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
-    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", 10)
+    for name in ("training.judge.ROW_LABELS", "eval.evaluations.latency.timing._peak_mb"):
+        monkeypatch.setattr(f"kvalign.{name}", INSIDE[f"kvalign.{name}"])
     monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
     sizes = {"vocab_size": len(tokenizer)}

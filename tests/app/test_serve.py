@@ -22,18 +22,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import opening_len
 
 GREEDY = dict(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def server(loaded):
-    with serving(loaded, cache_size=48, max_streams=8) as one:
-        yield one
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as one:
-        yield one
+SERVED = dict(cache_size=48, max_streams=8)
 
 
 def say(client, text, session=None, **more):
@@ -108,16 +97,11 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         assert content(reply) == expected[-1]
         assert bool(number) == bool(reply.usage.prompt_tokens_details.cached_tokens)
         messages.append({"role": "assistant", "content": content(reply)})
-    again = say(client, [*messages, {"role": "user", "content": "Where?"}], "whole")
-    assert content(again) == content(
-        say(client, [*messages, {"role": "user", "content": "Where?"}])
-    )
-    header = httpx.post(
-        f"{client.base_url}chat/completions",
-        json=dict(model="gpt2-mini", messages=[{"role": "user", "content": "So?"}], **GREEDY),
-        headers={"X-Session-Id": "whole"},
-        timeout=PATIENCE_S,
-    )
+    more = [*messages, {"role": "user", "content": "Where?"}]
+    assert content(say(client, more, "whole")) == content(say(client, more))
+    asked = dict(model="gpt2-mini", messages=[{"role": "user", "content": "So?"}], **GREEDY)
+    how = dict(headers={"X-Session-Id": "whole"}, timeout=PATIENCE_S)
+    header = httpx.post(f"{client.base_url}chat/completions", json=asked, **how)
     assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     with pytest.raises(openai.BadRequestError, match="do not continue"):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")

@@ -11,15 +11,10 @@ from helpers.served import serving
 from kvalign.app.serve import prompts
 from kvalign.streaming import stream_file
 
+SERVED = dict(cache_size=48, max_sessions=100)
 DRAWN = dict(temperature=1, seed=1, max_tokens=8)
 GREEDY = dict(temperature=0)
 OTHERS = [dict(seed=2), dict(temperature=0), dict(max_tokens=12), dict(top_p=0.1), dict(stop=["e"])]
-
-
-@pytest.fixture(scope="module")
-def server(loaded):
-    with serving(loaded, cache_size=48, max_sessions=100) as one:
-        yield one
 
 
 def says(*texts):
@@ -32,13 +27,8 @@ def ask(server, messages, session=None, key=None, **fields):
     more = {"extra_body": {"session": session}} if session else {}
     headers = {"Idempotency-Key": key} if key else {}
     with server.client() as client:
-        reply = client.chat.completions.create(
-            model="gpt2-mini",
-            messages=messages,
-            extra_headers=headers,
-            **more,
-            **DRAWN | fields,
-        )
+        how = dict(model="gpt2-mini", extra_headers=headers, **more, **DRAWN | fields)
+        reply = client.chat.completions.create(messages=messages, **how)
     return reply.choices[0].message.content, reply.usage.prompt_tokens_details.cached_tokens
 
 

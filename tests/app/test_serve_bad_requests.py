@@ -18,6 +18,8 @@ from kvalign.app.serve.turn import Answers, Piece
 from kvalign.app.serve.wire import Completion
 from kvalign.models.loading import load_model
 
+SERVED = dict(cache_size=48, api_key="secret")
+SERVED |= dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4)
 KEY = {"Authorization": "Bearer secret"}
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -63,13 +65,6 @@ HEADERS = [
     ({**KEY, **JSON, "Origin": "https://evil.example"}, 403, "are not allowed here"),
     ({**KEY, **JSON, "X-Session-Id": "a/b"}, 400, "session"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(loaded):
-    limits = dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4)
-    with serving(loaded, cache_size=48, api_key="secret", **limits) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

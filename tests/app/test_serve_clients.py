@@ -8,20 +8,9 @@ from helpers.served import serving
 import kvalign
 from kvalign.app.sessions.conversation import talk_defaults
 
+SERVED = dict(cache_size=48, max_streams=4, max_new_tokens=12)
 TEXT = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def server(loaded):
-    with serving(loaded, cache_size=48, max_streams=4, max_new_tokens=12) as one:
-        yield one
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as one:
-        yield one
 
 
 @pytest.fixture
@@ -36,15 +25,8 @@ def text_of(reply):
 
 def test_without_a_word_an_answer_is_drawn_as_in_a_chat(server, loaded, post):
     assert server.service.defaults == {**talk_defaults(loaded), "max_new_tokens": 12}
-    stream = kvalign.stream(
-        loaded.model,
-        loaded.tokenizer,
-        "The king",
-        cache_size=48,
-        max_new_tokens=12,
-        seed=3,
-        **talk_defaults(loaded),
-    )
+    how = dict(cache_size=48, max_new_tokens=12, seed=3, **talk_defaults(loaded))
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The king", **how)
     assert text_of(post(TEXT, prompt="The king", max_tokens=12, seed=3)) == "".join(stream)
 
 

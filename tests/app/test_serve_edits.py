@@ -47,14 +47,11 @@ def test_a_changed_message_is_edited_and_the_rest_is_kept(loaded):
         _, num, num_cached, num_edited = said(client, [*more, {"role": "user", "content": "Why ?"}])
         assert num_edited == 0 and num / 2 < num_cached < num
         assert said(client, [{"role": "user", "content": "Another talk ?"}])[2:] == (0, 0)
-    with serving(loaded, cache_size=250) as server, server.client() as client:
-        messages = talk(client)
-        shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
-        assert said(client, shorter)[2:] == (0, 0)
 
 
-def test_what_was_evicted_is_not_edited(loaded):
-    with serving(loaded, cache_size=60, edit=True) as server, server.client() as client:
+@pytest.mark.parametrize("how", [dict(cache_size=250), dict(cache_size=60, edit=True)], ids=str)
+def test_without_edits_and_what_was_evicted_is_not_edited(how, loaded):
+    with serving(loaded, **how) as server, server.client() as client:
         messages = talk(client)
         shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
         assert said(client, shorter)[2:] == (0, 0)

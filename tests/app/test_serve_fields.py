@@ -45,14 +45,12 @@ NOT_OBEYED = [
 
 def asked(form, **fields):
     """A request with these fields in a part of it, as it is read."""
-    hello = {"role": "user", "content": "Hello"}
+    hello, part = {"role": "user", "content": "Hello"}, {"type": "text", "text": "Hello"}
     whole = {
         Completion: lambda: {"prompt": "Hello", **fields},
         Chat: lambda: {"messages": [hello], **fields},
         Message: lambda: {"messages": [{**hello, **fields}]},
-        TextPart: lambda: {
-            "messages": [{**hello, "content": [{"type": "text", "text": "Hello", **fields}]}]
-        },
+        TextPart: lambda: {"messages": [{**hello, "content": [{**part, **fields}]}]},
         StreamOptions: lambda: {"messages": [hello], "stream_options": fields},
     }[form]()
     kind = Completion if form is Completion else Chat

@@ -6,24 +6,14 @@ import sys
 import openai
 import pytest
 import torch
-from helpers.served import serving
 
 from kvalign.streaming.answer import token_bytes
 
+SERVED = dict(cache_size=64, max_streams=4)
 HELLO = [{"role": "user", "content": "Who lived there?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["sea", "land"]}},
-    "required": ["ok", "kind"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "required": ["ok", "kind"], "additionalProperties": False}
+SCHEMA["properties"] = {"ok": {"type": "boolean"}, "kind": {"enum": ["sea", "land"]}}
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def client(loaded):
-    with serving(loaded, cache_size=64, max_streams=4) as one, one.client() as client:
-        yield client
 
 
 def ask(client, **more):
@@ -37,12 +27,8 @@ def test_logprobs_are_the_model_s(client, loaded):
         model="gpt2-mini", prompt=prompt, max_tokens=5, logprobs=2, seed=1, temperature=0.5
     ).choices[0]
     ids = loaded.tokenizer(prompt)["input_ids"]
-    for name, value, top in zip(
-        reply.logprobs.tokens,
-        reply.logprobs.token_logprobs,
-        reply.logprobs.top_logprobs,
-        strict=True,
-    ):
+    told = reply.logprobs
+    for name, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
         with torch.no_grad():
             logprobs = loaded.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         spelled = {

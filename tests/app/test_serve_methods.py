@@ -32,7 +32,6 @@ TALKS = (
     ("A",) * 4,
 )
 
-
 MODELS = ("gpt2-mini", "llama-mini")
 
 
@@ -95,15 +94,9 @@ def sessions_are_streams(method, name, models):
             for i, events in zip(going, waiting, strict=True):
                 answers[i].append(text_of(events))
     for turns, said in zip(TALKS, answers, strict=True):
-        stream = kvalign.stream(
-            loaded.model,
-            loaded.tokenizer,
-            cache_size=24,
-            **method | {"compile": False},
-            do_sample=False,
-            max_new_tokens=6,
-            stop_at_end=True,
-        )
+        how = dict(cache_size=24, do_sample=False, max_new_tokens=6, stop_at_end=True)
+        how |= method | {"compile": False}
+        stream = kvalign.stream(loaded.model, loaded.tokenizer, **how)
         for turn, text in zip(turns, said, strict=True):
             stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
             assert text == "".join(stream)
@@ -147,20 +140,17 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
         short = queue.Queue()
         fields = dict(model="any", temperature=0, max_tokens=40)
         hello = [{"role": "user", "content": "Hello"}]
-        service.chat(
-            Chat(messages=hello, **fields),
-            Headers(),
-            lambda e: (order.append("short"), short.put(e)),
-        )
+
+        def ask(name, messages, events):
+            told = lambda e: (order.append(name), events.put(e))  # noqa: E731
+            service.chat(Chat(messages=messages, **fields), Headers(), told)
+
+        ask("short", hello, short)
         assert isinstance(short.get(timeout=PATIENCE_S), Piece)  # it is being stepped
         text = "the king of the island had a ship and " * 400
         long = [{"role": "user", "content": text}]
         events = queue.Queue()
-        service.chat(
-            Chat(messages=long, **fields),
-            Headers(),
-            lambda e: (order.append("long"), events.put(e)),
-        )
+        ask("long", long, events)
         answer = text_of(events)
     assert order.index("long") > 4
     stream = kvalign.stream(

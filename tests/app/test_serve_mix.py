@@ -17,7 +17,7 @@ def test_a_mix_of_requests(tmp_path):
     async def ask_all(address):
         async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             mix = Mix(client, "llama-mini", seed=0)
-            await mix.run(3)
+            await mix.run(2)
         return mix
 
     limits = dict(cache_size=48, max_sessions=3, max_unnamed=3, sessions=tmp_path, memory=60)

@@ -9,7 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.patience import PATIENCE_S
-from helpers.served import serving
 from helpers.tool_templates import HERMES_TEMPLATE
 from openai.pagination import SyncPage
 from openai.types import Completion, Model
@@ -17,18 +16,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+# As it was when the requests were recorded.
+TEMPLATE = HERMES_TEMPLATE
+SERVED = dict(cache_size=250, max_streams=4, max_new_tokens=44, seed=0)
 RECORDED = sorted((Path(__file__).parent / "requests").glob("*.json"))
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WHOLE = {CHAT: ChatCompletion, TEXT: Completion, RESPONSES: Response, "/v1/models": SyncPage[Model]}
 CHUNK = {CHAT: TypeAdapter(ChatCompletionChunk), RESPONSES: TypeAdapter(ResponseStreamEvent)}
-
-
-@pytest.fixture(scope="module")
-def server(loaded):
-    """As it was when the requests were recorded."""
-    loaded.tokenizer.chat_template = HERMES_TEMPLATE
-    with serving(loaded, cache_size=250, max_streams=4, max_new_tokens=44, seed=0) as one:
-        yield one
 
 
 def marks_of(path):

@@ -4,7 +4,6 @@ import asyncio
 import json
 
 import pytest
-from helpers.served import serving
 from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 
 from kvalign.app.serve.replies import Events, parts_of, usage_of
@@ -13,16 +12,10 @@ from kvalign.app.serve.tools import HERMES, Tools
 from kvalign.app.serve.turn import Answers, End, Piece
 from kvalign.app.serve.wire import parsed
 
+SERVED, TEMPLATE = dict(cache_size=250, max_streams=4), HERMES_TEMPLATE
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
 NAMED = {"type": "function", "name": "weather"}
 QUESTION = "How warm is it in Rome?"
-
-
-@pytest.fixture(scope="module")
-def client(loaded):
-    loaded.tokenizer.chat_template = HERMES_TEMPLATE
-    with serving(loaded, cache_size=250, max_streams=4) as one, one.client() as client:
-        yield client
 
 
 def respond(client, said=QUESTION, **more):
@@ -41,10 +34,8 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert set(json.loads(call.arguments)) == {"city", "unit"}
     assert first.status == "completed" and first.output_text == ""
-    assert first.tool_choice.name == "weather" and [x.name for x in first.tools] == [
-        "weather",
-        "time",
-    ]
+    assert first.tool_choice.name == "weather"
+    assert [x.name for x in first.tools] == ["weather", "time"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "19"}
     after = respond(client, [result], previous_response_id=first.id, max_output_tokens=4)
     cached = after.usage.input_tokens_details.cached_tokens
@@ -53,17 +44,10 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
     whole = [{"role": "user", "content": QUESTION}, call.model_dump(exclude_none=True), result]
     apart = respond(client, whole, store=False, max_output_tokens=4)
     function = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    said = client.chat.completions.create(
-        model="gpt2-mini",
-        messages=[
-            whole[0],
-            {"role": "assistant", "tool_calls": [{"id": "a", **function}]},
-            {"role": "tool", "content": "19", "tool_call_id": "a"},
-        ],
-        tools=[WEATHER, TIME],
-        temperature=0,
-        max_tokens=4,
-    )
+    called = {"role": "assistant", "tool_calls": [{"id": "a", **function}]}
+    messages = [whole[0], called, {"role": "tool", "content": "19", "tool_call_id": "a"}]
+    how = dict(model="gpt2-mini", tools=[WEATHER, TIME], temperature=0, max_tokens=4)
+    said = client.chat.completions.create(messages=messages, **how)
     assert apart.usage.input_tokens == said.usage.prompt_tokens
     assert apart.output_text == said.choices[0].message.content
     # What a user says beside a result is a part of the turn.

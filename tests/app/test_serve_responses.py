@@ -10,13 +10,8 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.wire import parsed
 
+SERVED = dict(cache_size=48, max_streams=4)
 TURNS = ["Who lived there?", "Why?", "Why?"]
-
-
-@pytest.fixture(scope="module")
-def client(loaded):
-    with serving(loaded, cache_size=48, max_streams=4) as one, one.client() as client:
-        yield client
 
 
 def respond(client, said, **more):
@@ -28,24 +23,18 @@ def test_responses_are_turns_of_a_session(client):
     last = None
     for number, turn in enumerate(TURNS):
         reply = respond(client, turn, previous_response_id=last)
-        extra = {"Idempotency-Key": str(number)}
-        said = client.chat.completions.create(
-            model="gpt2-mini",
-            messages=[{"role": "user", "content": turn}],
-            max_tokens=12,
-            temperature=0,
-            extra_body={"session": "beside"},
-            extra_headers=extra,
+        how = dict(model="gpt2-mini", max_tokens=12, temperature=0)
+        how |= dict(
+            extra_body={"session": "beside"}, extra_headers={"Idempotency-Key": str(number)}
         )
+        said = client.chat.completions.create(messages=[{"role": "user", "content": turn}], **how)
         assert reply.output_text == said.choices[0].message.content
         assert reply.usage.input_tokens == said.usage.prompt_tokens
         assert reply.usage.input_tokens_details.cached_tokens == (
             said.usage.prompt_tokens_details.cached_tokens
         )
-        assert (reply.status, reply.incomplete_details.reason) == (
-            "incomplete",
-            "max_output_tokens",
-        )
+        why = reply.incomplete_details.reason
+        assert (reply.status, why) == ("incomplete", "max_output_tokens")
         assert reply.previous_response_id == last
         last = reply.id
     assert reply.usage.input_tokens > 48, "longer than the cache"
@@ -58,20 +47,12 @@ def test_events_make_the_response(client):
     events = list(respond(client, "Why?", previous_response_id=begun.id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
+    begin = ("created", "in_progress", "output_item.added", "content_part.added")
+    end = ("output_text.done", "content_part.done", "output_item.done", "incomplete")
+    assert kinds[:4] == [f"response.{x}" for x in begin]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-1].response.output_text
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
+    assert kinds[-4:] == [f"response.{x}" for x in end]
     assert events[0].response.id == events[-1].response.id
     again = respond(client, "When?", previous_response_id=events[-1].response.id)
     assert again.usage.input_tokens > whole.usage.input_tokens
@@ -133,12 +114,8 @@ def test_instructions_are_the_system_prompt(client):
 
 
 def test_a_response_may_be_json(client):
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "required": ["ok"], "additionalProperties": False}
+    schema["properties"] = {"ok": {"type": "boolean"}}
     form = {"format": {"type": "json_schema", "name": "one", "schema": schema, "strict": True}}
     reply = respond(client, "Is it?", text=form, max_output_tokens=40)
     assert reply.status == "completed" and set(json.loads(reply.output_text)) == {"ok"}

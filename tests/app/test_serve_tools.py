@@ -144,20 +144,15 @@ def test_an_answer_and_what_a_client_sends_back_are_the_same(loaded):
     """Ids, blanks and the order of arguments make no difference."""
     tools = Tools([WEATHER, TIME], (), HERMES)
     ours = tools.message(TWO.replace('"Rome"', '"Rome", "unit": "C"'))
-    theirs = Message.model_validate(
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "tool_calls": [
-                {
-                    "id": "any",
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": '{"unit":"C","city":"Rome"}'},
-                },
-                {"id": "b", "type": "function", "function": {"name": "time", "arguments": ""}},
-            ],
-        }
-    )
+    functions = [
+        {"name": "weather", "arguments": '{"unit":"C","city":"Rome"}'},
+        {"name": "time", "arguments": ""},
+    ]
+    calls = [
+        {"id": x, "type": "function", "function": y} for x, y in zip("ab", functions, strict=True)
+    ]
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
+    theirs = Message.model_validate(said)
     assert digest("", [ours], AS_READ) == digest("", [theirs], AS_READ)
     plain = Message(role="assistant", content="Let me see.")
     assert digest("", [ours], AS_READ) != digest("", [plain], AS_READ)

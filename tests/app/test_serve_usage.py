@@ -27,14 +27,9 @@ def models():
 
 def ask(client, model, said, session, **more):
     """The reply to a turn, with its headers."""
-    return client.chat.completions.with_raw_response.create(
-        model=model,
-        messages=[{"role": "user", "content": said}] if isinstance(said, str) else said,
-        temperature=0,
-        max_tokens=8,
-        extra_body={"session": session},
-        **more,
-    )
+    how = dict(model=model, temperature=0, max_tokens=8, extra_body={"session": session}, **more)
+    messages = [{"role": "user", "content": said}]
+    return client.chat.completions.with_raw_response.create(messages=messages, **how)
 
 
 def usage_of(reply):
@@ -49,15 +44,8 @@ def usage_in(chunks):
 @pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
 def test_a_session_is_the_stream_of_the_conversation(number, name, models):
     loaded, method = models[name], METHODS[number]
-    stream = kvalign.stream(
-        loaded.model,
-        loaded.tokenizer,
-        cache_size=32,
-        do_sample=False,
-        max_new_tokens=8,
-        stop_at_end=True,
-        **method,
-    )
+    how = dict(cache_size=32, do_sample=False, max_new_tokens=8, stop_at_end=True, **method)
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, **how)
     settings = {key: str(x) if key == "num_evicted" else x for key, x in method.items()}
     with serving(loaded, cache_size=32, **settings) as server, server.client() as client:
         for turn in TURNS:

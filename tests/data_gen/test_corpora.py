@@ -21,11 +21,6 @@ LLAMA3 = (
 )
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
-
-
 def _text(spec: str, split: str = "train") -> str:
     return "".join(texts(spec, split))
 

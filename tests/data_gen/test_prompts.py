@@ -9,11 +9,6 @@ from kvalign.data_gen.prompts import MT_BENCH, conversations
 from kvalign.foundation.errors import UserError
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
-
-
 def test_our_own_are_different_and_have_two_turns(offline):
     own = conversations("own")
     assert [len(turns) for turns in own] == [2] * 4

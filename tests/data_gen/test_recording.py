@@ -56,15 +56,8 @@ def gpt2(wrap) -> LoadedModel:
 @pytest.fixture
 def settings(text_file, tmp_path):
     def make(**changes) -> RecordSettings:
-        small = {
-            "corpus": (f"text:{text_file}",),
-            "out": tmp_path / "pairs",
-            "num_tokens": 480,
-            "chunk_len": 24,
-            "num_evicted": (1, 3),
-            "batch_size": 2,
-            "shard_mb": 0.08,
-        }
+        small = dict(corpus=(f"text:{text_file}",), out=tmp_path / "pairs", num_tokens=480)
+        small |= dict(chunk_len=24, num_evicted=(1, 3), batch_size=2, shard_mb=0.08)
         return RecordSettings(**small | changes)
 
     return make

@@ -39,14 +39,9 @@ from kvalign.methods.registry import METHODS
 from kvalign.policies import POLICIES
 
 # Names on the hub, and the architecture of the random model of that name.
-HUB = {
-    "HuggingFaceTB/SmolLM2-135M": "llama",
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
-    "bigscience/bloom-560m": "bloom",
-    "distilbert/distilgpt2": "gpt2",
-    "facebook/opt-125m": "opt",
-    "openai-community/gpt2": "gpt2",
-}
+HUB = {"bigscience/bloom-560m": "bloom", "facebook/opt-125m": "opt"}
+HUB |= {f"HuggingFaceTB/SmolLM2-135M{more}": "llama" for more in ("", "-Instruct")}
+HUB |= dict.fromkeys(("distilbert/distilgpt2", "openai-community/gpt2"), "gpt2")
 # Corpora and files that pages name.
 WIKITEXT = "Salesforce/wikitext"
 TEXTS = ("wikitext-2/test.txt", "wikitext-2/valid.txt")
@@ -193,14 +188,8 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    how = dict(env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=300, **how)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -20,50 +20,37 @@ import kvalign
 SOURCE = Path(kvalign.__file__).parent
 EXTENSIONS = Path(__file__).with_name("extensions")
 pytestmark = pytest.mark.slow
-PLACES = {
-    "centred.py": "training",
-    "variety.py": "eval/evaluations",
-    "numbers.py": "data_gen",
-    "rope_last.py": "models",
-}
+PLACES = {"centred.py": "training", "variety.py": "eval/evaluations"}
+PLACES |= {"numbers.py": "data_gen", "rope_last.py": "models"}
 TUTORIALS = ("docs/tutorials/method.md", "docs/tutorials/policy.md")
-# What is added to a file, after what ends a line there.
-LINES = [
-    (
-        "methods/registry.py",
-        '"kvalign.methods.streaming_llm:Window",\n',
-        '        "unmoved": "kvalign.methods.unmoved:Unmoved",\n',
-    ),
-    (
-        "policies/__init__.py",
-        '"kvalign.policies.ours:H2O",\n',
-        '        "value-norm": "kvalign.policies.value_norm:ValueNorm",\n',
-    ),
+# What is added to a registry: its file, the entry before, the name, and where it is.
+CENTRED, TEXTS = "training.centred", "data_gen.python_texts"
+ENTRIES = [
+    ("methods/registry.py", "methods.streaming_llm:Window", "unmoved", "methods.unmoved:Unmoved"),
+    ("policies/__init__.py", "policies.ours:H2O", "value-norm", "policies.value_norm:ValueNorm"),
     (
         "aligners/kinds.py",
-        '"kvalign.aligners.table:TableAligner",\n',
-        '        "centred": "kvalign.training.centred:CentredAligner",\n',
+        "aligners.table:TableAligner",
+        "centred",
+        "training.centred:CentredAligner",
     ),
+    ("training/kinds.py", "training.kinds:train_table", "centred", f"{CENTRED}:train"),
     (
-        "training/kinds.py",
-        '"kvalign.training.kinds:train_table",\n',
-        '        "centred": "kvalign.training.centred:train",\n',
+        "data_gen/corpora.py",
+        "data_gen.python_texts:PythonDocs",
+        "numbers",
+        "data_gen.numbers:Numbers",
     ),
+]
+ROPE = '\nfrom kvalign.models.rope_last import LAST  # noqa: E402\n\nLAYOUTS["last"] = LAST\n'
+# What is added to a file, after what ends a line there.
+LINES = [(x, f'"kvalign.{a}",\n', f'        "{n}": "kvalign.{b}",\n') for x, a, n, b in ENTRIES] + [
     (
         "eval/evaluations/__init__.py",
         'judge each answer",\n',
         '    "variety": "how many different tokens a method writes",\n',
     ),
-    (
-        "data_gen/corpora.py",
-        '"kvalign.data_gen.python_texts:PythonDocs",\n',
-        '        "numbers": "kvalign.data_gen.numbers:Numbers",\n',
-    ),
-    (
-        "models/rope.py",
-        "[torch.stack([first, second], -1).flatten(-2), rest], -1\n        ),\n    ),\n}\n",
-        '\nfrom kvalign.models.rope_last import LAST  # noqa: E402\n\nLAYOUTS["last"] = LAST\n',
-    ),
+    ("models/rope.py", "second], -1).flatten(-2), rest], -1\n        ),\n    ),\n}\n", ROPE),
 ]
 SMALL = "--cache-sizes 32 --num-tokens 20"
 SUITE = f"""
@@ -78,7 +65,7 @@ COMMANDS = {
     "policies": "policies",
     "value-norm": f"eval perplexity --methods kvalign --policy oldest,value-norm {SMALL} --json",
     "help of train": "train centred --help",
-    "train": "train centred --num-tokens 4000 --chunk-len 64 --out mine",
+    "train": "train centred --num-tokens 2600 --chunk-len 64 --out mine",
     "centred": f"eval perplexity {SMALL} --methods kvalign --aligner mine --json",
     "latency": "eval latency --cache-sizes 32 --methods kvalign,streaming-llm "
     "--aligner-kinds centred --num-trials 1 --trial-len 2",
@@ -93,9 +80,11 @@ PROGRAM = """
 import contextlib, io, json, shlex, sys
 from kvalign.app.cli.main import main
 from kvalign.app.suites import suite
+from kvalign.eval.evaluations.latency import timing
 from kvalign.eval.report import page
 from kvalign.training import judge
 
+timing._peak_mb = lambda method, *_: method.reset() or 1.0  # as in helpers/smaller.py
 judge.ROW_LABELS = 10  # an aligner is judged by so little text
 page.inline_svg = page.inline_legend = lambda figure, name: "<svg></svg>"  # none are drawn
 page.save = lambda figure, path: path.touch()
@@ -177,14 +166,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def printed(folder):
     """What each command prints, and how the layout is found."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + REENCODED],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        input=json.dumps(COMMANDS),
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", PROGRAM + REENCODED]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    how = dict(input=json.dumps(COMMANDS), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

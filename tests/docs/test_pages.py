@@ -17,11 +17,7 @@ from kvalign.models.architectures import FAMILIES, REGISTERED
 
 # Pages of docs/reference are made when the site is built; no other page leads there.
 READ = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/results").glob("*.md")]
-READ += [
-    *ROOT.glob("checkpoints/*/README.md"),
-    *ROOT.glob("examples/*.md"),
-    *ROOT.glob("hub/*/*.md"),
-]
+READ += [x for y in ("checkpoints/*/README", "examples/*", "hub/*/*") for x in ROOT.glob(f"{y}.md")]
 READ = sorted(str(p.relative_to(ROOT)) for p in READ if "reference" not in p.parts)
 CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[\w-]+\]: (\S+)|<img src=\"([^\"]+)\"", re.MULTILINE)

@@ -77,11 +77,8 @@ def test_tokens_are_the_text_but_for_space(text):
 
 
 def test_word_list_is_pinned(monkeypatch):
-    assert load_words().about == {
-        "name": "words corpus of NLTK",
-        "num_words": 235_892,
-        "sha256": SHA256,
-    }
+    about = {"name": "words corpus of NLTK", "num_words": 235_892, "sha256": SHA256}
+    assert load_words().about == about
     load_words.cache_clear()
     monkeypatch.setattr(words_module, "_ONLY_NLTKS", "behaviour")  # a package with other words
     with pytest.raises(UserError, match=r"not the pinned one .* pip install english-words==2.0.2"):

@@ -18,12 +18,8 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 
+MODEL = "llama-mini"
 SMALL = dict(cache_sizes=(40,), distances=(0, 2, 5), num_needles=3, num_streams=2, gap=20)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("llama-mini")
 
 
 @pytest.fixture(scope="module")

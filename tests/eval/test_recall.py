@@ -9,12 +9,8 @@ import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.evaluations.recall.scores import part_of, read_stream
-from kvalign.models.loading import load_model
 
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model("recall-gpt2")
+MODEL = "recall-gpt2"
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +50,8 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
 
 @pytest.mark.slow
 def test_far_facts_are_known_to_a_memory_alone(loaded):
-    settings = RecallSettings(
-        methods=("kvalign",),
-        cache_sizes=(32,),
-        num_sinks=(0,),
-        memory=(0, 1000),
-        num_questions=40,
-        farthest=8,
-    )
+    sizes = dict(cache_sizes=(32,), num_sinks=(0,), memory=(0, 1000), num_questions=40)
+    settings = RecallSettings(methods=("kvalign",), **sizes, farthest=8)
     stream = read_stream(32, settings, torch.device("cpu"))
     parts = [part_of(age, 32, 8) for age in stream.ages[stream.ages > 0].tolist()]
     assert [parts.count(part) for part in range(7)] == [40] * 7

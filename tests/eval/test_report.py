@@ -127,11 +127,8 @@ def test_summary_joins_the_evaluations(results):
     shown = [c.title for one in EVALUATIONS.values() for c in one.summary_columns.values()]
     shown.remove("behind, answered")  # of edits of facts; here they are of a text
     assert titles == ["method", *shown]
-    assert [row[0].text for row in tables[0].rows] == [
-        "window, 4 sinks",
-        "kvalign (table), 4 sinks",
-        "recompute, 4 sinks",
-    ]
+    names = [f"{name}, 4 sinks" for name in ("window", "kvalign (table)", "recompute")]
+    assert [row[0].text for row in tables[0].rows] == names
 
 
 def test_passages_are_whole(source, results):
@@ -162,15 +159,11 @@ def test_terminal_shows_strips_and_no_escapes(tmp_path):
 
 
 FIGURES = [Entry("84.10"), Entry("1234.56")]
+COLUMNS = [Column("method", None), Column("least", 2), Column("ratio", 3, "lower")]
+COLUMNS += [Column("perplexity", 2, "lower"), Column("more, of it", 2)]
 WIDE = Table(
     "model",
-    [
-        Column("method", None),
-        Column("least", 2),
-        Column("ratio", 3, "lower"),
-        Column("perplexity", 2, "lower"),
-        Column("more, of it", 2),
-    ],
+    COLUMNS,
     [
         [Entry(name), Entry("1.23"), Entry("1.016", True, "0.976 to 1.053"), *FIGURES]
         for name in ("window, 4 sinks", "kvalign (kvalign-gpt2-mini-table), 0 sinks")

@@ -10,9 +10,7 @@ WAYS = {
     "table": {},
     "int8": dict(cache_dtype="int8"),
     "memory": dict(memory=30),
-    "h2o": dict(policy="h2o"),
-    "random": dict(policy="random"),
-    "second-chance": dict(policy="second-chance"),
+    **{name: dict(policy=name) for name in ("h2o", "random", "second-chance")},
 }
 
 

@@ -5,18 +5,15 @@ import json
 from hypothesis import strategies as st
 
 NAMES = st.sampled_from(["../../etc/passwd", "/etc/passwd", "a\x00b", "train-k1-00000.safetensors"])
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=True)
-    | st.text(max_size=20)
-    | NAMES,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=True)
+PLAIN |= st.text(max_size=20) | NAMES
+
+
+def within(inner):
+    return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+
+
+JSON = st.recursive(PLAIN, within, max_leaves=6)
 
 
 @st.composite

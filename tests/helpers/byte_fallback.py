@@ -21,14 +21,9 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE(vocabulary, _MERGES, unk_token="<unk>", byte_fallback=True))
     prepend, replace = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([prepend, replace])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaced, alone = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    joined = [spaced, decoders.ByteFallback(), decoders.Fuse(), alone]
+    tokenizer.decoder = decoders.Sequence(joined)
     names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 

@@ -43,12 +43,8 @@ def of_each_family(
     names: Iterable[Any], but: Iterable[tuple[Any, str]] = ()
 ) -> list[tuple[Any, str]]:
     """Each of `names` with an architecture of each family, and every architecture, beside `but`."""
-    return covering(
-        itertools.product(names, KINDS),
-        lambda name, kind: (name, FAMILIES[kind]),
-        lambda _, kind: kind,
-        but=but,
-    )
+    features = lambda name, kind: (name, FAMILIES[kind]), lambda _, kind: kind
+    return covering(itertools.product(names, KINDS), *features, but=but)
 
 
 def one_of_each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """Files as the authors of KV-Align publish them, with random weights, and models that they fit."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,17 +17,11 @@ def random_network(
 ) -> dict:
     """What the authors' file holds, with random weights."""
     rng = torch.Generator().manual_seed(hidden1)
-    shapes = {
-        "emb_pos.weight": (num_positions, 32),
-        "emb_blocks.weight": (num_layers, 4),
-        "emb_heads.weight": (num_heads, 8),
-        "fc1.weight": (hidden1, head_dim + 44),
-        "fc1.bias": (hidden1,),
-        "fc2.weight": (hidden2, hidden1),
-        "fc2.bias": (hidden2,),
-        "fc3.weight": (head_dim, hidden2),
-        "fc3.bias": (head_dim,),
-    }
+    nums = {"pos": (num_positions, 32), "blocks": (num_layers, 4), "heads": (num_heads, 8)}
+    shapes = {f"emb_{name}.weight": shape for name, shape in nums.items()}
+    widths = (head_dim + 44, hidden1, hidden2, head_dim)
+    for i, (inner, outer) in enumerate(pairwise(widths), 1):
+        shapes |= {f"fc{i}.weight": (outer, inner), f"fc{i}.bias": (outer,)}
     state = {name: 0.2 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
     return {"model_state_dict": state, "optimizer_state_dict": {"lr": 1e-3}, "val_losses": [0.1]}
 

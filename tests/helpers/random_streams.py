@@ -27,12 +27,8 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float32, *HALVES)
 WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
 AGAIN = ("recompute", "discard-half", "dense")
-ALIGNERS = {
-    "table": tables,
-    "table-network": table_network,
-    "anchored": anchored,
-    "network": network,
-}
+ALIGNERS = {"table": tables, "table-network": table_network}
+ALIGNERS |= {"anchored": anchored, "network": network}
 FAILURES = (RuntimeError, KeyboardInterrupt)
 
 

@@ -31,11 +31,7 @@ from kvalign.foundation.files import read_json, write_text
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 WORDS = ("table", "commands", "texts", "index", "source", "list")
-LISTS = {
-    "architectures": doc_lists.architectures,
-    "findings": doc_lists.findings,
-    "policies": doc_lists.policies,
-}
+LISTS = {name: getattr(doc_lists, name) for name in ("architectures", "findings", "policies")}
 
 
 def draw_pictures(results: Path = RESULTS) -> None:

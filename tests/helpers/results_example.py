@@ -141,11 +141,6 @@ def write_folder(folder):
 
 def _document(kind, rows, more=None):
     settings = {"model": HOSTILE, "device": "cpu", **(more or {})}
-    return {
-        "kind": f"eval {kind}",
-        "command": f"kvalign eval {kind} --model '{HOSTILE}'",
-        "settings": settings,
-        "environment": ENVIRONMENT,
-        "rows": rows,
-        "seconds": 1.0,
-    }
+    command = f"kvalign eval {kind} --model '{HOSTILE}'"
+    about = dict(settings=settings, environment=ENVIRONMENT, rows=rows, seconds=1.0)
+    return {"kind": f"eval {kind}", "command": command, **about}

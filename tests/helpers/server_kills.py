@@ -22,13 +22,9 @@ async def _hold(address, name, said, until_turn):
     async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
         while len(said) < 2 * until_turn:
             asked = {"role": "user", "content": turn_of(int(name[1:]), len(said) // 2)}
-            reply = await client.chat.completions.create(
-                model=SERVED[0],
-                messages=[*said, asked],
-                max_tokens=12,
-                temperature=0,
-                extra_body={"session": name},
-            )
+            how = dict(max_tokens=12, temperature=0, extra_body={"session": name})
+            create = client.chat.completions.create
+            reply = await create(model=SERVED[0], messages=[*said, asked], **how)
             if said:
                 assert reply.usage.prompt_tokens_details.cached_tokens > 0
             said += [asked, {"role": "assistant", "content": reply.choices[0].message.content}]

@@ -7,56 +7,29 @@ from kvalign.models.architectures import REGISTERED
 
 VOCAB, CONTEXT_LEN = 96, 64
 
+_BEFORE = dict(factor=2.0, original_max_position_embeddings=32)
 SCALINGS = {
-    "linear": dict(rope_type="linear", factor=4.0),
-    "llama3": dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
-    ),
-    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-    "dynamic": dict(rope_type="dynamic", factor=2.0),
-    "longrope": dict(
-        rope_type="longrope",
-        factor=2.0,
-        short_factor=[1.0, 1.5, 2.0, 3.0],
-        long_factor=[2.0, 3.0, 4.0, 5.0],
-        original_max_position_embeddings=32,
-    ),
+    "linear": dict(factor=4.0),
+    "llama3": dict(_BEFORE, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=16),
+    "dynamic": dict(factor=2.0),
+    "longrope": dict(_BEFORE, short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0, 3.0, 4.0, 5.0]),
 }
+SCALINGS = {kind: dict(rope_type=kind, **scaling) for kind, scaling in SCALINGS.items()}
 """RoPE scalings, as `rope_parameters` of a rotary model."""
 
+_WIDTH = dict(max_position_embeddings=CONTEXT_LEN, hidden_size=32)
+_OPT = dict(num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32)
+_NEO = dict(num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])
 _SHAPES = {
     "gpt2": dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=2, n_head=2),
-    "opt": dict(
-        max_position_embeddings=CONTEXT_LEN,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        ffn_dim=64,
-        word_embed_proj_dim=32,
-    ),
-    "gpt_neo": dict(
-        max_position_embeddings=CONTEXT_LEN,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=CONTEXT_LEN,
-    ),
+    "opt": _WIDTH | _OPT,
+    "gpt_neo": dict(_WIDTH | _NEO, window_size=CONTEXT_LEN),
     "bloom": dict(hidden_size=32, n_layer=2, n_head=2),
     "mpt": dict(max_seq_len=CONTEXT_LEN, d_model=32, n_layers=2, n_heads=2),
 }
-_ROTARY = dict(
-    max_position_embeddings=CONTEXT_LEN,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+_ROTARY = dict(_WIDTH, intermediate_size=64, num_hidden_layers=2)
+_ROTARY |= dict(num_attention_heads=4, num_key_value_heads=2)
 _SHAPES |= dict.fromkeys(("llama", "mistral", "qwen2"), _ROTARY)
 _SHAPES["qwen3"] = dict(_ROTARY, head_dim=16)
 _SHAPES["gpt_neox"] = {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"}
@@ -68,6 +41,7 @@ ROTARY_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 _GPT = dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=2, n_head=4)
 _HEADS = dict(_ROTARY, head_dim=8)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+_OF_EXPERTS = dict(moe_intermediate_size=32)
 _LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 # Every other layer sees 8 entries: fewer than any cache in the tests.
 _WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
@@ -85,21 +59,13 @@ _SHAPES |= {
     "gemma3_text": dict(_ROTARY, head_dim=16, query_pre_attn_scalar=16, **_WINDOWS),
     "gpt_bigcode": _GPT,
     "gpt_oss": _HEADS | _WINDOWS | _LOCAL_EXPERTS,
-    "lfm2": dict(_ROTARY, layer_types=["conv", "full_attention", "conv", "full_attention"])
-    | {"num_hidden_layers": 4},
-    "llama4_text": dict(
-        _HEADS | _LOCAL_EXPERTS,
-        num_hidden_layers=4,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        intermediate_size_mlp=64,
-    ),
+    "lfm2": dict(_ROTARY, layer_types=["conv", "full_attention"] * 2) | {"num_hidden_layers": 4},
+    "llama4_text": dict(_HEADS, intermediate_size_mlp=64, num_local_experts=2)
+    | dict(num_hidden_layers=4, num_experts_per_tok=1),
     "olmo3": _ROTARY | _WINDOWS,
     "olmoe": _ROTARY | _EXPERTS,
-    "qwen2_moe": dict(
-        _ROTARY | _EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=32
-    ),
-    "qwen3_moe": dict(_HEADS | _EXPERTS, moe_intermediate_size=32),
+    "qwen2_moe": dict(_ROTARY | _EXPERTS, **_OF_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": _HEADS | _EXPERTS | _OF_EXPERTS,
     "smollm3": dict(_ROTARY, no_rope_layers=[1, 0]),
 }
 MORE_KINDS = tuple(kind for kind in _SHAPES if kind not in KINDS)

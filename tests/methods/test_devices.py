@@ -104,10 +104,10 @@ def test_rows_join_where_one_card_has_no_room(is_int8, ids, monkeypatch):
 
 @pytest.mark.slow
 def test_verify_knows_a_memory_elsewhere(place):
-    make_it = partial(made, "streaming-llm", cache_size=8, memory=40)
+    make_it = partial(made, "streaming-llm", cache_size=8, memory=20)
     names = ("stored", "recalled", "all-recalled")
     model = moved(tiny_model("llama", num_hidden_layers=1))
-    found = verify(model, make_it, num_steps=40, invariants=names)
+    found = verify(model, make_it, num_steps=30, invariants=names)
     assert [(x.name, x.state) for x in found] == [(name, "passed") for name in names]
 
 

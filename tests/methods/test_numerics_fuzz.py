@@ -27,7 +27,7 @@ from kvalign.models.architectures import REGISTERED
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 FEW = 5  # of each architecture, others each time
-CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 15)  # with those of the long set
+CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 12)  # with those of the long set
 found: Counter = Counter()
 worst: dict[str, float] = {}  # in half precision as a share of what the plain loop is
 

@@ -170,14 +170,9 @@ def with_lora(model):
     peft = pytest.importorskip("peft")
     torch.manual_seed(4)
     is_gpt2 = model.config.model_type == "gpt2"
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_dropout=0.3,
-        init_lora_weights=False,
-        fan_in_fan_out=is_gpt2,
-        target_modules=["c_attn"] if is_gpt2 else ["q_proj", "k_proj", "v_proj"],
-    )
+    how = dict(r=4, lora_dropout=0.3, init_lora_weights=False, fan_in_fan_out=is_gpt2)
+    names = ["c_attn"] if is_gpt2 else ["q_proj", "k_proj", "v_proj"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=names, **how)
     return peft.get_peft_model(model, config)
 
 

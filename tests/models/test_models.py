@@ -27,16 +27,9 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
     """rerotate by s is RoPE at p - s: layer 0 of the same tokens, s positions later."""
     model = tiny_model("llama", rope_parameters=SCALINGS[scaling] | {"rope_theta": theta})
     ids, shift = ids[:, :12], 5
-    at = [
-        model(
-            input_ids=ids,
-            position_ids=torch.arange(start, start + 12)[None],
-            use_cache=True,
-        )
-        .past_key_values.layers[0]
-        .keys
-        for start in (0, shift)
-    ]
+    places = [torch.arange(start, start + 12)[None] for start in (0, shift)]
+    outs = [model(input_ids=ids, position_ids=x, use_cache=True) for x in places]
+    at = [out.past_key_values.layers[0].keys for out in outs]
     assert torch.allclose(rerotate(at[1], shift, rotation_of(model).inv_freq), at[0], atol=1e-4)
     assert not torch.allclose(at[1], at[0], atol=1e-2)
 

@@ -13,16 +13,8 @@ from transformers.models.llama import modeling_llama
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
 
-HUNYUAN = dict(
-    vocab_size=96,
-    max_position_embeddings=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+HUNYUAN = dict(vocab_size=96, max_position_embeddings=64, hidden_size=32, intermediate_size=64)
+HUNYUAN |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 
 
 class RenamedConfig(LlamaConfig):

@@ -11,11 +11,7 @@ from kvalign.foundation.errors import UserError
 
 REFUSED = [
     ("gpt2", dict(policy="h20"), r"policy must be one of .*, got 'h20': did you mean h2o"),
-    (
-        "llama",
-        dict(positions="keep", compile=True),
-        "oldest with keep positions cannot be compiled",
-    ),
+    ("llama", dict(positions="keep", compile=True), "with keep positions cannot be compiled"),
     *(
         (kind, dict(policy=policy), f"policy {policy} reads attention weights, which {kind} models")
         for kind in ("gpt_neo", "bloom", "mpt")

@@ -55,12 +55,8 @@ def talk(settings: AgentSettings, loaded, edit: bool) -> tuple[list[int], list[f
                 if i < turn:
                     messages.append({"role": "assistant", "content": answers[i]})
             began = time.perf_counter()
-            reply = client.chat.completions.create(
-                model=loaded.spec.name,
-                messages=messages,
-                max_tokens=settings.max_tokens,
-                temperature=0,
-            )
+            how = dict(model=loaded.spec.name, max_tokens=settings.max_tokens, temperature=0)
+            reply = client.chat.completions.create(messages=messages, **how)
             seconds.append(time.perf_counter() - began)
             usage = reply.usage
             cached = usage.prompt_tokens_details.cached_tokens

@@ -334,12 +334,9 @@ def beside(
 
 def _spread(name: str, rates: Sequence[float], of_peer: Sequence[float]) -> Row:
     median = float(np.median(rates))
-    return {
-        f"{name}_per_s": median,
-        f"{name}_low": min(rates),
-        f"{name}_high": max(rates),
-        f"{name}_by_peer": median / float(np.median(of_peer)),
-    }
+    found = {"per_s": median, "low": min(rates), "high": max(rates)}
+    found["by_peer"] = median / float(np.median(of_peer))
+    return {f"{name}_{what}": x for what, x in found.items()}
 
 
 if __name__ == "__main__":

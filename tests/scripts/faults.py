@@ -112,15 +112,8 @@ class Arena:
         }
         words = [sys.executable, *self.command.python, *self.command.words.split()]
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
-        process = subprocess.Popen(
-            words,
-            cwd=self.folder,
-            env={**os.environ, **more},
-            start_new_session=True,
-            text=True,
-            **quiet,
-        )
-        with process:
+        own = dict(env={**os.environ, **more}, start_new_session=True, text=True)
+        with subprocess.Popen(words, cwd=self.folder, **own, **quiet) as process:
             try:
                 error = process.communicate(self.command.say, timeout=seconds)[1]
             except subprocess.TimeoutExpired:

@@ -27,13 +27,8 @@ from kvalign.foundation.settings import Settings, option
 from kvalign.methods import make_method
 
 VOCAB_SIZE = 50_000  # few tokens come twice while they are remembered
-SHAPE = dict(
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    hidden_size=32,
-    intermediate_size=32,
-)
+SHAPE = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+SHAPE |= dict(hidden_size=32, intermediate_size=32)
 SIZES = dict(cache_size=63, num_sinks=4)
 
 
@@ -75,17 +70,12 @@ def endure(num_tokens: int, memory: int) -> dict:
             rss.append(rss_bytes())
             at.append(seen)
     held = method.cache.memory.of[0].entries
-    return {
-        "num_tokens": seen,
-        "slots": held.keys.shape[2],
-        "num_nan": num_nan + sum(int((~x.isfinite()).sum()) for x in held),
-        "rss_mib": [round(rss[i] / 2**20, 2) for i in (0, len(rss) // 2, -1)],
-        "bytes_per_1000_tokens": 1000 * float(np.polyfit(at, rss, 1)[0]),
-        "oldest": gone.oldest,
-        "oldest_held": memory + method.sizes.num_in_sight,
-        "num_taken": gone.num_taken,
-        "num_other": gone.num_other,
-    }
+    num_nan += sum(int((~x.isfinite()).sum()) for x in held)
+    found = dict(num_tokens=seen, slots=held.keys.shape[2], num_nan=num_nan)
+    found["rss_mib"] = [round(rss[i] / 2**20, 2) for i in (0, len(rss) // 2, -1)]
+    found["bytes_per_1000_tokens"] = 1000 * float(np.polyfit(at, rss, 1)[0])
+    found |= dict(oldest=gone.oldest, oldest_held=memory + method.sizes.num_in_sight)
+    return found | dict(num_taken=gone.num_taken, num_other=gone.num_other)
 
 
 class Gone:
@@ -134,13 +124,8 @@ def rss_bytes() -> int:
 
 def faults(found: dict, settings: MemoryEnduranceSettings) -> list[str]:
     """What is off; nothing if the memory is sound."""
-    limits = {
-        "num_nan": 0,
-        "num_other": 0,
-        "bytes_per_1000_tokens": settings.max_slope,
-        "oldest": found["oldest_held"],
-        "slots": settings.memory + 2 * SEGMENT_LEN,
-    }
+    limits = dict(num_nan=0, num_other=0, bytes_per_1000_tokens=settings.max_slope)
+    limits |= dict(oldest=found["oldest_held"], slots=settings.memory + 2 * SEGMENT_LEN)
     over = [f"{name} above {limit}" for name, limit in limits.items() if not found[name] <= limit]
     if found["oldest"] < 0.9 * settings.memory:
         over.append("nothing old is taken back")

@@ -100,12 +100,8 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     table = parts()["llama-mini"].tables["python-docs"]
     head, rule, *lines = markdown(table, tmp_path / "made" / "llama-mini").splitlines()
     assert head == "| method | sinks | C = 32 | C = 64 |" and rule == "|---|---|---|---|"
-    assert [line.split("|")[1].strip() for line in lines] == [
-        "`recompute`",
-        "`window`",
-        "`discard-half`",
-        "`kvalign` (table: nothing)",
-    ]
+    names = ["`recompute`", "`window`", "`discard-half`", "`kvalign` (table: nothing)"]
+    assert [line.split("|")[1].strip() for line in lines] == names
     document = json.loads((tmp_path / "made" / "llama-mini" / "python-docs.json").read_text())
     first = document["rows"][0]
     assert f"| {first['perplexity']:.2f} |" in lines[0] and first["num_labels"] == 30

@@ -114,13 +114,8 @@ def _products(settings: ThroughputSettings) -> Callable[[], None]:
 
 def _batches(settings: ThroughputSettings, folder: Path):
     """Endless batches of random rows from one float16 shard."""
-    shape = (
-        settings.num_chunks,
-        settings.num_layers,
-        settings.num_heads,
-        settings.num_positions,
-        settings.head_dim,
-    )
+    sizes = ("chunks", "layers", "heads", "positions")
+    shape = (*(getattr(settings, f"num_{name}") for name in sizes), settings.head_dim)
     name = "shard.safetensors"
     save_file(
         {f"key_{state}": torch.randn(shape, dtype=torch.float16) for state in ("stale", "aligned")},

@@ -57,17 +57,10 @@ def run(settings: ValueGateSettings) -> None:
             last.bias.copy_(gate * bias)
             losses.append(score(method, torch.tensor([ids])))
             low, high = interval(losses[-1] - losses[0])
-            rows.append(
-                {
-                    "cache_size": size,
-                    "gate": gate,
-                    "num_labels": len(losses[-1]),
-                    "perplexity": math.exp(losses[-1].double().mean()),
-                    "ratio": math.exp((losses[-1] - losses[0]).double().mean()),
-                    "ratio_low": low,
-                    "ratio_high": high,
-                }
-            )
+            ratio = math.exp((losses[-1] - losses[0]).double().mean())
+            row = {"cache_size": size, "gate": gate, "num_labels": len(losses[-1])}
+            row |= {"perplexity": math.exp(losses[-1].double().mean()), "ratio": ratio}
+            rows.append(row | {"ratio_low": low, "ratio_high": high})
             print(
                 f"C = {size}, gate {gate}: perplexity {rows[-1]['perplexity']:.2f}, "
                 f"{rows[-1]['ratio']:.3f} times gate 0 ({low:.3f} to {high:.3f})",

@@ -18,16 +18,11 @@ import venv
 from importlib.metadata import requires
 from pathlib import Path
 
-TESTS = [
-    "tests/aligners/test_table_aligner.py",
-    "tests/cache/test_cache.py",
-    "tests/cache/test_relative.py",
-    "tests/methods/test_methods.py",
-    "tests/models/test_models.py",
-    "tests/models/test_rotation_trial.py",
-    "tests/streaming/test_generation.py",
-    "tests/streaming/test_text.py",
-]
+TESTS = """
+aligners/test_table_aligner cache/test_cache cache/test_relative methods/test_methods
+models/test_models models/test_rotation_trial streaming/test_generation streaming/test_text
+"""
+TESTS = [f"tests/{name}.py" for name in TESTS.split()]
 
 
 def admitted() -> str:

@@ -88,29 +88,14 @@ def measure(settings: ZeroSinkSettings) -> dict:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, with_zero_sinks():
         torch.set_num_threads(settings.num_threads)
-        facts = pretrain(
-            PretrainSettings(
-                arch=settings.arch,
-                corpus=settings.corpus,
-                out=Path(folder) / "model",
-                tokenizer=settings.tokenizer,
-                num_tokens=settings.num_tokens,
-                eval_corpus=settings.eval_corpus,
-                num_threads=settings.num_threads,
-                compile=settings.compile,
-            )
-        )
-        asked = PerplexitySettings(
-            model=str(Path(folder) / "model"),
-            methods=(settings.method,),
-            num_sinks=settings.num_sinks,
-            cache_sizes=settings.cache_sizes,
-            corpus=settings.eval_corpus,
-            num_tokens=settings.num_labels,
-            reference=settings.method,
-            stepwise=True,  # segments of a turning window compute scores themselves
-        )
-        rows = perplexity(asked)["rows"]
+        names = ("arch", "corpus", "tokenizer", "num_tokens", "eval_corpus", "num_threads")
+        same = {name: getattr(settings, name) for name in (*names, "compile")}
+        facts = pretrain(PretrainSettings(out=Path(folder) / "model", **same))
+        sizes = dict(num_sinks=settings.num_sinks, cache_sizes=settings.cache_sizes)
+        text = dict(corpus=settings.eval_corpus, num_tokens=settings.num_labels)
+        of = dict(methods=(settings.method,), reference=settings.method, model=f"{folder}/model")
+        # Segments of a turning window compute scores themselves.
+        rows = perplexity(PerplexitySettings(**of, **text, **sizes, stepwise=True))["rows"]
     names = ("method", "cache_size", "num_sinks", "perplexity", "ratio", "ratio_low", "ratio_high")
     rows = [{name: row[name] for name in names} for row in rows]
     rows = [{"bits_per_byte": facts["bits_per_byte"], **row} for row in rows]

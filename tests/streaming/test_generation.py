@@ -8,12 +8,12 @@ import torch
 from helpers.doc_pages import ROOT
 from helpers.methods import STREAMING, make
 from helpers.pairwise import one_of_each
-from transformers import (
-    LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
-)
+from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor
 
 import kvalign
+
+STREAMED = dict(custom_generate=kvalign.stream_generate, method="streaming-llm", cache_size=20)
+STREAMED |= dict(do_sample=False, eos_token_id=None)
 
 
 def take(tokens, count):
@@ -54,17 +54,9 @@ def test_generate_of_transformers_streams(kind, name, models, ids):
     limit.
     """
     model, streamer = models[kind], Mock()
-    kwargs = dict(method="streaming-llm", cache_size=20, num_sinks=2, num_evicted=3)
-    out = model.generate(
-        ids[:, :30],
-        custom_generate=kvalign.stream_generate,
-        max_new_tokens=90,
-        do_sample=False,
-        eos_token_id=None,
-        **{name: streamer},
-        **kwargs,
-    )
-    method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
+    sizes = dict(num_sinks=2, num_evicted=3)
+    out = model.generate(ids[:, :30], **STREAMED, max_new_tokens=90, **{name: streamer}, **sizes)
+    method = make("streaming-llm", model, **sizes)
     assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 90))
     assert torch.equal(out[:, :30], ids[:, :30])
     first, *others = (call.args[0] for call in streamer.put.call_args_list)
@@ -78,16 +70,7 @@ def test_generate_takes_prompts_of_unequal_lengths(kind, models, ids):
     model = models[kind]
     mask = torch.ones_like(ids[:, :30])
     mask[0, :18] = 0
-    out = model.generate(
-        ids[:, :30],
-        attention_mask=mask,
-        custom_generate=kvalign.stream_generate,
-        max_new_tokens=60,
-        do_sample=False,
-        eos_token_id=None,
-        method="streaming-llm",
-        cache_size=20,
-    )
+    out = model.generate(ids[:, :30], attention_mask=mask, max_new_tokens=60, **STREAMED)
     method = make("streaming-llm", model)
     for row, prompt in enumerate((ids[:1, 18:30], ids[1:, :30])):
         alone = take(kvalign.stream_tokens(method, prompt), 60)

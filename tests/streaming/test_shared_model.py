@@ -94,8 +94,7 @@ def test_eight_threads(name, tmp_path):
         lambda: score(new("recompute", 16), ids[:, :90]),
         lambda: tokens(begun()),
         lambda: tokens(begun("streaming-llm", seed=8)),
-        lambda: saved(9),
-        lambda: saved(10),
+        *(lambda number=number: saved(number) for number in (9, 10)),
         batch,
         lambda: torch.cat([model(input_ids=ids[:, :60]).logits[0] for _ in range(15)]),
     ]

@@ -187,10 +187,7 @@ def test_a_stream_of_0_2_is_known_by_its_embedding_until_it_is_saved_again(gpt2,
 
 
 WRONG_FILES = {
-    "another model": (
-        lambda t, a: a.update(identity="0" * 32),
-        "it is a stream of gpt2-mini: the weights of this model differ",
-    ),
+    "another model": (lambda t, a: a.update(identity="0" * 32), "of gpt2-mini: the weights of"),
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
     "another field": (lambda t, a: a.update(num_moons=1), "its fields are not those of a stream"),

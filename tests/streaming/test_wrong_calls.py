@@ -18,32 +18,23 @@ def generate(loaded, **wrong):
 
 
 CALLS = [
-    (
-        lambda m: make_method("kvalign", m.model, aligner="kvalign-gpt2-mini-tabel"),
-        r"did you mean kvalign-gpt2-mini-table\? \(shipped: kvalign-gpt2-mini-table, kvalign-gpt2",
-    ),
-    (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
-    (
-        lambda m: kvalign.stream(m.model, m.tokenizer, "It", max_tokens=5),
-        r"stream\(\) has no keyword 'max_tokens': did you mean max_new_tokens\?",
-    ),
-    (
-        lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, cache_size=64),
-        r"load_stream\(\) takes no cache_size: the saved stream keeps its own",
-    ),
-    (
-        lambda m: kvalign.training.import_published(model="gpt2-mini"),
-        r"import_published\(\) needs \w+=",
-    ),
     (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
-    (
-        lambda m: generate(m, stop_strings=["in"]),
-        "stop_strings need the model's tokenizer: give tokenizer=",
-    ),
+    (lambda m: generate(m, stop_strings=["in"]), "need the model's tokenizer: give tokenizer="),
+    (lambda m: kvalign.training.import_published(model="gpt2-mini"), r"published\(\) needs \w+="),
+    (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
+    (lambda m: load_model("gpt2-mini", dtype="int8"), "dtype must be one of .* got 'int8'"),
+    (lambda m: next(stream_tokens("window", PROMPT)), "method must be one of kvalign.make_method"),
+    (lambda m: kvalign.score(window(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
 ]
-
-
+LOADED = r"load_stream\(\) takes no cache_size: the saved stream keeps its own"
+NEAREST = r"did you mean kvalign-gpt2-mini-table\? \(shipped: kvalign-gpt2-mini-table, kvalign-gpt2"
+CALLS += [
+    (lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, cache_size=64), LOADED),
+    (lambda m: make_method("kvalign", m.model, aligner="kvalign-gpt2-mini-tabel"), NEAREST),
+    (lambda m: of_a_cache(m.model, num=18), r"at most cache_size \+ 1 = 17 tokens at once, got 18"),
+]
 STREAMS = [
+    (dict(max_tokens=5), r"stream\(\) has no keyword 'max_tokens': did you mean max_new_tokens\?"),
     (dict(method=3), "method must be one of auto, dense, .* got 3"),
     (dict(cache_size="64"), "cache_size must be a whole number, got '64'"),
     (dict(prompt=["It", "was"]), "input must be text or a list of token ids, got list"),
@@ -55,16 +46,6 @@ CALLS += [
     (lambda m, wrong=wrong: kvalign.stream(m.model, m.tokenizer, **wrong), message)
     for wrong, message in STREAMS
 ]
-CALLS += [
-    (
-        lambda m: m.model(
-            torch.arange(18)[None], past_key_values=kvalign.make_cache(m.model, cache_size=16)
-        ),
-        r"at most cache_size \+ 1 = 17 tokens at once, got 18",
-    ),
-]
-
-
 IDS = [
     (torch.tensor([5, 6]), r"a tensor \[rows, tokens\] of int64, got torch.int64 \[2\]"),
     (torch.tensor([[5, 2**40]]), "token ids must be below 8192 for this model, got 5 to 1099511"),
@@ -74,11 +55,10 @@ CALLS += [
     for ids, message in IDS
     for name in ("window", "recompute")
 ]
-CALLS += [
-    (lambda m: load_model("gpt2-mini", dtype="int8"), "dtype must be one of .* got 'int8'"),
-    (lambda m: next(stream_tokens("window", PROMPT)), "method must be one of kvalign.make_method"),
-    (lambda m: kvalign.score(window(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
-]
+
+
+def of_a_cache(model, num):
+    return model(torch.arange(num)[None], past_key_values=kvalign.make_cache(model, cache_size=16))
 
 
 def method_of(loaded, name):

@@ -21,21 +21,10 @@ def make_settings(recorded, tmp_path):
     """Settings of a small, quick run into a new folder."""
 
     def make(**changes) -> NetworkSettings:
-        small = {
-            "data": recorded.folder,
-            "out": tmp_path / "aligner",
-            "key_hidden1": 8,
-            "key_hidden2": 6,
-            "value_hidden1": 6,
-            "value_hidden2": 8,
-            "position_dim": 4,
-            "layer_dim": 2,
-            "head_embed_dim": 3,
-            "batch_size": 32,
-            "accelerator": "cpu",
-            "max_epochs": 1,
-        }
-        return NetworkSettings(**{**small, **changes})
+        small = dict(data=recorded.folder, out=tmp_path / "aligner", accelerator="cpu")
+        small |= dict(key_hidden1=8, key_hidden2=6, value_hidden1=6, value_hidden2=8)
+        small |= dict(position_dim=4, layer_dim=2, head_embed_dim=3, batch_size=32, max_epochs=1)
+        return NetworkSettings(**small | changes)
 
     return make
 

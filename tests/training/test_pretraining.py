@@ -39,16 +39,8 @@ def text(tmp_path, monkeypatch):
 
 
 def tiny(text, out, **changes):
-    small = dict(
-        corpus=(f"{text}@2", f"marked:{text}@1"),
-        vocab_size=300,
-        context_len=32,
-        num_layers=1,
-        hidden_size=64,
-        batch_size=2,
-        num_tokens=12 * 64,
-        eval_corpus=text,
-    )
+    small = dict(vocab_size=300, context_len=32, num_layers=1, hidden_size=64, batch_size=2)
+    small |= dict(corpus=(f"{text}@2", f"marked:{text}@1"), eval_corpus=text, num_tokens=12 * 64)
     return PretrainSettings(**({"out": out} | small | changes))
 
 
