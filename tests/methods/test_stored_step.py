@@ -9,6 +9,7 @@ from helpers.comings import come_and_go
 from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 from helpers.uncompiled_step import not_compiled
+from torch._inductor import config
 from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
@@ -37,6 +38,8 @@ def folder(tmp_path_factory):
     """Where steps are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVALIGN_CACHE", str(folder := tmp_path_factory.mktemp("user")))
+        # What calls the kernels computes nothing, and takes the compiler half of its time.
+        patch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
         yield folder
 
 
