@@ -57,7 +57,12 @@ def test_one_row_that_fails_is_alone_with_it():
     logits = torch.randn(4, VOCAB)
     logits[2, 7] = torch.nan
     take_all(rows, logits, made("streaming-llm", tiny_model("llama")))
-    assert [type(row.error) for row in rows] == [type(None), ZeroDivisionError, RunError, type(None)]
+    assert [type(row.error) for row in rows] == [
+        type(None),
+        ZeroDivisionError,
+        RunError,
+        type(None),
+    ]
     assert [row.ids.shape[1] for row in rows] == [10, 9, 9, 10]
 
 
