@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvalign.memory import plan
 from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
-from kvalign.models.loading import load_model
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.steppers import step_file
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `--device auto` is the CPU; `make test-gpu` is for a GPU
@@ -70,6 +70,12 @@ def loaded(request):
     what it holds.
     """
     return load_model(getattr(request.module, "MODEL", "gpt2-mini"))
+
+
+@pytest.fixture(scope="session")
+def minis() -> dict[str, LoadedModel]:
+    """The models that write text, with their tokenizers: as they were loaded, after each test."""
+    return {name: load_model(name) for name in ("gpt2-mini", "llama-mini")}
 
 
 @pytest.fixture(scope="session")

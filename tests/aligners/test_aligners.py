@@ -45,18 +45,16 @@ def test_a_label_says_what_is_corrected(training, label):
     assert often("network: keys", 8) == "network-every-8: keys"
 
 
-def test_other_folders_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+def test_other_folders_are_refused(tmp_path, offline):
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         Aligner.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
         Aligner.from_pretrained("someone/something")
 
 
-def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
+def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch, offline):
     """With a card that the hub can read; the hub is its cache here."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
 
     def create_repo(api, repo_id, **_):
         return RepoUrl(f"{constants.ENDPOINT}/{repo_id}")

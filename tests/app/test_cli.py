@@ -73,8 +73,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv)[:70] for argv, _ in WRONG])
-def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+def test_wrong_use_is_one_line_and_code_2(argv, message, offline, tmp_path, monkeypatch, capfd):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     monkeypatch.chdir(tmp_path)

@@ -27,11 +27,10 @@ MODULES = {"english-words": "english_words", "pyyaml": "yaml"}
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(tmp_path, monkeypatch):
+def bare_machine(tmp_path, monkeypatch, offline):
     """No hub, an empty cache of it, nothing that was fetched, and a folder of its own."""
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "fetched"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 

@@ -34,14 +34,13 @@ def wheels(tmp_path_factory):
 
 
 @pytest.fixture
-def source(wheels, tmp_path, monkeypatch):
+def source(wheels, tmp_path, monkeypatch, offline):
     """pip looks into that folder alone; the cache is empty."""
     folder, source = wheels
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "cache"))
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     # What is said is compared, however busy the machine is.
     monkeypatch.setattr("kvalign.foundation.progress.LINE_S", 1e6)
     monkeypatch.setitem(fetched.MODELS, NAME, source)

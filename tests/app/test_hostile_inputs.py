@@ -28,10 +28,9 @@ CASES = [
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, offline):
     """A folder with files that are no text."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     (tmp_path / "halves.txt").write_bytes(b"an island \xff\xfe")

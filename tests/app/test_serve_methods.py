@@ -17,7 +17,6 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.turn import End, Piece
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
-from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
 METHODS = [
@@ -33,11 +32,6 @@ TALKS = (
 )
 
 MODELS = ("gpt2-mini", "llama-mini")
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {name: load_model(name) for name in MODELS}
 
 
 def asked(service, turn, name, **more):
@@ -71,21 +65,21 @@ def last_of(events):
         for x in one_of_each(range(len(METHODS)), MODELS)
     ],
 )
-def test_sessions_are_their_streams(number, name, models):
-    sessions_are_streams(METHODS[number], name, models)
+def test_sessions_are_their_streams(number, name, minis):
+    sessions_are_streams(METHODS[number], name, minis)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
-def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
+def test_sessions_with_stored_steps_are_their_streams(minis, monkeypatch):
     """One session and several, which come and go; each conversation has sinks of its own."""
     found = not_compiled(monkeypatch)
-    sessions_are_streams(STORED, "llama-mini", models)
+    sessions_are_streams(STORED, "llama-mini", minis)
     assert set(found) >= {1, 2, 3}
 
 
-def sessions_are_streams(method, name, models):
-    loaded = models[name]
+def sessions_are_streams(method, name, minis):
+    loaded = minis[name]
     with running(loaded, cache_size=24, **method) as service:
         answers = [[] for _ in TALKS]
         for number in range(max(map(len, TALKS))):
@@ -104,9 +98,9 @@ def sessions_are_streams(method, name, models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 4])
-def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplog):
+def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, minis, caplog):
     """Asked again, sessions go on from where they were, and so do those that come later."""
-    method, loaded = METHODS[number], models["gpt2-mini"]
+    method, loaded = METHODS[number], minis["gpt2-mini"]
     layer, texts = loaded.model.transformer.h[1], {}
     with running(loaded, cache_size=24, **method) as service:
         for failing in (False, True):
@@ -133,9 +127,9 @@ def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplo
 
 
 @pytest.mark.slow
-def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
+def test_a_long_prompt_goes_in_by_parts_and_others_go_on(minis):
     """Another row is stepped between two parts; what is said is that of a stream."""
-    loaded, order = models["gpt2-mini"], []
+    loaded, order = minis["gpt2-mini"], []
     with running(loaded, cache_size=64) as service:
         short = queue.Queue()
         fields = dict(model="any", temperature=0, max_tokens=40)

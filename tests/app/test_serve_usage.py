@@ -7,7 +7,6 @@ from helpers.pairwise import one_of_each
 from helpers.served import serving
 
 import kvalign
-from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
 HEADER = "X-KVAlign-Warning"
@@ -18,11 +17,6 @@ METHODS = [
     {"method": "kvalign", "memory": 20},
 ]
 TURNS = ("Who lived there?", "Why was that?", "And what became of the king in the end?", "So?")
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {name: load_model(name) for name in MODELS}
 
 
 def ask(client, model, said, session, **more):
@@ -42,8 +36,8 @@ def usage_in(chunks):
 
 
 @pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
-def test_a_session_is_the_stream_of_the_conversation(number, name, models):
-    loaded, method = models[name], METHODS[number]
+def test_a_session_is_the_stream_of_the_conversation(number, name, minis):
+    loaded, method = minis[name], METHODS[number]
     how = dict(cache_size=32, do_sample=False, max_new_tokens=8, stop_at_end=True, **method)
     stream = kvalign.stream(loaded.model, loaded.tokenizer, **how)
     settings = {key: str(x) if key == "num_evicted" else x for key, x in method.items()}
@@ -73,8 +67,8 @@ def test_a_session_is_the_stream_of_the_conversation(number, name, models):
         assert usage["kvalign"]["evicted_tokens"] > 8
 
 
-def test_all_forms_say_the_same(models):
-    with serving(models["gpt2-mini"], cache_size=32) as server, server.client() as client:
+def test_all_forms_say_the_same(minis):
+    with serving(minis["gpt2-mini"], cache_size=32) as server, server.client() as client:
         last = {"stream": True, "stream_options": {"include_usage": True}}
         whole, pieces = (
             ask(client, "gpt2-mini", "word " * 60, name, **more)

@@ -155,7 +155,7 @@ cells:
 
 
 @pytest.fixture
-def away(tmp_path, monkeypatch):
+def away(tmp_path, monkeypatch, offline):
     """A suite that asks the hub, which is away, and the commands that ran, or seem to."""
     ran = []
 
@@ -166,7 +166,6 @@ def away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
     monkeypatch.setattr("kvalign.eval.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     (tmp_path / "own.yaml").write_text(AWAY)
     return ran
 

@@ -84,7 +84,7 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture
-def enter(hub, tmp_path, monkeypatch, undrawn):
+def enter(hub, tmp_path, monkeypatch, undrawn, offline):
     """Begin in an empty folder, where all of `hub` is at hand."""
 
     def begin(name: str) -> None:
@@ -92,7 +92,6 @@ def enter(hub, tmp_path, monkeypatch, undrawn):
         shutil.copytree(hub, folder, copy_function=os.link)
         monkeypatch.chdir(folder)
 
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
     monkeypatch.setattr("kvalign.eval.drawing.save", lambda figure, path: path.touch())
     for name, value in INSIDE.items():

@@ -21,7 +21,6 @@ from kvalign.eval.evaluations.latency import EVALUATION, subjects
 from kvalign.eval.evaluations.latency.subjects import BareStep
 from kvalign.eval.evaluations.latency.timing import clocked, peak_bytes, read_bytes
 from kvalign.eval.protocol import SIZES
-from kvalign.foundation.device import wait_for
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models.architectures import spec_of
@@ -232,8 +231,3 @@ def test_a_clock_waits_before_and_after(kind, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
     assert clocked(device, done.append, "work") >= 0
     assert done == [device, "work", device]
-
-
-def test_the_cpu_has_done_its_work(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: pytest.fail("called"))
-    wait_for(torch.device("cpu"))

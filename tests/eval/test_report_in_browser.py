@@ -4,7 +4,6 @@ accessibility fault.
 
 import itertools
 import json
-import re
 
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
@@ -127,12 +126,10 @@ def test_the_first_screen_has_the_pictures_side_by_side(browser, address):
     page.close()
 
 
-def test_ids_are_unique_and_nothing_is_loaded(page):
+def test_ids_are_unique(page):
     """In the pictures, too."""
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
     assert len(ids) == len(set(ids)) > 100
-    source = page.content().replace("url(#", "")
-    assert not re.search(r"(url\(|@import|<link|<iframe|<img)", source)
 
 
 def test_rows_can_be_downloaded(page):

@@ -10,7 +10,7 @@ from helpers.tiny_models import CONTEXT_LEN as LONGEST
 from helpers.tiny_models import KINDS, tiny_model
 
 import kvalign
-from kvalign import Aligner, checkpoints, load_model, make_cache, make_method
+from kvalign import Aligner, checkpoints, make_cache, make_method
 from kvalign.methods import choice
 from kvalign.methods.registry import AUTO
 from kvalign.models.architectures import FAMILIES
@@ -22,11 +22,6 @@ PROMPT = torch.tensor([[5, 6, 7]])
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
     choice.warn_once.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    return {name: load_model(name) for name in ("gpt2-mini", "llama-mini")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,8 +39,8 @@ def test_an_aligner_that_is_given_means_kvalign(kind, models):
         assert method.name == "kvalign" and method.aligner is aligner
 
 
-def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(shipped, caplog):
-    long = make_method(AUTO, shipped["gpt2-mini"].model, cache_size=480)
+def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(minis, caplog):
+    long = make_method(AUTO, minis["gpt2-mini"].model, cache_size=480)
     assert long.aligner is not None and long.aligner.config.kind == "table-network"
     assert choice.aligners_at_hand(long.model, 480)[0] == "kvalign-gpt2-mini-table-network"
     for aligners in checkpoints.DEFAULT_ALIGNERS.values():
@@ -55,7 +50,7 @@ def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(shipped, caplog):
     assert make_method(AUTO, long.model, cache_size=481).name == "discard-half"
     assert make_method("kvalign", long.model, cache_size=511).aligner is not None
     assert "positions are squeezed" in caplog.text
-    model = shipped["llama-mini"].model
+    model = minis["llama-mini"].model
     assert make_method(AUTO, model, cache_size=255).name == "kvalign"
     assert make_method(AUTO, model, cache_size=256).name == WITHOUT["rotary"]
     with pytest.raises(ValueError, match="at most 255 with the aligner kvalign-"):
@@ -65,8 +60,8 @@ def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(shipped, caplog):
     assert not choice.obstacles(model, cache_size=255)
 
 
-def test_it_is_the_default_of_all_that_streams(models, shipped):
-    one = shipped["llama-mini"]
+def test_it_is_the_default_of_all_that_streams(models, minis):
+    one = minis["llama-mini"]
     talk = kvalign.stream(one.model, one.tokenizer, "It", cache_size=16, max_new_tokens=2, seed=0)
     assert talk.method.name == "kvalign" and len(list(talk)) <= 2
     for kind in ("gpt2", "llama"):

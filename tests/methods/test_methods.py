@@ -5,13 +5,11 @@ stepping.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step, tables
-from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
-from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import hits, score, score_stepwise
 
 
@@ -37,37 +35,6 @@ def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monke
         assert seen[-1] == (CACHE_SIZE + 1 if in_ring else expected)
     limit = 3 * CACHE_SIZE if name == "dense" else CACHE_SIZE
     assert CACHE_SIZE - method.sizes.num_evicted < method.fill <= limit
-
-
-def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
-    """What llama.cpp shifts is what LLM Runtime re-encodes, but for what evicted tokens left in
-    deeper layers; learned positions it leaves stale.
-    """
-    first = CACHE_SIZE + 1
-    for kind, depth, is_same in (
-        ("llama", dict(num_hidden_layers=1), True),
-        ("llama", dict(num_hidden_layers=2), False),
-        ("gpt2", dict(n_layer=1), False),
-    ):
-        model = tiny_model(kind, **depth)
-        shifted, encoded = (
-            make("streaming-llm", model, num_evicted="half"),
-            make("discard-half", model),
-        )
-        assert shifted.sizes == encoded.sizes
-        alike = torch.allclose(step(shifted, ids, first), step(encoded, ids, first), atol=1e-4)
-        assert alike is is_same
-
-
-@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(("gpt2", "llama", "bloom"), [1, 3]))
-def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, ids):
-    model, ids, sizes = models[kind], ids[:, :100], dict(num_evicted=num_evicted)
-    stale = step(make("streaming-llm", model, **sizes), ids, CACHE_SIZE + 1)
-    aligned = step(make("kvalign", model, aligner=network(model), **sizes), ids, CACHE_SIZE + 1)
-    if spec_of(model.config).family == "rotary":  # rotated step by step in float32, not from birth
-        assert torch.allclose(stale, aligned, atol=2e-3)
-    else:
-        assert torch.equal(stale, aligned)
 
 
 def test_rows_of_unequal_lengths_keep_to_the_windows_of_their_layers(ids):

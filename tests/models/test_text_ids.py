@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.served import serving
 from helpers.spaced_tokenizers import TOKENIZERS
 from helpers.tiny_models import tiny_model
 from hypothesis import HealthCheck, example, given, settings
@@ -19,9 +18,7 @@ from kvalign.app.serve.prompts import Prompts
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
-from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import ids_of, prefix_ids
-from kvalign.models.loading import LoadedModel
 from kvalign.streaming import turns
 from kvalign.streaming.turns import message_ids
 
@@ -111,11 +108,13 @@ def test_a_text_that_goes_on(first, more, tokenizer, model):
 
 @EXAMPLES
 @given(text=TEXTS)
-def test_a_text_with_its_special_tokens_gets_no_others(text, tokenizer, model):
+def test_a_text_with_its_special_tokens_gets_no_others(text, tokenizer, model, tmp_path):
     """As a template returns it, and as requests bring it: one begin, and no end."""
     begin = tokenizer.bos_token * bool(prefix_ids(tokenizer))
     stream = kvalign.stream(model, tokenizer, begin + text, cache_size=8)
     assert stream.ids == words_of(tokenizer, begin + text)
+    if (begin + text).strip():
+        assert Doors(tokenizer, model, tmp_path).request(begin + text) == stream.ids
     ends = {*tokenizer.all_special_ids} - {*prefix_ids(tokenizer)}
     assert not ends & {*stream.ids}
 
@@ -138,17 +137,6 @@ def test_messages(text, tokenizer):
         # The same by the copy of the tokenizer that reads special tokens as text.
         masked = ids_of(text, tokenizer, prefix=False, goes_on=True, masks={"\U000fffff": "?"})
         assert masked == ids_of(text, tokenizer, prefix=False, goes_on=True)
-
-
-def test_a_rendered_prompt_of_a_request(model):
-    """It begins once, as the same text without its begin does."""
-    loaded = LoadedModel(model, TOKENIZERS["bytes after a begin"](), spec_of(model.config, "tiny"))
-    with serving(loaded, cache_size=8, method="streaming-llm") as server, server.client() as client:
-        plain, rendered = (
-            client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage.prompt_tokens
-            for prompt in ("the er", "<s>the er")
-        )
-    assert plain == rendered == 1 + len(words_of(loaded.tokenizer, "the er"))
 
 
 def in_one_file(folder, text):

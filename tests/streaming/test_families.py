@@ -14,7 +14,7 @@ from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
-from kvalign.streaming.turns import answer_end, end_ids, message_ids, messages_text, turn_ids
+from kvalign.streaming.turns import answer_end, end_ids, messages_text, turn_ids
 
 TURNS = ("Who?", "Why is it so?", "When", "0", "And then?")
 
@@ -185,10 +185,3 @@ def test_chat_goes_through_five_turns(name, tmp_path, capsys):
     answers = [one["content"] for one in messages[1::2]]
     assert answers == alone
     assert texts[0] == answers[0], "then chat's model reads that its answer was cut"
-
-
-def test_tokens_of_messages_that_come_back_are_known(name):
-    """Messages of a client that keeps the whole conversation are the turns that came alone."""
-    tokenizer = of_family(name)
-    told = message_ids(tokenizer, said("Why?"), goes_on=True)
-    assert told == turn_ids(tokenizer, "Why?", is_first=False)

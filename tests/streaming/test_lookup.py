@@ -9,7 +9,6 @@ from helpers.tiny_models import VOCAB
 
 import kvalign
 from kvalign.foundation.errors import UserError
-from kvalign.models.loading import load_model
 from kvalign.streaming.lookup import LEAST_TRUST, Lookup
 
 PROMPT = "The history of the island"
@@ -34,11 +33,6 @@ REFUSED = {
     "networks": ("kvalign", "gpt2", {}),
     "no registry": ("window", "gpt_neo", {}),
 }
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return {name: load_model(name) for name in ("gpt2-mini", "llama-mini")}
 
 
 def method_of(case, models):
@@ -97,9 +91,9 @@ def begin(loaded, **more):
     return kvalign.stream(loaded.model, loaded.tokenizer, REPEATING, **given)
 
 
-def test_few_passes_write_a_text_that_repeats(loaded, monkeypatch):
-    model, passes = loaded["llama-mini"].model, []
-    stream = begin(loaded["llama-mini"], lookup=16)
+def test_few_passes_write_a_text_that_repeats(minis, monkeypatch):
+    model, passes = minis["llama-mini"].model, []
+    stream = begin(minis["llama-mini"], lookup=16)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **x: passes.append(1) or forward(**x))
     "".join(stream)
@@ -107,9 +101,9 @@ def test_few_passes_write_a_text_that_repeats(loaded, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stream_is_left_fed_and_saved_in_the_middle(loaded, tmp_path):
+def test_a_stream_is_left_fed_and_saved_in_the_middle(minis, tmp_path):
     """Also where more has been read than was written."""
-    gpt2, num_ahead = loaded["gpt2-mini"], 0
+    gpt2, num_ahead = minis["gpt2-mini"], 0
     how = dict(seed=3, temperature=0.15)
     plain, looked_up = (begin(gpt2, lookup=lookup, **how) for lookup in (0, 8))
     for turn, num in enumerate((40, 3, 5, 1, 2, 4, 7, 30)):

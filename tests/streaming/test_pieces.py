@@ -31,14 +31,6 @@ def answer(stream, question=QUESTION):
     return "".join(stream)
 
 
-def test_at_the_start_of_a_stream_it_is_as_if_its_text_had_been_fed(loaded):
-    piece, stream, anew = encoded(loaded), stream_of(loaded), stream_of(loaded)
-    stream.insert(piece)
-    anew.feed([*piece.ids])
-    assert answer(stream) == answer(anew) and stream.ids == anew.ids
-    assert stream.method.num_tokens == anew.method.num_tokens == stream.num_fed
-
-
 def test_what_begins_every_text_stands_before_it_and_before_the_stream(loaded, monkeypatch):
     for where in ("pieces", "text_stream"):
         monkeypatch.setattr(f"kvalign.streaming.{where}.prefix_ids", lambda tokenizer: [7])
@@ -47,7 +39,8 @@ def test_what_begins_every_text_stands_before_it_and_before_the_stream(loaded, m
     assert piece.info.before == [7] and stream.ids == [7, *piece.ids]
     anew = stream_of(loaded)
     anew.feed([7, *piece.ids])
-    assert answer(stream) == answer(anew)
+    assert answer(stream) == answer(anew) and stream.ids == anew.ids
+    assert stream.method.num_tokens == anew.method.num_tokens == stream.num_fed
     assert kvalign.encode(loaded.model, loaded.tokenizer, TEXT, after=[1, 2]).info.before == [1, 2]
 
 

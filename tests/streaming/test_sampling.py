@@ -4,7 +4,6 @@ repeats a stream.
 
 from dataclasses import fields
 
-import pytest
 import torch
 import transformers
 from transformers import GenerationConfig
@@ -70,30 +69,6 @@ def test_a_window_goes_on_after_a_restart(loaded, tmp_path):
         one.feed(" Then")
     assert "".join(again) == "".join(stream) != ""
     assert ids_of(loaded, **how | dict(repetition_window=0)) != ids_of(loaded, **how)
-
-
-@pytest.mark.slow
-def test_a_seed_is_drawn_and_repeats_the_stream(loaded):
-    seeds = {Sampling().seed for _ in range(20)}
-    assert len(seeds) == 20 and Sampling(seed=0).seed == 0
-    stream = kvalign.stream(
-        loaded.model, loaded.tokenizer, PROMPT, cache_size=24, max_new_tokens=40
-    )
-    "".join(stream)
-    assert ids_of(loaded, seed=stream.sampling.seed) == stream.token_ids
-    assert len({tuple(ids_of(loaded)) for _ in range(3)}) == 3
-
-
-def test_rows_of_a_batch_take_the_same_names(loaded):
-    how = dict(top_p=0.8, repetition_penalty=1.2, temperature=0.9, cache_size=24, max_new_tokens=30)
-    texts = ["", ""]
-    for row, piece in kvalign.stream_batch(
-        loaded.model, loaded.tokenizer, [PROMPT] * 2, seed=3, **how
-    ):
-        texts[row] += piece
-    for row in range(2):
-        alone = kvalign.stream(loaded.model, loaded.tokenizer, PROMPT, seed=3 + row, **how)
-        assert texts[row] == "".join(alone)
 
 
 def test_the_command_line_has_the_same_names_and_defaults():

@@ -17,7 +17,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import kvalign
-from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.methods.registry import METHODS
 from kvalign.models import identity
@@ -27,13 +26,8 @@ PROMPT = "The history of the island"
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return {name: load_model(name) for name in checkpoints.WRITERS}
-
-
-@pytest.fixture(scope="module")
-def gpt2(loaded):
-    return loaded["gpt2-mini"]
+def gpt2(minis):
+    return minis["gpt2-mini"]
 
 
 def begin(loaded, prompt=PROMPT, **options):
@@ -97,9 +91,9 @@ def test_an_end_token_ends_until_more_is_fed(gpt2, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "model_name"), one_of_each(METHODS, ["gpt2-mini", "llama-mini"]))
-def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path):
+def test_a_saved_stream_goes_on_to_the_token(name, model_name, minis, tmp_path):
     path = tmp_path / "talk.safetensors"
-    one = loaded[model_name]
+    one = minis[model_name]
     options = dict(method=name, no_repeat_ngram_size=3, temperature=0.9, seed=4, max_new_tokens=30)
     options["cache_size"] = 64 if name == "dense" else 16
     if name == "kvalign":
@@ -267,8 +261,8 @@ def test_a_loop_of_ones_own(gpt2):
         kvalign.make_cache(gpt2.model, cache_size=24, method="recompute")
 
 
-def test_a_prompt_that_is_kept_never_goes(loaded):
-    mini = loaded["llama-mini"]
+def test_a_prompt_that_is_kept_never_goes(minis):
+    mini = minis["llama-mini"]
     prompt, how = "The history of the island", dict(cache_size=20, seed=0, max_new_tokens=40)
     whole = kvalign.stream(mini.model, mini.tokenizer, prompt, keep="prompt", **how)
     num = len(whole.ids)

@@ -76,8 +76,7 @@ def window(loaded, cache_size=8):
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])
-def test_wrong_calls_are_one_sentence(call, message, loaded, monkeypatch):
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+def test_wrong_calls_are_one_sentence(call, message, loaded, offline):
     wrong = (ValueError, TypeError, FileNotFoundError, AttributeError)
     with pytest.raises(wrong, match=message) as caught:
         call(loaded)

@@ -51,9 +51,8 @@ def check_equals_formula(aligner, model, paths, num_slots):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path, monkeypatch, offline):
     """A folder with a tiny GPT-2 in `gpt2` and files of networks for it."""
-    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "gpt2", "gpt2")
     write_networks(tmp_path)
