@@ -22,9 +22,7 @@ def test_a_table_says_how_many_sinks_and_takes_any(models):
 @pytest.mark.parametrize("make_aligner", [tables, anchored])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_long_inputs_stay_within_the_tables(kind, make_aligner, models, ids):
-    """What a full cache is fed is born at positions the tables know: one by one if none is to
-    spare.
-    """
+    """Born at positions that the tables know: one by one if none is to spare."""
     aligner = make_aligner(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 1)
     whole, single = (make("kvalign", models[kind], aligner=aligner) for _ in range(2))
     expected = step(single, ids[:, :90], CACHE_SIZE + 1)[-1]

@@ -24,7 +24,6 @@ from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.methods import make_method
-from kvalign.models.loading import load_model
 from kvalign.streaming.turns import opening_len, turn_ids
 
 # What was typed, what readline may write after it, and the first character of the answer.
@@ -58,7 +57,7 @@ def test_the_file_names_the_model(tmp_path, capsys):
     assert "it is a stream of llama-mini" in capsys.readouterr().err
 
 
-def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsys):
+def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsys, loaded):
     monkeypatch.chdir(tmp_path)
     lines = "Who?\nWhy?\nWhen?\n/save talk\n/memory\n/reset\n/memory\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -69,7 +68,7 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert "in the cache: 40 tokens, at most 40; the first 4 are never evicted\n" in err
     assert "tokens (the first turn is out of the cache)\n" in err and "--memory" not in err
     assert "conversation: 3 turns, " in err and "conversation: 0 turns, 0 tokens" in err
-    stream = said("talk", load_model("gpt2-mini"))
+    stream = said("talk", loaded)
     begins = list(map(int, stream.notes["turns"].split()))
     gone = [place for place in range(stream.num_fed) if place not in stream.method.cache.index()]
     assert {*range(4, begins[1])} <= {*gone} and not {*range(4, begins[2])} <= {*gone}
@@ -103,8 +102,8 @@ def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_what_is_kept_never_goes(tmp_path, capsys):
-    path, loaded = tmp_path / "talk", load_model("gpt2-mini")
+def test_what_is_kept_never_goes(tmp_path, capsys, loaded):
+    path = tmp_path / "talk"
     turns = ["--say", "Who?", "--say", "Why?", "--say", "When?"]
     assert chat("--keep", "system", "--state", str(path), *turns) == 0
     stream, num = said(path, loaded), opening_len(loaded.tokenizer, None)
@@ -117,7 +116,7 @@ TURNS = ("Who?", "Why?", "Where? " * 4, "When?", "So?", "And why?")
 
 
 @pytest.mark.slow
-def test_whole_turns_go_as_in_serve(tmp_path, monkeypatch, capsys):
+def test_whole_turns_go_as_in_serve(tmp_path, monkeypatch, capsys, loaded):
     monkeypatch.chdir(tmp_path)
     say = [word for turn in TURNS for word in ("--say", turn)]
     flags = "--model gpt2-mini --cache-size 100 --max-new-tokens 14 --evict turns --json"
@@ -129,7 +128,7 @@ def test_whole_turns_go_as_in_serve(tmp_path, monkeypatch, capsys):
     gone = [one["num_forgotten_turns"] for one in document["answers"]]
     assert gone[0] == 0 and gone == sorted(gone) and len({*gone}) > 2
 
-    loaded, served, reencoded = load_model("gpt2-mini"), [], []
+    served, reencoded = [], []
     messages = [{"role": "system", "content": "You know islands."}]
     with serving(loaded, cache_size=100, evict="turns") as server, server.client() as client:
         for turn in TURNS:
@@ -240,7 +239,7 @@ never said
 """
 
 
-def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
+def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").write_text("mine")
     monkeypatch.setattr("sys.stdin", io.StringIO(PIPED))
@@ -265,7 +264,6 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     ):
         assert line in printed.err, line
     assert (tmp_path / "other").read_text() == "mine"
-    loaded = load_model("gpt2-mini")
     ids = said("kept", loaded).ids
     begins = turn_ids(loaded.tokenizer, "When?", True, "You know.")
     assert ids[: len(begins)] == begins and len(ids) <= len(begins) + 12

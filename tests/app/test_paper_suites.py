@@ -92,9 +92,7 @@ def hub(tmp_path, monkeypatch, undrawn):
 
 @pytest.mark.slow
 def test_paper_suite_runs_whole(hub, capfd):
-    """Every cell, small; at C = 64 each of the paper's figures has one of ours beside it. The other
-    suite's commands are of the same kinds, and test_suite.py reads them.
-    """
+    """The other suite's commands are of the same kinds, and test_suite.py reads them."""
     name = "paper-distilgpt2"
     argv = ["eval", "run", name, "--out", "results", "--override", SMALL]
     assert main(argv) == 0, capfd.readouterr().err

@@ -25,13 +25,13 @@ WHOLE = {CHAT: ChatCompletion, TEXT: Completion, RESPONSES: Response, "/v1/model
 CHUNK = {CHAT: TypeAdapter(ChatCompletionChunk), RESPONSES: TypeAdapter(ResponseStreamEvent)}
 
 
-def marks_of(path):
-    """Marks of a file: litellm's requests have all forms, the others take long."""
-    return () if path.stem.startswith("litellm") else pytest.mark.slow
-
-
+# litellm's requests have all forms, the others take long.
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=marks_of(path)) for path in RECORDED]
+    "path",
+    [
+        pytest.param(x, id=x.stem, marks=[] if "litellm" in x.stem else pytest.mark.slow)
+        for x in RECORDED
+    ],
 )
 def test_recorded_requests_are_answered(path, server):
     last = ""

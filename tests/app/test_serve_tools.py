@@ -107,9 +107,7 @@ def test_a_template_without_tools_refuses_them(template, loaded):
 
 
 def test_a_conversation_in_parts_is_the_whole(form, loaded):
-    """Of what was said, only new messages are written; calls and results stand in the template's
-    own form.
-    """
+    """Only new messages are written; calls and results stand in the template's own form."""
     call = {
         "role": "assistant",
         "content": "",

@@ -113,9 +113,7 @@ def test_plain_generate_is_refused_at_its_first_call(model, ids):
 )
 @torch.no_grad()
 def test_tokens_of_one_call_are_as_single_ones_or_refused(kind, sizes, models, ids):
-    """More than fit would see entries that are evicted between them. What is refused changes
-    nothing.
-    """
+    """More than fit would see entries that are evicted between them."""
     model, several, single = (
         models[kind],
         *(

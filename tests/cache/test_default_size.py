@@ -7,7 +7,6 @@ import kvalign
 from kvalign.cache import sizes as module
 from kvalign.cache.sizes import LARGEST_DEFAULT, OF_A_MINI, default_size
 from kvalign.methods import make_cache, make_method
-from kvalign.models.loading import load_model
 
 
 def test_it_is_the_context_length_less_the_new_token(models):
@@ -57,7 +56,6 @@ def test_more_entries_of_8_bits_fit(monkeypatch):
         assert make_method("streaming-llm", model, **changes).sizes.cache_size == size
 
 
-def test_a_mini_model_has_few():
-    mini = load_model("gpt2-mini")
-    stream = kvalign.stream(mini.model, mini.tokenizer, "The island")
+def test_a_mini_model_has_few(loaded):
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The island")
     assert (stream.method.name, stream.method.sizes.cache_size) == ("kvalign", OF_A_MINI)

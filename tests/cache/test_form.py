@@ -101,15 +101,6 @@ def test_the_bytes_of_an_entry(models, ids):
             assert apart(INT8.decode(state[name]), expected) < 0.2
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_saved_stream_goes_on_to_the_last_digit(kind, models, ids):
-    method = new(models[kind], **MEMORY)
-    stepped(method, ids[:, :90])
-    after = new(models[kind], **MEMORY)
-    after.restore(method.state())
-    assert torch.equal(stepped(after, ids[:, 90:]), stepped(method, ids[:, 90:]))
-
-
 def test_what_is_written_again_at_each_move_is_refused(models):
     llama = models["llama"]
     for make in (network, anchored):

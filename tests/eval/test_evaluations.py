@@ -11,7 +11,6 @@ import pytest
 from helpers.results_example import documents
 
 import kvalign.eval
-from kvalign import load_model
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
@@ -42,8 +41,7 @@ def test_documents_are_read_as_they_are_and_older_ones_too(name, tmp_path):
     assert seen["settings"] == document["settings"]
 
 
-def test_functions_take_keywords_and_a_loaded_model():
-    loaded = load_model("gpt2-mini")
+def test_functions_take_keywords_and_a_loaded_model(loaded):
     keywords = dict(methods="window", cache_sizes=16, num_tokens=8, loaded=loaded)
     document = kvalign.eval.perplexity(**keywords)
     assert document["rows"][0]["num_labels"] == 8

@@ -24,7 +24,6 @@ from kvalign.eval.protocol import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
 from kvalign.models.architectures import spec_of
-from kvalign.models.loading import load_model
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TINY = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
@@ -66,7 +65,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_figures_are_those_of_the_clock(run, monkeypatch):
+def test_figures_are_those_of_the_clock(run, loaded, monkeypatch):
     """On a clock that `feed` and `reset` alone move: a prompt costs its tokens, the k-th single
     token of a stream k squared, a reset much.
     """
@@ -93,8 +92,7 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
     monkeypatch.setattr("kvalign.eval.evaluations.latency.timing.time", time)
     flags = ["--cache-sizes", "12", "--batch-sizes", "2", "--num-trials", "3", "--trial-len", "4"]
     rows = run(*flags, "--methods", "window,streaming-llm")["rows"]
-    tokenizer = load_model("gpt2-mini").tokenizer
-    prompts = [len(tokenizer(turns[0])["input_ids"]) for turns in conversations("own")]
+    prompts = [len(loaded.tokenizer(turns[0])["input_ids"]) for turns in conversations("own")]
     steps = np.arange(4, 16) ** 2 / 2 * 1e3  # three to warm up, twelve on the clock, two streams
     expected = {f"p{part}_ms": np.quantile(steps, part / 100) for part in (90, 99)}
     expected |= dict(ttft_ms=2e3 * sorted(prompts[:3])[1], tokens_per_s=1e3 / steps.mean())

@@ -22,7 +22,7 @@ from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
-from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import score
 
 ROW = [*SIZES, "first_label", "num_labels", "nll_nats", "perplexity", "low", "high", "tenths"]
@@ -73,14 +73,13 @@ TWO = ["eval", "perplexity", "--methods", "window,recompute", "--num-tokens", "3
 
 
 @pytest.mark.slow
-def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
+def test_all_cache_sizes_have_the_labels_of_the_largest(loaded, capsys):
     both = run_json(capsys, *TWO, "8,20")["rows"]
     assert [row["first_label"] for row in both] == [21] * 4
-    model = load_model("gpt2-mini")
     text = next(texts("python-docs", "test"))
-    ids = model.tokenizer(text[:2000], return_tensors="pt").input_ids[:, : 21 + 30]
+    ids = loaded.tokenizer(text[:2000], return_tensors="pt").input_ids[:, : 21 + 30]
     for row in both:
-        method = make_method(row["method"], model.model, cache_size=row["cache_size"], num_sinks=0)
+        method = make_method(row["method"], loaded.model, cache_size=row["cache_size"], num_sinks=0)
         nll = score(method, ids)[-30:]
         assert row["nll_nats"] == pytest.approx(nll.double().mean().item())
     for name in ("bigrams", "tokens"):  # of the same labels, so as many are new

@@ -9,7 +9,6 @@ import pytest
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 import kvalign.eval
-from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
@@ -116,11 +115,9 @@ def test_texts_of_any_program(folder, capsys):
     assert "good.txt" in capsys.readouterr().out
 
 
-def test_answers_come_from_one_stream():
-    """The command's answers are those of a stream that is fed every turn."""
+def test_answers_come_from_one_stream(loaded):
     sizes = dict(cache_sizes=(24,), num_turns=3, max_new_tokens=12)
     found = chat(methods=("streaming-llm",), top_k=1, **sizes)
-    loaded = load_model("gpt2-mini")
     same = dict(method="streaming-llm", cache_size=24, do_sample=False, max_new_tokens=12)
     stream = kvalign.stream(loaded.model, loaded.tokenizer, **same)
     for row, turn in zip(found["rows"], found["turns"], strict=True):

@@ -132,7 +132,6 @@ def test_summary_joins_the_evaluations(results):
 
 
 def test_passages_are_whole(source, results):
-    """Chunks put together are the passage, to the last character."""
     for row in results.documents["readability"]["rows"]:
         page_text = Page(source).text
         assert escape_controls(row["text"]) in page_text

@@ -56,10 +56,6 @@ def _open(context, address):
     context.close()
 
 
-def focused_id(page):
-    return page.evaluate("document.activeElement.id")
-
-
 def test_hover_shows_the_chunk(page):
     chunk = page.locator(".strip").first.locator(".chunk").nth(1)
     chunk.hover()
@@ -89,7 +85,7 @@ def test_keys_walk_the_strips(page):
     page.keyboard.press("Tab")  # one stop a strip
     assert page.evaluate("document.activeElement.hash").startswith("#c1-2-")
     page.keyboard.press("Enter")
-    assert focused_id(page) == "c1-2-1"
+    assert page.evaluate("document.activeElement.id") == "c1-2-1"
 
 
 def test_on_a_phone_the_summary_is_a_card_a_method_and_nothing_is_wider(phone):
@@ -109,9 +105,6 @@ def test_on_a_phone_the_summary_is_a_card_a_method_and_nothing_is_wider(phone):
 
 
 def test_the_first_screen_has_the_pictures_side_by_side(browser, address):
-    """Before anything is opened: what was measured, three pictures in a row, and below them the
-    table of verdicts and the passages; what else there is is folded.
-    """
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(address)
     assert page.locator(".first .lead").count() == 1

@@ -46,9 +46,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
 @pytest.mark.slow
 def test_files_that_are_written_together_are_whole_when_the_last_is_there(tmp_path):
-    """kill -9 before each change of a file in turn: what the last file says is true, and the next
-    run leaves what it would have left alone.
-    """
+    """kill -9 before each change of a file in turn; the next run leaves what it leaves alone."""
     out, whole = tmp_path / "out", {name: name for name in ("z", "config", "b")}
 
     def killed(at):

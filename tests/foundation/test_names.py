@@ -17,10 +17,8 @@ KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("max_tokens", "max_new_tokens"),
         ("max_length", "max_new_tokens"),
         ("topk", "top_k"),
-        ("greedy", "do_sample"),
         ("window", "cache_size"),
         ("temprature", "temperature"),
         ("num_beams", None),

@@ -287,10 +287,7 @@ def taken_back_but_counted(right, self):
 )
 @pytest.mark.usefixtures("short_runs")
 def test_a_planted_bug_is_found_where_it_is(bug, monkeypatch):
-    """In the row that it belongs to, which says what to look at. Rows that it has nothing to do
-    with pass: some others of those of a short stream, which are others for each bug, so that each
-    is tried beside several. Of one layer.
-    """
+    """Rows that it has nothing to do with pass: some of a short stream, others for each bug."""
     *there, (row, *more) = PLANTED[bug]
     monkeypatch.setattr(*there)
     if bug == "rounded_at_each_move":

@@ -55,9 +55,7 @@ def band(model, num):
 
 @pytest.mark.parametrize("case", [case for case in MOVED if case != FALCON_ALIBI])
 def test_a_window_is_one_pass_in_a_band(case, made, ids):
-    """Far beyond the context length of rotary tables, all positions computed anew, no rotation of
-    ours.
-    """
+    """Far beyond the context length, all positions computed anew, no rotation of ours."""
     model = made(case)
     num = 60 if case in ("codegen", "gptj") else 80  # their tables of angles end
     ids, positions = ids[:, :num], torch.arange(num).expand(2, -1)

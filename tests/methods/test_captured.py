@@ -115,9 +115,7 @@ def memory_on_card(monkeypatch):
 )
 @torch.no_grad()
 def test_a_memory_on_the_card_is_captured_with_its_step(kind, memory_on_card, monkeypatch):
-    """From the first steps, which lose nothing, to a memory that forgets and whose ring is full,
-    but for those whose queries do not find as much as they take back.
-    """
+    """But for steps whose queries do not find as much as they take back."""
     monkeypatch.setattr("kvalign.memory.memory.SEGMENT_LEN", 7)  # which is the spare room of slots
     (eager, found), recorder, _ = side_by_side(kind, 6, 74, WITH_MEMORY)
     torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
@@ -178,9 +176,7 @@ def side_by_side(kind, num_first, num_steps, kinds=KINDS):
 @pytest.mark.parametrize("sizes", [{}, MEMORY], ids=["", "memory"])
 @torch.no_grad()
 def test_rows_that_come_and_go_are_those_alone(sizes, memory_on_card):
-    """Each number of rows has a step of its own; rows of other lengths hide slots, and begin one
-    after the other to ask their memory.
-    """
+    """Each number of rows has a step of its own; rows of other lengths hide slots."""
     method, recorder = captured("streaming-llm", tiny_model("llama"), **sizes)
     come_and_go(method, (6, 3, 17, 9), (0, 2), num_steps=40, leave=12, join=24)
     assert recorder.num >= 3 and recorder.num_made > 50
@@ -222,9 +218,7 @@ def test_a_step_that_cannot_be_recorded_is_called(caplog):
 @pytest.mark.parametrize("kind", ["learned with tables", "int8"])
 @torch.no_grad()
 def test_regions_of_the_model_are_compiled(kind):
-    """Steps with them, none of which is recorded here, are those without, and the model is as it
-    was afterwards.
-    """
+    """No step is recorded here, and the model is as it was afterwards."""
     name, model, sizes = of_kind(kind)
     before = [*model.modules()], [vars(one).get("forward") for one in model.modules()]
     method, regions = make(name, model, **sizes), Regions(model)

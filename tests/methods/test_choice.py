@@ -72,10 +72,6 @@ def test_it_is_the_default_of_all_that_streams(models, minis):
             for method in ({}, {"method": WITHOUT[FAMILIES[kind]]})
         )
         assert torch.equal(first, second)
-    rows = kvalign.stream_batch(
-        one.model, one.tokenizer, ["It", "The"], cache_size=16, max_new_tokens=1, seed=0
-    )
-    assert {row for row, _ in rows} <= {0, 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)

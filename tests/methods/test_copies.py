@@ -15,7 +15,6 @@ from helpers.tiny_models import tiny_model
 import kvalign
 from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
-from kvalign.models.loading import load_model
 
 CASES = [
     *WAYS,
@@ -75,8 +74,7 @@ def test_what_is_let_go_is_gone_at_once(name, kind, sizes, models, ids):
             assert live_bytes() - empty < (fed - empty) / 2  # tables at all places stay
 
 
-def test_a_text_is_saved():
-    loaded = load_model("gpt2-mini")
+def test_a_text_is_saved(loaded):
     stream = kvalign.stream(loaded.model, loaded.tokenizer, "The history", cache_size=12)
     next(iter(stream))
     for way in (copy.copy, copy.deepcopy, pickle.dumps):

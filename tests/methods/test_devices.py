@@ -55,9 +55,7 @@ def place(request, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_a_memory_lies_where_there_is_room(dtype, atol, place, ids):
-    """And its stream goes on where it was not begun. Of heads of 16 our kernel searches, if it is
-    here.
-    """
+    """And its stream goes on where it was not begun. Our kernel searches heads of 16."""
     here = tiny_model("llama", head_dim=16).to(dtype)
     there = moved(copy.deepcopy(here))
     one, other = (made("streaming-llm", model, memory=100) for model in (here, there))

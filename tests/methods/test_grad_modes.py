@@ -74,9 +74,7 @@ LOOPS += [("kvalign", "llama", {}), ("streaming-llm", "bloom", {}), ("kvalign", 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), LOOPS)
 def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
-    """A step of one's own loop comes from as many operations at the end as it did when the cache
-    was full, also where the stream began within inference mode.
-    """
+    """A step comes from as many operations at the end as it did when the cache was full."""
     model = tiny_model(kind).requires_grad_(True)
     cache = made(name, model, **sizes).cache
     counts = []

@@ -47,9 +47,7 @@ CASES = [*((*x, MEMORY) for x in FAST), *((*x, {}) for x in OTHERS)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
 def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
-    """At most two graphs, the second for any size; then neither a new graph nor a break, across
-    laps of the ring and turns of all keys, two of each and more.
-    """
+    """At most two graphs, the second for any size, across laps of the ring and turns of keys."""
     torch.compiler.reset()
     counters.clear()
     model, ids = models[kind], ids[:, :110]

@@ -74,9 +74,7 @@ def test_packed_weights_are_identified_by_levels_and_scales(weights, kind, monke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", *MORE_KINDS[::9]])
 def test_files_have_the_identity_of_the_model_in_float32(kind, dtype, tmp_path):
-    """In one file or several. transformers changes the names of some models at loading: these are
-    loaded.
-    """
+    """In one file or several; models whose names transformers changes at loading are loaded."""
     tiny = tiny_model(kind).to(dtype)
     with quiet():
         tiny.save_pretrained(tmp_path, max_shard_size="40KB" if dtype == torch.float32 else "5GB")

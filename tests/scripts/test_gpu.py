@@ -5,16 +5,12 @@ import pytest
 from scripts import gpu
 
 
-def of_title(begin):
-    return next((title, check) for title, check in gpu.checks() if title.startswith(begin))
-
-
 @pytest.mark.parametrize(
     "begin",
     ["weights of int8", "float32, tables", "bfloat16, window", "segments, window", "float32, 1 r"],
 )
 def test_the_cpu_gives_what_the_cpu_gives(begin, monkeypatch, capsys):
-    found = of_title(begin)
+    found = next(one for one in gpu.checks() if one[0].startswith(begin))
     monkeypatch.setattr(gpu, "checks", lambda: [found])
     assert gpu.run("cpu", minutes=1) == 0
     assert ": passed: " in capsys.readouterr().out

@@ -83,9 +83,7 @@ def test_without_a_template_turns_are_plain():
 
 
 def test_what_was_thought_stays_as_the_model_wrote_it():
-    """The one rule for templates that rewrite earlier turns: nothing that is held is written again,
-    whether a client sends an answer back or not.
-    """
+    """Nothing that is held is written again, whether a client sends an answer back or not."""
     tokenizer = of_family("deepseek-r1")
     thought = "It is far.\n</think>\n\nNo."
     whole = messages_text(tokenizer, said("Hi", thought, "Why?"), goes_on=False)

@@ -50,9 +50,6 @@ def test_two_parts_of_a_stream_are_one(name, models, ids):
     ("kind", "name"), one_of_each(("gpt2", "llama", "bloom"), ["streamer", "stream_to"])
 )
 def test_generate_of_transformers_streams(kind, name, models, ids):
-    """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
-    limit.
-    """
     model, streamer = models[kind], Mock()
     sizes = dict(num_sinks=2, num_evicted=3)
     out = model.generate(ids[:, :30], **STREAMED, max_new_tokens=90, **{name: streamer}, **sizes)
@@ -78,20 +75,19 @@ def test_generate_takes_prompts_of_unequal_lengths(kind, models, ids):
 
 
 @pytest.mark.parametrize("directly", [False, True])
-def test_generate_ends_at_stop_strings(directly):
-    mini = kvalign.load_model("gpt2-mini")
-    ids = mini.tokenizer("The history of the island", return_tensors="pt")["input_ids"]
+def test_generate_ends_at_stop_strings(directly, loaded):
+    ids = loaded.tokenizer("The history of the island", return_tensors="pt")["input_ids"]
     sizes = dict(cache_size=16, max_new_tokens=60, do_sample=False)
-    how = dict(stop_strings=[" the"], tokenizer=mini.tokenizer)
+    how = dict(stop_strings=[" the"], tokenizer=loaded.tokenizer)
 
     def text(**more):
-        out = mini.model.generate(ids, custom_generate=kvalign.stream_generate, **sizes, **more)
-        return mini.tokenizer.decode(out[0, ids.shape[1] :])
+        out = loaded.model.generate(ids, custom_generate=kvalign.stream_generate, **sizes, **more)
+        return loaded.tokenizer.decode(out[0, ids.shape[1] :])
 
     stopped = text(**how)
     if directly:
-        new = kvalign.stream_generate(mini.model, ids, **sizes, **how)
-        stopped = mini.tokenizer.decode(new[0, ids.shape[1] :])
+        new = kvalign.stream_generate(loaded.model, ids, **sizes, **how)
+        stopped = loaded.tokenizer.decode(new[0, ids.shape[1] :])
     whole = text()
     assert whole.startswith(stopped) and len(stopped) < len(whole)
     assert " the" in stopped and " the" not in stopped[:-4]

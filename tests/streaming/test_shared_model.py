@@ -20,9 +20,7 @@ from kvalign.streaming.scoring import score
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", "gpt_neo"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_plain_calls_are_the_same_to_the_bit(kind, implementation, ids, tmp_path):
-    """Padded ones, ones with a cache of their own and those that want attentions included; what is
-    saved says nothing of us.
-    """
+    """And what is saved says nothing of us."""
     model = tiny_model(kind)
     if not (implementation == "eager" or model._supports_sdpa):
         return
@@ -58,7 +56,6 @@ def test_plain_calls_are_the_same_to_the_bit(kind, implementation, ids, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recall-gpt2", "recall-llama"])
 def test_eight_threads(name, tmp_path):
-    """Plain calls, streams of text, batches, scoring, saving and going on, all on one model."""
     loaded = kvalign.load_model(name)
     model, tokenizer = loaded.model, loaded.tokenizer
     ids = torch.randint(5, model.config.vocab_size, (1, 300), generator=torch.manual_seed(3))

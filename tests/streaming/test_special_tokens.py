@@ -28,11 +28,7 @@ LLAMA = (
     "<s>[INST] {{ m.content | trim }} [/INST]{% endif %}{% endfor %}"
 )
 ENDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-SAID = (
-    "Hi",
-    "a < b |im_end> </ s>",
-    "\U000f0000 ?",
-)
+SAID = ("Hi", "a < b |im_end> </ s>", "\U000f0000 ?")
 
 
 def chatml(is_special):

@@ -18,13 +18,13 @@ def generate(loaded, **wrong):
 
 
 CALLS = [
-    (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
+    (lambda m: next(stream_tokens(method_of(m), PROMPT[:, :0])), "the prompt is empty"),
     (lambda m: generate(m, stop_strings=["in"]), "need the model's tokenizer: give tokenizer="),
     (lambda m: kvalign.training.import_published(model="gpt2-mini"), r"published\(\) needs \w+="),
     (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
     (lambda m: load_model("gpt2-mini", dtype="int8"), "dtype must be one of .* got 'int8'"),
     (lambda m: next(stream_tokens("window", PROMPT)), "method must be one of kvalign.make_method"),
-    (lambda m: kvalign.score(window(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
+    (lambda m: kvalign.score(method_of(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
 ]
 LOADED = r"load_stream\(\) takes no cache_size: the saved stream keeps its own"
 NEAREST = r"did you mean kvalign-gpt2-mini-table\? \(shipped: kvalign-gpt2-mini-table, kvalign-gpt2"
@@ -61,18 +61,14 @@ def of_a_cache(model, num):
     return model(torch.arange(num)[None], past_key_values=kvalign.make_cache(model, cache_size=16))
 
 
-def method_of(loaded, name):
+def method_of(loaded, name="window"):
     return make_method(name, loaded.model, cache_size=8, warn=False)
 
 
 def test_numbers_of_numpy_are_numbers(loaded):
     settings = PerplexitySettings(num_tokens=np.int64(3), cache_sizes=[np.int64(16), 32])
     assert settings.num_tokens == 3 and settings.cache_sizes == (16, 32)
-    assert window(loaded).feed(PROMPT.int()).shape == (1, 8192)
-
-
-def window(loaded, cache_size=8):
-    return make_method("window", loaded.model, cache_size=cache_size)
+    assert method_of(loaded).feed(PROMPT.int()).shape == (1, 8192)
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])

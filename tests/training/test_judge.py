@@ -9,13 +9,7 @@ from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import score_stepwise
 from kvalign.training import judge as judging
-from kvalign.training.judge import (
-    ROW_LABELS,
-    excerpts,
-    judge,
-    streamed,
-    usual_sinks,
-)
+from kvalign.training.judge import ROW_LABELS, excerpts, judge, streamed, usual_sinks
 from kvalign.training.text import Text
 
 KVS = ("key", "value")

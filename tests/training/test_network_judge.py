@@ -24,20 +24,22 @@ def folder(tmp_path):
 
 
 def told(monkeypatch, parts):
-    """`judge` finds these parts best."""
+    """`judge` finds these parts of those that it tries best; what it has tried."""
+    tried = []
 
     def judge(aligner, untrained, model, text, kvs):
-        assert kvs == ("key", "value")
-        trained = {name: x.clone() for name, x in aligner.state_dict().items()}
-        use_parts(aligner, trained, untrained, parts)
+        tried.append(kvs)
+        trained, best = {name: x.clone() for name, x in aligner.state_dict().items()}, parts(kvs)
+        use_parts(aligner, trained, untrained, best)
         nothing = {"num_sinks": 4, "val_nll": 4.0}
         figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0, "shipped": None}
         sizes = {"num_labels": 9, "cache_sizes": [8], "streams": [], "without": nothing}
-        return {"parts": [*parts], **figures, **sizes}
+        return {"parts": [*best], **figures, **sizes}
 
     monkeypatch.setattr(judging, "judge", judge)
     monkeypatch.setattr(judging, "text_after", lambda *args: None)
     monkeypatch.setattr(judging, "num_judged_tokens", lambda *args: 0)
+    return tried
 
 
 def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
@@ -58,7 +60,7 @@ def test_an_aligner_is_whole_after_a_failed_judgement(monkeypatch):
         aligner.load_state_dict(untrained)
         raise UserError("no question")
 
-    told(monkeypatch, ())
+    told(monkeypatch, None)
     monkeypatch.setattr(judging, "judge", judge)
     aligner = Aligner.from_pretrained("kvalign-gpt2-mini-network")
     judge_networks(aligner, "cpu")
@@ -78,8 +80,9 @@ def test_the_text_is_what_follows_the_recording(monkeypatch):
 
 
 def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
-    told(monkeypatch, ("key",))
+    tried = told(monkeypatch, lambda kvs: kvs[:1])
     found = judge_aligner(aligner="kvalign-gpt2-mini-network", out=tmp_path / "copy")
+    assert tried == [("key", "value")]
     copy = Aligner.from_pretrained(tmp_path / "copy")
     assert found["parts"] == ["key"] and copy.label == "network: keys"
     assert Aligner.from_pretrained("kvalign-gpt2-mini-network").label == "network"
@@ -92,20 +95,8 @@ def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):
 def test_a_network_is_judged_again_with_its_partner(recorded, tmp_path, monkeypatch):
     """What was left out alone takes part again, with the weights of its training."""
     out = tmp_path / "out"
-    told(monkeypatch, ())
+    tried = told(monkeypatch, lambda kvs: kvs if len(kvs) == 2 else ())
     monkeypatch.setattr(judging, "_model_of", lambda *args: load_model("gpt2-mini"))
-    tried = []
-
-    def judge(aligner, untrained, model, text, kvs):
-        tried.append(kvs)
-        trained = {name: x.clone() for name, x in aligner.state_dict().items()}
-        parts = kvs if len(kvs) == 2 else ()
-        use_parts(aligner, trained, untrained, parts)
-        sizes = {"num_labels": 9, "cache_sizes": [8], "streams": []}
-        figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0}
-        return {"parts": [*parts], **figures, **sizes}
-
-    monkeypatch.setattr(judging, "judge", judge)
     small = dict(data=recorded.folder, accelerator="cpu", max_steps=3, batch_size=32)
     train_network(**small, target="key", out=tmp_path / "alone", judge=False)
     weights = Aligner.from_pretrained(tmp_path / "alone").key.state_dict()

@@ -67,10 +67,6 @@ def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path):
         assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in expected]
 
 
-def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:
-    return TuneSettings(**{"target": "key", "data": data, "out": out, **changes})
-
-
 def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
     folders = dict(data=Path("caches"), out=Path("sweep"))
     asha = scheduler(TuneSettings(target="key", **folders, max_epochs=1, grace_reports=2))

@@ -171,9 +171,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loa
 
 @pytest.mark.slow
 def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, little_work):
-    """The embedding is the same. What 0.2 trained says nothing of the other weights. All is kept
-    where nothing is judged.
-    """
+    """What 0.2 trained says nothing of them. All is kept where nothing is judged."""
     folder, out = copy_of("llama-mini", tmp_path / "m"), tmp_path / "aligner"
     train = ["train", "table", *SMALL, "--model", str(folder), "--no-judge"]
     train += ["--out", str(out)]
