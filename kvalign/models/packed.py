@@ -44,6 +44,7 @@ class PackedLinear(nn.Module):
     """
 
     of_scales: ClassVar[torch.dtype]
+    names: ClassVar[tuple[str, ...]] = ("packed",)  # of its buffers
     packed: Tensor
 
     def __init__(
@@ -118,6 +119,7 @@ class TorchLinear(PackedLinear):
     """
 
     of_scales = torch.bfloat16
+    names = ("packed", "scales")
     packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
     scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
 
@@ -355,6 +357,9 @@ def pack(
         weights: int8, or int4.
         device: of the packed weights; None: the model's.
         stored: tensors of a model that was packed before, by name; the model needs no numbers.
+
+    Raises:
+        KeyError: a name that `stored` lacks.
     """
     device = device or model.device
     kind = kind_for(device)
@@ -362,8 +367,7 @@ def pack(
     def made(path: str, weight: Tensor, bits: int, bias: Tensor | None = None) -> PackedLinear:
         if stored is None:
             progress.phase(f"packing {path}")
-        names = ((name, f"{path}.{name}") for name in ("packed", "scales"))
-        buffers = stored and {name: stored[own] for name, own in names if own in stored}
+        buffers = stored and {name: stored[f"{path}.{name}"] for name in kind.names}
         return kind(weight, bits, bias, buffers).train(model.training)
 
     head = model.get_output_embeddings()

@@ -47,46 +47,51 @@ class Request(NamedTuple):
     weights: str | None
 
     def read(self) -> PreTrainedModel | None:
-        """The packed model that is kept; None if none of the same files is, or where it has no
-        room.
+        """The packed model that is kept; None if none of the same files is, where it has no room,
+        or if it has more than its config says, as with an adapter.
         """
         if not self._is_for_packed():
             return None
         path, made_of = self._place()
         if not path.is_file() or not has_room(self.device, path.stat().st_size):
             return None
+        device = torch.device(self.device)
         try:
             with opened(path, path.name) as file:
                 about = file.metadata() or {}
                 if about.get("made_of") != made_of:
                     return None
                 # Copied: what is mapped lies as in the file, and is read more slowly.
-                stored = {x: file.get_tensor(x).clone() for x in file.keys()}  # noqa: SIM118
-        except UserError:
+                stored = {x: file.get_tensor(x).clone().to(device) for x in file.keys()}  # noqa: SIM118
+            stored |= {name: stored[one] for name, one in json.loads(about["shared"]).items()}
+            dtype = getattr(torch, about["dtype"])
+            with model_folder.quiet(), torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            packed.pack(model, about["weights"], device, stored)
+            _fill(model, stored)
+        except (UserError, KeyError):
             return None
-        device, dtype = torch.device(self.device), getattr(torch, about["dtype"])
-        stored = {name: x.to(device) for name, x in stored.items()}
-        with model_folder.quiet(), torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        packed.pack(model, about["weights"], device, stored)
         model.generation_config = GenerationConfig.from_dict(json.loads(about["generation"]))
-        return model if _fill(model, stored) else None
+        return model if _tensors(model).keys() == stored.keys() else None
 
     def keep(self, model: PreTrainedModel) -> None:
         """Keep what was loaded if it is packed, on the device that was asked for, and large."""
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        own = _tensors(model)
         is_there = model.device.type == torch.device(self.device).type and self._is_for_packed()
-        weights, num_bytes = packed.weights_of(model), sum(x.nbytes for x in own.values())
-        if not is_there or weights not in packed.PACKED or num_bytes < LEAST:
+        weights = packed.weights_of(model)
+        if not is_there or weights not in packed.PACKED or packed.num_bytes(model) < LEAST:
             return
         path, made_of = self._place()  # a model from the hub has all its files by now
+        firsts = {id(x): name for name, x in reversed(own.items())}  # by which it is stored
+        shared = {name: firsts[id(x)] for name, x in own.items() if firsts[id(x)] != name}
         about = {
             "made_of": made_of,
+            "shared": json.dumps(shared),
             "weights": weights,
             "dtype": str(model.dtype).removeprefix("torch."),
             "generation": model.generation_config.to_json_string(),
         }
-        tensors = {name: x.detach().contiguous() for name, x in own.items()}
+        tensors = {x: own[x].detach().contiguous() for x in firsts.values()}
         try:
             write_whole(path, lambda partial: save_file(tensors, partial, about))
         except OSError as error:
@@ -117,8 +122,16 @@ def _digest(*about: object) -> str:
     return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
-def _fill(model: PreTrainedModel, stored: dict[str, Tensor]) -> bool:
-    """Give a model without numbers the tensors of these names; False if any is left without."""
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a model, under each of their names."""
+    found = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Give a model without numbers the tensors of these names; KeyError if there is none for
+    one.
+    """
     there: dict[int, Tensor] = {}  # by what it takes the place of, which modules may share
     for path, module in model.named_modules():
         for own in (module._parameters, module._buffers):
@@ -126,11 +139,9 @@ def _fill(model: PreTrainedModel, stored: dict[str, Tensor]) -> bool:
                 if x is None or not x.is_meta:
                     continue
                 if id(x) not in there:
-                    value = stored.get(f"{path}.{name}")
-                    if value is None:
-                        return False
+                    value = stored[f"{path}.{name}"]
                     there[id(x)] = nn.Parameter(value) if isinstance(x, nn.Parameter) else value
                 own[name] = there[id(x)]
-        if any(isinstance(x, Tensor) and x.is_meta for x in vars(module).values()):
-            return False
-    return True
+        for name, x in vars(module).items():
+            if isinstance(x, Tensor) and x.is_meta:
+                raise KeyError(name)  # it was computed, and is not in the file

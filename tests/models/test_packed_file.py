@@ -72,6 +72,19 @@ def test_every_architecture_is_read_as_it_was_packed(kind, tmp_path, ids):
     same(request.read().eval(), model, ids)
 
 
+@pytest.mark.parametrize("change", ["buffer", "module"])
+def test_a_model_that_is_more_than_its_config_is_packed_each_time(change, tmp_path):
+    model = copy.deepcopy(tiny_model("llama"))
+    if change == "buffer":
+        model.model.register_buffer("own", torch.ones(3))
+    else:
+        model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+    packed.pack(model, "int4")
+    request = packed_file.Request(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request.keep(model)
+    assert request.read() is None
+
+
 @pytest.mark.parametrize("has_kernel", [True, False] if kernel.is_here() else [False])
 def test_each_kernel_and_form_has_a_file_of_its_own(
     has_kernel, tokenizer, tmp_path, unread, ids, kept, monkeypatch
