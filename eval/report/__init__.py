@@ -1,1 +1,178 @@
-"""A folder of results as one page, in a browser or in a terminal."""
+"""Folder of results: one JSON document per file, and the suite that they are cells of, if any. A
+suite is named commands, and the paper's figures for them. The modules show such a folder as one
+page, in a browser or in a terminal.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, Field
+
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.protocol import Document
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import checked, read_json, read_text
+
+SUITE_FILE = "suite.yaml"
+PREPARED = "prepared"  # folder of what the suite's preparations printed
+OUT = "{out}"  # in a command: the folder of the results, which may be moved
+
+
+class Step(BaseModel, extra="forbid"):
+    """Command of a suite; its output is stored under its name."""
+
+    name: str
+    command: str
+
+
+class PaperTable(BaseModel, extra="forbid"):
+    """Figures of the paper, by method and cache size; the suite's `cell` measures `metric`."""
+
+    title: str
+    cell: str
+    metric: str
+    rows: dict[str, dict[int, float]]
+
+
+class PaperSweep(BaseModel, extra="forbid"):
+    """Best trial of a sweep of the paper, which the suite's preparation `cell` (a `kvalign tune`)
+    repeats; figures by the names of `kvalign.eval.report.contents.TUNED`.
+    """
+
+    cell: str
+    best: dict[str, float]
+
+
+class Paper(BaseModel, extra="forbid"):
+    """Statements of the paper about a suite's measurements."""
+
+    source: str = ""
+    notes: list[str] = []
+    sweeps: list[PaperSweep] = []
+    tables: list[PaperTable] = []
+
+
+class Suite(BaseModel, frozen=True, extra="forbid"):
+    """Suite of evaluations, `cells`, and their preparations, `prepare`, in order; `{name}` in a
+    command stands for one of `variables`, `{out}` for the folder of the results.
+    """
+
+    title: str = ""
+    about: str = ""
+    variables: dict[str, str] = {}
+    prepare: list[Step] = []
+    cells: list[Step]
+    paper: Paper = Paper()
+
+    def words(self, step: Step, values: dict[str, str]) -> list[str]:
+        """A step's command in words, with the values of its variables; {out} stays.
+
+        Raises:
+            ValueError: an open quotation, or an unknown variable.
+        """
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in values and match[1] != "out":
+                raise ValueError(f"the suite has no variable {match[1]!r}")
+            return values.get(match[1], match[0])
+
+        return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
+
+
+def fill_in(command: str, out: Path) -> str:
+    """Command with the folder of the results for {out}, as a shell takes it."""
+    if OUT not in command:
+        return command
+    return shlex.join(word.replace(OUT, str(out)) for word in shlex.split(command))
+
+
+def parse_suite_text(text: str, name: str) -> Suite:
+    """Suite that a YAML text describes; UserError, which begins with `name`, if it is invalid."""
+    try:
+        values: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"suite {name} is not YAML: {' '.join(str(error).split())}") from None
+    return checked(Suite, values, f"suite {name}")
+
+
+NO_SUITE = Suite(cells=[])
+Sweep = dict[str, Any]
+"""Document of `kvalign tune --json`."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Documents by name (the file's), the suite, and the sweeps among its preparations."""
+
+    documents: dict[str, Document]
+    suite: Suite = NO_SUITE
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
+
+    def of(self, evaluation: str) -> dict[str, Document]:
+        return {n: d for n, d in self.documents.items() if d["kind"] == f"eval {evaluation}"}
+
+
+def read(folder: Path) -> Results:
+    """Read the documents of a folder, in the suite's order.
+
+    Raises:
+        NotFoundError: the folder does not exist, or has no results.
+        UserError: a .json file that is not a document of `kvalign eval`, or a damaged suite.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
+    file = folder / SUITE_FILE
+    suite = parse_suite_text(read_text(file), str(file)) if file.exists() else NO_SUITE
+    ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    names.sort(key=lambda name: ranks.get(name, len(ranks)))
+    documents = {name: read_document(folder / f"{name}.json") for name in names}
+    for document in documents.values():
+        document["command"] = fill_in(document["command"], folder)
+    if not documents:
+        raise NotFoundError(
+            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or "
+            f"`kvalign eval ... --out {folder}/NAME.json`"
+        )
+    tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
+    paths = [folder / PREPARED / f"{name}.json" for name in tuned]
+    sweeps = {x.stem: read_json(x)["result"] for x in paths if x.exists()}
+    return Results(documents, suite, sweeps)
+
+
+class _Row(BaseModel):
+    """Fields that every row has; its figures are those of the evaluation."""
+
+    method: str
+    aligner: str | None
+    cache_size: int | None
+    num_sinks: int | None
+    num_evicted: int | None
+
+
+class _Settings(BaseModel):
+    model: str | None
+
+
+class _Document(BaseModel):
+    kind: str
+    command: str
+    changed: str = ""
+    settings: _Settings
+    environment: dict[str, Any]
+    rows: Annotated[list[_Row], Field(min_length=1)]
+
+
+def read_document(path: Path) -> Document:
+    """Document in a file; UserError if it is not one of this version's evaluations."""
+    try:
+        document = read_json(path)
+        checked(_Document, document, "it")
+        EVALUATIONS.find(document["kind"].removeprefix("eval "))
+    except UserError as error:
+        raise UserError(f"{path} is not a document of `kvalign eval --json`: {error}") from None
+    return document

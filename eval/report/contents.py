@@ -1,12 +1,37 @@
-"""Contents of a report on a folder of results."""
+"""Contents of a report on a folder of results: the summary, the sections, the paper's tables; and a
+first screen for each model, with what was measured, three pictures, and a table of verdicts with a
+row a method and a column a question.
+"""
 
-from collections.abc import Hashable, Mapping
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import Column, Panel, Row, Section, Table
-from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, method_name, renamed, table
-from kvalign.eval.report.results_folder import PaperSweep, PaperTable, Results, Sweep
+from kvalign.eval.evaluations.latency import busy
+from kvalign.eval.evaluations.readability import human_row
+from kvalign.eval.judging import MEASURES
+from kvalign.eval.protocol import Column, Document, Panel, Plot, Row, Section, Table
+from kvalign.eval.protocol.tables import (
+    METHOD,
+    grouped,
+    identity_of,
+    label_of,
+    method_name,
+    renamed,
+    table,
+)
+from kvalign.eval.protocol.verdicts import (
+    MIN_LABELS,
+    MIN_POINT,
+    Verdict,
+    apart,
+    comparable,
+    is_reference,
+    verdict,
+)
+from kvalign.eval.report import PaperSweep, PaperTable, Results, Sweep
 from kvalign.foundation.console import Entry
 from kvalign.foundation.errors import UserError
 
@@ -152,3 +177,219 @@ def _best_trials(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
             label = f"{one.cell}, {whose}" + ("" if figures else ": not run")
             lines.append([Entry(label), *map(Entry, values)])
     return Table("Tuning (the paper's table 1)", columns, lines)
+
+
+MOST_STRIPS = 7
+SIZE = (4.6, 3.9)  # inches; three stand side by side
+BESIDE = "recompute"  # what is written is compared with what this writes
+
+
+class FirstScreen:
+    """First part of a page on one model, from the first subject of each evaluation. Aligners are
+    named beside all that were measured.
+    """
+
+    def __init__(self, results: Results, model: str):
+        self.results, self.model = results, model
+        documents = [d for d in results.documents.values() if d["settings"]["model"] == model]
+        rows = renamed(row for document in documents for row in document["rows"])
+        self.names = {identity_of(row): row["aligner"] for row in rows}
+        self.reference, self.subject, self.scored = self._scored()
+        self.timed, self.written = self._of("latency"), self._of("readability")
+        self.busy = busy(self.timed["rows"]) if self.timed else ""
+        digest = hashlib.sha256(model.encode()).hexdigest()[:8]  # names are unique on a page
+        self.pictures = [
+            one._replace(name=f"{one.name}-{digest}")
+            for one in (self._ratios(), self._times(), self._strips())
+            if one
+        ]
+        self.about = " ".join(filter(None, (self._about(), self.busy)))
+        self.verdicts = self._verdicts()
+
+    def _of(self, name: str) -> Document | None:
+        selection = EVALUATIONS[name].select(self.results.of(name)).values()
+        return next((one for one in selection if one["settings"]["model"] == self.model), None)
+
+    def _named(self, rows: Iterable[Row]) -> list[Row]:
+        prefix = f"kvalign-{self.model}-"  # of older documents
+        names = ((row, self.names.get(identity_of(row), row["aligner"])) for row in rows)
+        return [row | {"aligner": name and name.removeprefix(prefix)} for row, name in names]
+
+    def _summary(self, name: str) -> list[Row]:
+        document = self._of(name)
+        return self._named(EVALUATIONS[name].summary_rows(document)) if document else []
+
+    def _scored(self) -> tuple[str | None, str, list[Row]]:
+        """The reference, the labels, and the rows of perplexities on them, each once."""
+        title_of = EVALUATIONS["perplexity"].title
+        documents = EVALUATIONS["perplexity"].select(self.results.of("perplexity")).values()
+        mine = [d for d in documents if d["settings"]["model"] == self.model]
+        if not mine:
+            return None, "", []
+        subjects = [(title_of(one), one["settings"]["reference"]) for one in mine]
+        title, reference = subjects[0]
+        pairs = zip(mine, subjects, strict=True)
+        rows = [row for one, subject in pairs if subject == subjects[0] for row in one["rows"]]
+        once = [group[0] for group in grouped(rows, identity_of).values()]
+        return reference, title.removeprefix(f"{self.model}, "), self._named(once)
+
+    def _about(self) -> str:
+        """Return on what the methods were scored, and relative to what."""
+        if not self.scored:
+            return ""
+        sizes = sorted({row["cache_size"] for row in self.scored})
+        where = f"{self.subject} at C = {', '.join(map(str, sizes))}"
+        if self.reference:
+            return f"{where}, relative to {self.reference}."
+        return f"{where}. Without a reference there are no ratios: give --reference recompute."
+
+    def _ratios(self) -> Plot | None:
+        """Perplexity by cache size, relative to the reference if there is one."""
+        rows = [row for row in self.scored if row["num_labels"] >= MIN_POINT]
+        rows = comparable(rows, self.reference) if self.reference else rows
+        if not rows:
+            return None
+        if self.reference:
+            whole = all(row["ratio_high"] is not None for row in rows)
+            high, low = ("ratio_high", "ratio_low") if whole else (None, None)
+            lines, y = series(rows, "cache_size", "ratio", high, low=low), "perplexity"
+            y += f" relative to {self.reference}"
+        else:
+            lines, y = series(rows, "cache_size", "perplexity"), "perplexity"
+        title = y[0].upper() + y[1:]
+        caption = f"{title}, by cache size; lower is better"
+        return _by_size("first-perplexity", lines, y, caption, title)
+
+    def _times(self) -> Plot | None:
+        """Mean time of a step by cache size."""
+        if not self.timed:
+            return None
+        first = self.timed["rows"][0]["batch_size"]
+        rows = self._named(row for row in self.timed["rows"] if row["batch_size"] == first)
+        lines = series(rows, "cache_size", "mean_ms")
+        title = "Time of a step" + " (busy machine)" * bool(self.busy)
+        caption = f"Mean time of a step by cache size; lower is better. {self.busy}".rstrip(". ")
+        return _by_size("first-time", lines, "ms", caption, title)
+
+    def _strips(self) -> Plot | None:
+        """Chunks of one passage of each method, and of a human's text, in order."""
+        if not self.written:
+            return None
+        rows, first = self.written["rows"], self.written["rows"][0]
+        same = ("cache_size", "prompt", "seed", "no_repeat_ngram_size")
+        alike = [r for r in rows if all(r.get(x) == first.get(x) for x in same)]
+        passages = self._named(alike)[:MOST_STRIPS]
+        longest = max(len(row["chunks"]) for row in passages)
+        if not longest:
+            return None
+        human = human_row(self.written)
+        rows = [*passages, human] if human else passages
+        cut = [row | {"chunks": row["chunks"][:longest]} for row in rows]
+        figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)
+        caption = f"Chunks of one passage each, C = {first['cache_size']}, in order"
+        return Plot("first-readability", figure, caption, "Readability of what is written")
+
+    def _verdicts(self) -> Table | None:
+        """A row for each method with the sinks of the reference, a column for each question."""
+        columns: list[tuple[Column, dict[str, str]]] = []
+        fair = comparable(self.scored, self.reference) if self.scored else []
+        labels = [*grouped(fair, label_of)]
+        if fair:
+            name = f"as good as {self.reference}?" if self.reference else "perplexity"
+            column = Column(name, None, about="ratio of the perplexities, all C")
+            columns.append((column, _by_label(fair, self._judged)))
+        if self.timed and not self.busy:
+            rows = [r for r in self._summary("latency") if r.get("bare_mean_ratio")]
+            about = "mean step relative to a bare step, which evicts nothing, all C"
+            column = Column("time of a step", None, "lower", about)
+            columns.append((column, _spans(rows, "bare_mean_ratio", 2)))
+        if rows := self._summary("readability"):
+            about = f"less, more: than {BESIDE}'s, by their 95 % intervals"
+            texts = _by_label(rows, lambda group: _readable(group, rows))
+            columns.append((Column("readable, %", None, "higher", about), texts))
+            texts = _spans(rows, "repetition", 0, 100)
+            columns.append((Column("repeats, %", None, "lower"), texts))
+        for name, (key, title) in SHARES.items():
+            rows = self._summary(name)
+            # Where nothing is right with any method, an evaluation tells nothing.
+            if any(row[key] for row in rows):
+                columns.append((Column(title, None, "higher"), _spans(rows, key, 2)))
+        labels = labels or [*dict.fromkeys(label for _, texts in columns for label in texts)]
+        if len(labels) < 2 or not columns:
+            return None
+        lines = [
+            [Entry(label), *(Entry(texts.get(label, "")) for _, texts in columns)]
+            for label in labels
+        ]
+        others = dict.fromkeys(label_of(r) for r in self.scored if label_of(r) not in labels)
+        note = f"Other sinks, so not compared: {', '.join(others)}." if others else ""
+        title = f"{self.model}: verdicts" + f", sinks as {self.reference}" * bool(self.reference)
+        return Table(title, [METHOD, *(column for column, _ in columns)], lines, note)
+
+    def _judged(self, rows: Sequence[Row]) -> str:
+        """Verdict on a method at all its cache sizes, and its ratios."""
+        if not self.reference:
+            return _spread((row["perplexity"] for row in rows), 1)
+        if is_reference(rows[0], self.reference):
+            return "reference"
+        ratios = _spread((row["ratio"] for row in rows), 2)
+        worst = min(map(verdict, rows), key=[*Verdict].index)
+        at = [row["cache_size"] for row in rows if verdict(row) is worst]
+        where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
+        return f"{worst}{where}: {ratios}"
+
+
+def first_screens(results: Results) -> list[FirstScreen]:
+    """First screen of each measured model; texts without a model have none."""
+    models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
+    screens = [FirstScreen(results, model) for model in models if model]
+    return [one for one in screens if one.about or one.pictures or one.verdicts]
+
+
+SHARES = {
+    "recall": ("oldest", "recall, oldest quarter"),
+    "told": ("accuracy", "told facts"),
+    "streameval": ("accuracy", "StreamEval"),
+}
+MEANS = (
+    f"Only rows with equal sinks are compared, and {MIN_LABELS} labels or more. Figures are ratios "
+    "or shares, from the smallest to the largest of all cache sizes."
+)
+
+
+def _spread(values: Iterable[float], digits: int) -> str:
+    """The smallest and the largest of figures, or the one that all equal."""
+    texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
+    return " to ".join([*texts][:: max(1, len(texts) - 1)])
+
+
+def _by_label(rows: Iterable[Row], text: Callable[[list[Row]], str]) -> dict[str, str]:
+    return {label: text(group) for label, group in grouped(rows, label_of).items()}
+
+
+def _spans(rows: Iterable[Row], key: str, digits: int, scale: float = 1) -> dict[str, str]:
+    return _by_label(rows, lambda group: _spread((scale * row[key] for row in group), digits))
+
+
+def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
+    """Readable chunks of a method in %, and whether they are less or more than `BESIDE`'s with as
+    many sinks.
+    """
+    fair = comparable(of_all, BESIDE)
+    bases = {row["cache_size"]: row for row in fair if row["method"] == BESIDE}
+    ends, words = MEASURES["readable"].interval, set()
+    for row in rows:
+        own, base = ends(row), ends(bases.get(row["cache_size"], {}))
+        word = ""
+        if row in fair and own and base and apart(own, base):
+            word = "less: " if own < base else "more: "
+        words.add(word)
+    text = _spread((100 * row["readable"] for row in rows), 0)
+    return words.pop() + text if len(words) == 1 else text
+
+
+def _by_size(name: str, lines: Sequence[Series], y: str, caption: str, heading: str) -> Plot:
+    values = [value for line in lines for value in line.y]
+    is_wide = max(values) > 2 * min(values)
+    figure = draw({"": [*lines]}, x="cache size", y=y, doubling_x=True, log_y=is_wide, size=SIZE)
+    return Plot(name, figure, caption, heading)

@@ -15,9 +15,15 @@ from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol import Row, Section
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.protocol.verdicts import MEANING
-from kvalign.eval.report.contents import panels, paper_tables, sections, summary
-from kvalign.eval.report.first_screen import MEANS, first_screens
-from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report import Results, read
+from kvalign.eval.report.contents import (
+    MEANS,
+    first_screens,
+    panels,
+    paper_tables,
+    sections,
+    summary,
+)
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import write_text
 from kvalign.methods.registry import METHODS

@@ -10,9 +10,15 @@ from rich.text import Text
 
 from kvalign.eval.protocol import Panel, Table
 from kvalign.eval.protocol.verdicts import MEANING
-from kvalign.eval.report.contents import panels, paper_tables, sections, summary
-from kvalign.eval.report.first_screen import FirstScreen, first_screens
-from kvalign.eval.report.results_folder import read
+from kvalign.eval.report import read
+from kvalign.eval.report.contents import (
+    FirstScreen,
+    first_screens,
+    panels,
+    paper_tables,
+    sections,
+    summary,
+)
 from kvalign.foundation.console import (
     ROW_WIDTH,
     Entry,
@@ -31,7 +37,7 @@ def show(folder: Path, console: Console | None = None) -> None:
     """Print the summary, the tables and the strips of a folder of results.
 
     Raises:
-        UserError: as `results_folder.read`.
+        UserError: as `kvalign.eval.report.read`.
     """
     results = read(folder)
     console = console or console_for()

@@ -27,7 +27,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite
 from kvalign.data_gen.prompts import conversations
 from kvalign.data_gen.store import open_store
-from kvalign.eval.report.results_folder import read
+from kvalign.eval.report import read
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import flag
 

@@ -15,8 +15,8 @@ from kvalign.app.cli.main import main
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
+from kvalign.eval.report import Results, parse_suite_text, read
 from kvalign.eval.report.contents import paper_tables
-from kvalign.eval.report.results_folder import Results, parse_suite_text, read
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (

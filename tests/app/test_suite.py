@@ -18,7 +18,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.listing import suites
 from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
-from kvalign.eval.report.results_folder import parse_suite_text, read
+from kvalign.eval.report import parse_suite_text, read
 
 SUITE = """
 title: two cells

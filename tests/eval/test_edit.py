@@ -8,8 +8,8 @@ from helpers.refusals import refused
 import kvalign.eval
 from kvalign import load_model
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, KINDS, UNEDITED, EditSettings
+from kvalign.eval.report import read
 from kvalign.eval.report.contents import sections, summary
-from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import UserError
 
 SMALL = dict(num_before=12, num_after=8, num_future=4, lengths=5, cache_sizes=40, num_edits=3)

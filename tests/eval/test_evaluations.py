@@ -15,8 +15,8 @@ from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.eval.protocol import document
+from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import sections, summary
-from kvalign.eval.report.results_folder import Results, read
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)

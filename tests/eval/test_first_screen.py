@@ -9,8 +9,8 @@ from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.perplexity import COLUMNS
 from kvalign.eval.protocol.tables import table
 from kvalign.eval.protocol.verdicts import Verdict, comparable, share_interval, verdict
-from kvalign.eval.report.first_screen import first_screens
-from kvalign.eval.report.results_folder import Results
+from kvalign.eval.report import Results
+from kvalign.eval.report.contents import first_screens
 
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):

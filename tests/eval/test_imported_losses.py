@@ -6,7 +6,7 @@ import torch
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.perplexity.imported import MODES
 from kvalign.eval.protocol.statistics import by_part, interval
-from kvalign.eval.report.results_folder import read_document
+from kvalign.eval.report import read_document
 
 NUM, SIZES = 400, (32, 64)
 LOG = "Perplexity after {n} Label Tokens and Cache Size {c} with Mode {mode}: {p:.4f}. "

@@ -14,9 +14,9 @@ from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.grid import make_grid, sizes_of
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.eval.protocol.tables import identity_of, names_of
+from kvalign.eval.report import Results
 from kvalign.eval.report.contents import panels, sections, summary
 from kvalign.eval.report.page import render
-from kvalign.eval.report.results_folder import Results
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 

@@ -19,10 +19,9 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging.words import load_words
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
-from kvalign.eval.report import terminal
+from kvalign.eval.report import Results, Suite, terminal
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.page import render
-from kvalign.eval.report.results_folder import Results, Suite
 from kvalign.eval.report.terminal import print_tables
 from kvalign.foundation.console import Entry
 from kvalign.foundation.escape import escape_controls

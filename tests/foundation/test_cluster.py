@@ -25,7 +25,7 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.store import open_store
-from kvalign.eval.report.results_folder import read
+from kvalign.eval.report import read
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
 from kvalign.training.settings import TuneSettings

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvalign.app.suites.cells import Cell
 from kvalign.eval.protocol import Document
-from kvalign.eval.report.results_folder import SUITE_FILE, Step, Suite, read_document
+from kvalign.eval.report import SUITE_FILE, Step, Suite, read_document
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, read_json, sha256
 

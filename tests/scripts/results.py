@@ -33,7 +33,7 @@ from helpers.result_tables import draw_pictures, write_pages
 
 from kvalign.app.cli.arguments import parse
 from kvalign.app.suites.suite import Cell, keep, parse_suite, run_cell
-from kvalign.eval.report.results_folder import SUITE_FILE, Suite
+from kvalign.eval.report import SUITE_FILE, Suite
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, write_text
 from kvalign.foundation.registry import unknown

@@ -18,7 +18,7 @@ from helpers.tiny_models import tiny_model
 from kvalign import load_model
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.eval.protocol import PEER
-from kvalign.eval.report.results_folder import read_document
+from kvalign.eval.report import read_document
 from kvalign.foundation.errors import UserError
 from kvalign.models import fetched
 from scripts import beside_llamacpp as script

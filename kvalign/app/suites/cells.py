@@ -11,7 +11,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS, READERS
 from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
-from kvalign.eval.report.results_folder import OUT, Suite, parse_suite_text
+from kvalign.eval.report import OUT, Suite, parse_suite_text
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text
 from kvalign.foundation.settings import Settings

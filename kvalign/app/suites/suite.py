@@ -21,7 +21,7 @@ from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.estimate import estimate
-from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE, parse_suite_text
+from kvalign.eval.report import PREPARED, SUITE_FILE, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
