@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings, judge
 from kvalign.eval.judging.words import RULES
 from kvalign.eval.protocol import Column, Document, Drawing
 from kvalign.eval.protocol.document import document
@@ -44,10 +44,9 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     Returns:
         A document with `turns` (the user's), `rule` and `word_list` (name, num_words, sha256), and
         a row for each answer: the sizes, answer (index), num_fed (tokens of the stream before it),
-        and the measures of `kvalign.eval.judging.fluency.judge`.
+        and the measures of `kvalign.eval.judging.judge`.
     """
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.judging.fluency import judge
     from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.streaming.text_stream import TextStream

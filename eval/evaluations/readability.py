@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings, judge
 from kvalign.eval.judging.words import RULES, Rule
 from kvalign.eval.protocol import (
     SIZES,
@@ -108,8 +108,8 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     Returns:
         A document with `prompts` (the continued texts), `rule` (name, about), `word_list` (name,
         num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), seed, and
-        the measures of `kvalign.eval.judging.fluency.judge`. For a text, its name is the method,
-        and measures that need the model are None or missing.
+        the measures of `kvalign.eval.judging.judge`. For a text, its name is the method, and
+        measures that need the model are None or missing.
 
     Raises:
         UserError: `page` already has results; a text that cannot be read.
@@ -180,7 +180,6 @@ def _written(
     method: Method, prompt: str, sampling: Sampling, loaded: LoadedModel, rule: Rule, bar: Bar
 ) -> list[Row]:
     """Let a method continue a prompt; return the judgement of the passage."""
-    from kvalign.eval.judging.fluency import judge
     from kvalign.eval.judging.words import load_words
     from kvalign.streaming.text_stream import TextStream
 

@@ -1,4 +1,6 @@
-"""Shared parts of the evaluations of text; the modules have the rules, the words and the chunks."""
+"""Shared parts of the evaluations of written text: settings, how texts are judged, and how that is
+shown. The modules have the rules, the words and the chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvalign.eval.judging.words import RULES
+from kvalign.eval.judging.words import RULES, Rule
 from kvalign.eval.protocol import Column, Document, Documents, Evaluation, Row, Section
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.eval.protocol.tables import means
 from kvalign.foundation.settings import flag, option
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvalign.models.loading import LoadedModel
     from kvalign.streaming.sampling import Sampling
 
 log = logging.getLogger(__name__)
+
+MAX_SPAN = 1024  # model tokens of context when a passage is scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +111,49 @@ class JudgedText(Evaluation):
             )
         about = " ".join(dict.fromkeys(lines))
         return [Section.of(documents, self.heading, about, self.figure, self.tables)]
+
+
+def judge(
+    loaded: LoadedModel,
+    prompt_ids: list[int],
+    token_ids: list[int],
+    words: frozenset[str],
+    rule: Rule,
+) -> dict[str, Any]:
+    """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
+    dense_perplexity, which is also low for repetitive text.
+    """
+    import torch
+
+    from kvalign.eval.judging.chunks import judged
+
+    text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
+    device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
+    prompt, passage = (torch.tensor(ids, device=device) for ids in (prompt_ids, token_ids))
+    return {
+        "num_tokens": len(token_ids),
+        "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
+        **judged(text, words, rule),
+    }
+
+
+def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
+    """Perplexity of a passage [M] after a prompt [N], ids and not empty, without evictions: in
+    windows of `span` tokens that advance by half, so each token sees span / 2 before it, or all.
+    """
+    import torch
+
+    from kvalign.streaming.scoring import perplexity_of
+
+    ids = torch.cat([prompt, passage])
+    total, scored = 0.0, len(prompt)
+    while scored < len(ids):
+        end = min(len(ids), max(scored + span // 2, span))
+        start = max(0, end - span)
+        num_new = end - scored
+        how: dict[str, Any] = dict(use_cache=False, logits_to_keep=num_new + 1)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, start:end], **how).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
+        scored = end
+    return perplexity_of(total / len(passage))

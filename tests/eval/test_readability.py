@@ -12,8 +12,8 @@ import kvalign.eval
 from kvalign.app.cli.main import main
 from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
+from kvalign.eval.judging import dense_perplexity
 from kvalign.eval.judging.chunks import judged
-from kvalign.eval.judging.fluency import dense_perplexity
 from kvalign.eval.judging.words import RULES, SHA256, load_words
 from kvalign.streaming.turns import turn_ids
 
