@@ -30,8 +30,8 @@ from kvalign.eval.protocol import (
 )
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.settings import KEEP_PARTS
+from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
 from kvalign.eval.protocol.tables import grouped, label_of, method_name
-from kvalign.eval.protocol.verdicts import MIN_RUNS, runs_interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option

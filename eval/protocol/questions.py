@@ -12,7 +12,7 @@ import torch
 
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of, title_of
-from kvalign.eval.protocol.verdicts import share_of
+from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from kvalign import checkpoints
 from kvalign.aligners.kinds import often
 from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
-from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, comparable, is_reference
+from kvalign.eval.protocol.statistics import MIN_LABELS, apart, comparable, is_reference
 from kvalign.foundation.folders import ROOT
 from kvalign.memory.sizes import usual_recalled
 from kvalign.policies import OLDEST

@@ -13,6 +13,15 @@ from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.judging import MEASURES
 from kvalign.eval.protocol import Column, Document, Panel, Plot, Row, Section, Table
+from kvalign.eval.protocol.statistics import (
+    MIN_LABELS,
+    MIN_POINT,
+    Verdict,
+    apart,
+    comparable,
+    is_reference,
+    verdict,
+)
 from kvalign.eval.protocol.tables import (
     METHOD,
     grouped,
@@ -21,15 +30,6 @@ from kvalign.eval.protocol.tables import (
     method_name,
     renamed,
     table,
-)
-from kvalign.eval.protocol.verdicts import (
-    MIN_LABELS,
-    MIN_POINT,
-    Verdict,
-    apart,
-    comparable,
-    is_reference,
-    verdict,
 )
 from kvalign.eval.report import PaperSweep, PaperTable, Results, Sweep
 from kvalign.foundation.console import Entry

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol import Row, Section
+from kvalign.eval.protocol.statistics import MEANING
 from kvalign.eval.protocol.tables import csv_of
-from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import (
     MEANS,

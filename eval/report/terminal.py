@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvalign.eval.protocol import Panel, Table
-from kvalign.eval.protocol.verdicts import MEANING
+from kvalign.eval.protocol.statistics import MEANING
 from kvalign.eval.report import read
 from kvalign.eval.report.contents import (
     FirstScreen,

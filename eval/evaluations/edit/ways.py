@@ -19,8 +19,7 @@ from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, ar
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.eval.protocol.statistics import mean_interval
-from kvalign.eval.protocol.verdicts import share_of
+from kvalign.eval.protocol.statistics import mean_interval, share_of
 from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached

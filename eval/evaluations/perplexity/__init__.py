@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from kvalign.eval.protocol import Column, Document, Documents, Drawing, Evaluation, Row, Section
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings, plot_option
-from kvalign.eval.protocol.verdicts import MIN_POINT
+from kvalign.eval.protocol.statistics import MIN_POINT
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 

@@ -5,8 +5,8 @@ from functools import partial
 from kvalign.eval.drawing import draw, panels_by
 from kvalign.eval.evaluations.perplexity import SLICES
 from kvalign.eval.protocol import Column, Document, Documents, Drawing, Row, Section, Table
+from kvalign.eval.protocol.statistics import MIN_POINT, is_reference
 from kvalign.eval.protocol.tables import grouped, table
-from kvalign.eval.protocol.verdicts import MIN_POINT, is_reference
 
 NEW = "new"  # what was not there before
 

@@ -13,7 +13,7 @@ from kvalign.data_gen.facts import FactStreams
 from kvalign.eval.evaluations.recall import BEYOND, FAR, QUARTERS, RecallSettings
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.eval.protocol.verdicts import share_of
+from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.eval.protocol.verdicts import share_of
+from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import ids_of
