@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from kvalign.eval.evaluations.perplexity import SLICES
+from kvalign.eval.evaluations.perplexity import SLICES, slice_figure, slice_name
 from kvalign.eval.evaluations.perplexity.scores import compare, distances, of_losses, slices
-from kvalign.eval.evaluations.perplexity.slices_shown import figure, slice_name
 
 
 def sliced(rows, losses, ids, reference):
@@ -79,6 +78,6 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     ratios = [found[name] for name in ("ratio", "ratio_low", "ratio_high")]
     assert ratios == pytest.approx([math.exp(-0.1)] * 3)
     document = {"rows": rows, "settings": {"model": "tiny", "reference": "kvalign"}}
-    (axes,) = figure(document, "tokens")[0].axes
+    (axes,) = slice_figure(document, "tokens")[0].axes
     line = axes.containers[0].lines[0]
     assert [*line.get_ydata()] == pytest.approx([math.exp(-0.1)] * 2)
