@@ -227,8 +227,7 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
 
 def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
     """Streams of facts, of which equally many answers count of each age."""
-    from kvalign.eval.evaluations.recall import RecallSettings
-    from kvalign.eval.evaluations.recall.scores import read_stream
+    from kvalign.eval.evaluations.recall import RecallSettings, read_stream
 
     how = dict[str, Any](num_questions=num_questions, farthest=FARTHEST, seed=SEED)
     settings = RecallSettings(cache_sizes=(size,), num_streams=NUM_STREAMS, **how)

@@ -15,7 +15,7 @@ from kvalign.eval.evaluations.attention import AttentionSettings
 from kvalign.eval.evaluations.attention.weights import read_texts
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.evaluations.perplexity.scores import read_ids
-from kvalign.eval.evaluations.streameval.scores import encode, pieces
+from kvalign.eval.evaluations.streameval import encode, pieces
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run

@@ -7,8 +7,13 @@ import torch
 
 import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
-from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
-from kvalign.eval.evaluations.recall.scores import part_of, read_stream
+from kvalign.eval.evaluations.recall import (
+    EVALUATION,
+    MIDDLES,
+    RecallSettings,
+    part_of,
+    read_stream,
+)
 
 MODEL = "recall-gpt2"
 

@@ -13,7 +13,7 @@ from helpers.reader import Reader
 from helpers.tiny_models import tiny_model
 
 from kvalign.cache.sizes import CacheSizes
-from kvalign.eval.evaluations.streameval.scores import ask, encode, pieces, score, sees
+from kvalign.eval.evaluations.streameval import ask, encode, pieces, score, sees
 from kvalign.methods import make_method
 from kvalign.streaming.loop import stream_tokens
 

@@ -6,8 +6,14 @@ import pytest
 from helpers.reader import Reader
 
 from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
-from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
+from kvalign.eval.evaluations.told import (
+    EVALUATION,
+    FACTS,
+    READ_OUT,
+    ToldSettings,
+    conversations,
+    is_right,
+)
 from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.document import document as make_document
 from kvalign.eval.protocol.questions import rows_of

@@ -1,23 +1,100 @@
-"""Conversations of `kvalign eval told`: facts, other talk and questions as tokens."""
+"""Told: a conversation states eight facts in its first turns, and asks for them after other talk.
+
+    user: The dog of the teacher is called Biscuit.     assistant: I see.
+    ...                                                 other talk: passages of a text
+    user: What is the dog of the teacher called?        assistant: The dog of the teacher is called
+
+All turns are given, those of the assistant too. An answer is right if, among the eight possible
+words, the one that was told is the most likely. One in eight is right by chance. So a small model
+that writes badly still shows what it can read. Questions are asked on a copy of the stream, so they
+do not affect each other.
+"""
+
+from __future__ import annotations
 
 import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from kvalign.data_gen.corpora import cut_chunks, token_pieces
-from kvalign.eval.evaluations.told import ToldSettings
-from kvalign.eval.protocol.questions import Stop
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
+from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.methods.base import Method
-from kvalign.models.input_ids import ids_of
-from kvalign.models.loading import LoadedModel
-from kvalign.streaming.scoring import check_losses
-from kvalign.streaming.turns import turn_ids
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
+
+    from kvalign.eval.protocol.questions import Stop
+    from kvalign.methods.base import Method
+    from kvalign.models.loading import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldSettings(ComparisonSettings):
+    """State eight facts at the beginning of a conversation, and ask for them after other talk: what
+    does a stream still know? For models that answer (`--model smollm2-135m-instruct`).
+
+    Example:
+        kvalign eval told --cache-sizes 32 --talk 1,4 --num-conversations 1
+    """
+
+    methods: tuple[str, ...] = option(
+        ("dense", "streaming-llm", "discard-half"),
+        help="methods, comma-separated; dense only within the context length",
+    )
+    corpus: str = option(
+        "python-docs",
+        help="text that the other talk quotes: python-docs, wikitext, hub:NAME, text:PATH, ...",
+    )
+    talk: tuple[int, ...] = option(
+        (4, 16, 64),
+        help="tokens of other talk before the questions, in cache sizes, a row each",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    passage_len: int = option(
+        400,
+        help="tokens of the corpus in a turn of other talk; more turns are harder",
+        at_least=1,
+        at_most=MOST_SIZE,
+    )
+    num_conversations: int = option(
+        4, help="conversations of eight facts each", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the facts, the same for each method")
+    plot: Path | None = plot_option("right answers against other talk")
+
+
+@measures(ToldSettings)
+def told(settings: ToldSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
+    """Let every method read the same conversations, and count right answers.
+
+    Returns:
+        A document with a row for each method, its sizes and `talk` (cache sizes of other talk):
+        `COLUMNS` with the ends of their 95 % intervals (NAME_low, NAME_high), num_questions,
+        num_tokens (mean length of the conversation before the questions) and seconds. A method that
+        does not evict has no row beyond its context length.
+
+    Raises:
+        UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
+    """
+    from kvalign.eval.protocol.grid import one_by_one
+    from kvalign.eval.protocol.questions import rows_of
+
+    progress.phase(f"reading {settings.corpus}")
+    talks = conversations(settings, loaded)
+    stages = sorted(set(settings.talk))
+    for method, bar in one_by_one(methods, len(talks) * len(stages), "rounds of questions"):
+        stops = [talk.stops(stages, method.sizes.cache_size) for talk in talks]
+        yield from rows_of(method, stops, is_right, "talk", bar)
+
 
 # How a fact begins, its question, and what may stand at its end: words of different first letters.
 FACTS = (
@@ -106,6 +183,8 @@ class Conversation:
 
     def stops(self, stages: Iterable[int], cache_size: int) -> list[Stop[Question]]:
         """All questions after each stage, which are ascending cache sizes of other talk."""
+        from kvalign.eval.protocol.questions import Stop
+
         longest = max(len(question.ids) for question in self.questions)
         stops, new, num_turns = list[Stop[Question]](), self.facts, 0
         for stage in stages:
@@ -122,6 +201,9 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
     Raises:
         UserError: a corpus that is too short, a tokenizer that does not tell the words apart.
     """
+    from kvalign.data_gen.corpora import cut_chunks, token_pieces
+    from kvalign.streaming.turns import turn_ids
+
     tokenizer, rng = loaded.tokenizer, random.Random(settings.seed)
     pieces = token_pieces(settings.corpus, tokenizer, "test")
     passages = cut_chunks(pieces, settings.passage_len, settings.passage_len)
@@ -152,6 +234,8 @@ def _talk(
     rng: random.Random,
 ) -> Iterator[list[int]]:
     """Turns that read out passages, until they have so many tokens or there are no more."""
+    from kvalign.streaming.turns import turn_ids
+
     while num_tokens > 0 and (passage := next(passages, None)) is not None:
         turn = turn_ids(tokenizer, READ_OUT + tokenizer.decode(passage), is_first=False)
         turn += _answer(tokenizer, rng.choice(ANSWERS))
@@ -162,6 +246,8 @@ def _talk(
 def _question(
     tokenizer: PreTrainedTokenizerBase, begin: str, question: str, words: list[str], index: int
 ) -> Question:
+    from kvalign.streaming.turns import turn_ids
+
     answers = [_answer(tokenizer, f"{begin} {word}.") for word in words]
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*answers, strict=False))
     opening = [ids[0] for ids in alike]
@@ -176,13 +262,64 @@ def _question(
 
 def _answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return what the assistant says, after a turn."""
+    from kvalign.models.input_ids import ids_of
+
     text = text if tokenizer.chat_template else f" {text}"
     return ids_of(text, tokenizer, prefix=False, goes_on=True)
 
 
 def is_right(method: Method, question: Question) -> dict[str, bool]:
     """Return whether the word that was told is the likeliest of the eight, and of all tokens."""
+    import torch
+
+    from kvalign.streaming.scoring import check_losses
+
     logits = method.feed(torch.tensor([question.ids], device=method.model.device))[0].float()
     check_losses(-logits.log_softmax(-1)[question.words], method, most=math.inf)
     best, of_all = int(logits[question.words].argmax()), int(logits.argmax())
     return {"accuracy": best == question.right, "exact": of_all == question.words[question.right]}
+
+
+CHANCE = "0.125 by chance"
+COLUMNS = {
+    "talk": Column("other talk", about="tokens, in cache sizes", is_key=True),
+    "accuracy": share_column(
+        "accuracy", "right of eight", f"answers whose word is the likeliest of eight, {CHANCE}"
+    ),
+    "exact": share_column(
+        "exact", "right of all", "answers whose word is the likeliest of all tokens"
+    ),
+    "num_tokens": Column("tokens", about="mean length of the conversation before the questions"),
+}
+
+
+class Told(Evaluation):
+    settings = ToldSettings
+    run = staticmethod(told)
+    heading = "Told in conversation"
+    about = (
+        "Eight facts are stated in the first turns of a conversation and asked for after other "
+        "talk, on a copy of the stream. All turns are given. An answer is right if the word "
+        f"that was told is the likeliest of the eight possible ones: {CHANCE}."
+    )
+    in_summary = ("accuracy",)
+    columns = COLUMNS
+
+    def figure(self, document: Document) -> Drawing | None:
+        if len({row["talk"] for row in document["rows"]}) == 1:
+            return None
+        caption = f"Right answers against other talk, 95 %: {self.title(document)}"
+        return self.plot(document), caption
+
+    def plot(self, document: Document) -> Figure:
+        """Right answers against other talk, in a panel for each cache size."""
+        from kvalign.eval.drawing import draw, panels_by
+
+        title, rows = self.title(document), document["rows"]
+        names = ("talk", "accuracy", "accuracy_high", "accuracy_low")
+        panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
+        x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
+        return draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
+
+
+EVALUATION = Told()
