@@ -11,8 +11,16 @@ from helpers.reader import Reader
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.evaluations.needle import EVALUATION, KINDS, NAMES, NeedleSettings
-from kvalign.eval.evaluations.needle.haystack import HIDE, WORDS, asker, haystacks
+from kvalign.eval.evaluations.needle import (
+    EVALUATION,
+    HIDE,
+    KINDS,
+    NAMES,
+    WORDS,
+    NeedleSettings,
+    asker,
+    haystacks,
+)
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

@@ -1,0 +1,415 @@
+"""Needle: codes hidden in a real text, each asked for some distance later.
+
+    ... text ... The secret code of the red door is 48213 . Remember : ... 48213 . ... text ...
+    The secret code of the red door is                       asked for 1, 4, 16, 64 C later
+
+An answer is right if the model itself, with greedy decoding, writes the code. Questions are asked
+on a copy of the stream, so they do not affect each other. After G. Kamradt's needle in a haystack
+(2023), adapted to streams: the distance counts, since an endless text has no length.
+
+Other kinds of questions are those of RULER (Hsieh et al. 2024, arXiv 2404.06654) that need no data
+set (`kinds`), with few keys, values and hops, and short lists, so that small models can answer; and
+with its score: the share of the expected answers that a written one contains.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
+from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.eval.protocol.questions import Ask, Stop
+    from kvalign.methods.base import Method
+    from kvalign.models.loading import LoadedModel
+
+COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
+THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
+NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
+"""Owners of the codes; each code of a stream has its own."""
+KINDS = {
+    "single": 1,
+    "multi-key": 4,
+    "multi-value": 1,
+    "multi-query": 4,
+    "variable-tracking": 0,
+    "common-words": 0,
+    "frequent-words": 0,
+}
+"""Kinds of questions, and how many names one is about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleSettings(ComparisonSettings):
+    """Hide codes in a real text, and ask for each some distance later: how far back a stream can
+    read. For models that copy from their context (`--model smollm2-135m-instruct`).
+
+    Example:
+        kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
+    """
+
+    methods: tuple[str, ...] = option(
+        ("dense", "streaming-llm", "discard-half"),
+        help="methods, comma-separated; dense only within the context length",
+    )
+    corpus: str = option(
+        "python-docs", help="the text around the codes: python-docs, wikitext, text:PATH, ..."
+    )
+    distances: tuple[int, ...] = option(
+        (1, 4, 16, 64),
+        help="distances from a code to its question, in cache sizes, a row each",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    kinds: tuple[str, ...] = option(
+        ("single",),
+        help="kinds of questions, RULER's, a row each, comma-separated",
+        choices=KINDS,
+    )
+    num_needles: int = option(
+        1,
+        help="codes (of other kinds: passages) of a stream, near its beginning; small models "
+        "confuse several",
+        at_least=1,
+        at_most=len(NAMES) // max(KINDS.values()),
+    )
+    gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
+    num_streams: int = option(
+        10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the codes, the same for each method")
+    plot: Path | None = plot_option("methods against distance")
+
+
+@measures(NeedleSettings)
+def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
+    """Let every method read the same streams, and count the codes that it finds.
+
+    Returns:
+        A document with a row for each method, its sizes, `kind` (unless all are `single`) and
+        `distance` (cache sizes): `accuracy` with the ends of its 95 % interval (accuracy_low,
+        accuracy_high), num_questions, num_tokens (mean length of the stream before the question),
+        distance_tokens and seconds. A method that does not evict has no row for a distance whose
+        questions exceed its context length.
+
+    Raises:
+        UserError: a corpus that is too short, a tokenizer that cannot write words.
+    """
+    from kvalign.eval.protocol.grid import one_by_one
+    from kvalign.eval.protocol.questions import rows_of
+
+    progress.phase(f"reading {settings.corpus}")
+    by_kind = haystacks(settings, loaded)
+    distances = set(settings.distances)
+    num_all = len(by_kind) * settings.num_streams * settings.num_needles * len(distances)
+    for method, bar in one_by_one(methods, num_all, "questions"):
+        size = method.sizes.cache_size
+        for kind, streams in by_kind.items():
+            of_kind = {} if {*by_kind} == {"single"} else {"kind": kind}
+            stops = [stream.stops(distances, size) for stream in streams]
+            for row in rows_of(method, stops, asker(kind, loaded), "distance", bar):
+                yield row | of_kind | {"distance_tokens": row["distance"] * size}
+
+
+NUM_NEW = 48
+"""Tokens that are written in answer to a question, of all kinds but `single`."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Code in a stream, or a passage with several answers.
+
+    Attributes:
+        end: number of tokens of the stream up to its end.
+        question: asks for it.
+        answers: all that are expected.
+        num_new: tokens to write, at most.
+    """
+
+    end: int
+    question: list[int]
+    answers: list[list[int]]
+    num_new: int
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A stream as tokens, up to the last question, and its codes in order."""
+
+    ids: list[int]
+    needles: list[Needle]
+
+    def stops(self, distances: Iterable[int], cache_size: int) -> list[Stop[Needle]]:
+        """Places where each code is asked for: at each distance, in cache sizes, from its end."""
+        from kvalign.eval.protocol.questions import Stop
+
+        places = [(x.end + d * cache_size, d, x) for x in self.needles for d in distances]
+        stops, num_read = list[Stop[Needle]](), 0
+        for end, distance, needle in sorted(places, key=itemgetter(0, 1)):
+            room = len(needle.question) + needle.num_new
+            stops.append(Stop(distance, self.ids[num_read:end], [needle], room))
+            num_read = end
+        return stops
+
+
+def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[Haystack]]:
+    """Streams of each kind, each with other text, long enough for the largest cache. Those of a
+    kind do not depend on which others there are. An answer is tokenised apart from the text around
+    it, in the stream and after a question alike, so that it has the same tokens in both.
+
+    Raises:
+        UserError: a corpus that is too short, a tokenizer that cannot write words.
+    """
+    from kvalign.data_gen.corpora import first_ids
+    from kvalign.models.input_ids import ids_of, prefix_ids
+
+    tokenizer = loaded.tokenizer
+
+    def ids(text: str) -> list[int]:
+        return ids_of(text, tokenizer, prefix=False, goes_on=True)
+
+    if tokenizer.decode(ids(" red 48213")).strip() != "red 48213":
+        raise UserError(
+            "this model's tokenizer cannot write words and codes: use a model of ordinary text "
+            "(kvalign eval recall asks a model that was trained on facts)"
+        )
+    farthest = max(settings.distances) * max(settings.cache_sizes)
+    num_ids = settings.num_streams * (settings.num_needles * settings.gap + farthest)
+    smaller = "--distances, --gap, --num-needles or --num-streams"
+    text_ids = first_ids(settings.corpus, tokenizer, num_ids, smaller)
+
+    def of_kind(kind: str) -> Iterator[Haystack]:
+        text, rng, num_names = iter(text_ids), random.Random(settings.seed), KINDS[kind]
+        for _ in range(settings.num_streams):
+            stream, needles = prefix_ids(tokenizer), []
+            names = iter(rng.sample(NAMES, num_names * settings.num_needles))
+            for _ in range(settings.num_needles):
+                hidden = HIDE[kind](list(islice(names, num_names)), rng)
+                stream = [*stream, *islice(text, settings.gap)]
+                stream += [token for piece in hidden.passage for token in ids(piece)]
+                answers = [ids(answer) for answer in hidden.answers]
+                num_new = len(answers[0]) if kind == "single" else NUM_NEW
+                needles.append(Needle(len(stream), ids(hidden.question), answers, num_new))
+            yield Haystack([*stream, *islice(text, farthest)], needles)
+
+    return {kind: list(of_kind(kind)) for kind in settings.kinds}
+
+
+def asker(kind: str, loaded: LoadedModel) -> Ask[Needle]:
+    """Function that asks a question of this kind and says how much of its answers greedy decoding
+    writes: of a code all digits at once, else the share of answers somewhere in the text (RULER's
+    score).
+    """
+
+    def writes_code(method: Method, needle: Needle) -> dict[str, float]:
+        pairs = zip(needle.answers[0], written(method, needle), strict=False)
+        return {"accuracy": all(token == new for token, new in pairs)}
+
+    def share_written(method: Method, needle: Needle) -> dict[str, float]:
+        answers = [loaded.tokenizer.decode(ids).strip().lower() for ids in needle.answers]
+        share, new = 0.0, list[int]()
+        for token in written(method, needle):
+            new.append(token)
+            text = loaded.tokenizer.decode(new).lower()
+            share = sum(answer in text for answer in answers) / len(answers)
+            if share == 1:
+                break
+        return {"accuracy": share}
+
+    return writes_code if kind == "single" else share_written
+
+
+def written(method: Method, needle: Needle) -> Iterator[int]:
+    """The tokens of greedy decoding after a question."""
+    import torch
+
+    from kvalign.streaming.scoring import check_losses
+
+    new = needle.question
+    for _ in range(needle.num_new):
+        logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
+        new = [int(logits.argmax())]
+        check_losses(-logits.log_softmax(-1)[new], method, most=math.inf)
+        yield new[0]
+
+
+NUM_VALUES, NUM_HOPS, NUM_COMMON, NUM_FREQUENT = 4, 4, 10, 3
+COMMON_TIMES = 6
+"""Times that a list has a common word; others are there once."""
+TIMES = [round(24 / rank**1.5) for rank in range(1, 9)]
+"""Times that a text has each coded word: 24, 8, 5, 3, 2, 2, 1, 1, by Zipf's law."""
+LETTERS = 5  # of a coded word or variable
+WORDS = (
+    "apple army baby bank bird blood bread bridge camera castle chair church city coffee country "
+    "daughter desk doctor dream engine farm finger fish forest friend garden glass gold heart hill "
+    "horse island judge king lake letter lion market milk money mountain music north ocean paper "
+    "party pencil picture queen rain river school shoe snow song stone storm student summer table "
+    "teacher tree village window winter world"
+)
+
+
+class Hidden(NamedTuple):
+    """Passage in pieces, each tokenised alone, as its answers are; and the question for them."""
+
+    passage: list[str]
+    question: str
+    answers: list[str]
+
+
+def _code(rng: random.Random) -> str:
+    return f" {rng.randrange(10_000, 100_000)}"
+
+
+def _coded(num: int, rng: random.Random) -> list[str]:
+    return [f" {''.join(rng.choices(string.ascii_uppercase, k=LETTERS))}" for _ in range(num)]
+
+
+def _told(codes: dict[str, str]) -> list[str]:
+    """Sentences, sorted by names: those were drawn, so the first that was drawn is anywhere."""
+    pieces = list[str]()
+    for name, code in sorted(codes.items()):
+        again = f" . Remember : the secret code of the {name} is"
+        pieces += [f"\n The secret code of the {name} is", code, again, code, " . \n"]
+    return pieces
+
+
+def one_code(names: list[str], rng: random.Random) -> Hidden:
+    """Codes of names, and the question for one of them."""
+    codes, asked = {name: _code(rng) for name in names}, names[0]
+    return Hidden(_told(codes), f"\n The secret code of the {asked} is", [codes[asked]])
+
+
+def all_codes(names: list[str], rng: random.Random) -> Hidden:
+    """The same, and the question for all of them."""
+    codes = {name: _code(rng) for name in names}
+    asked = f"{', the '.join(names[:-1])} and the {names[-1]}"
+    question = f"\n The secret codes of the {asked} are , in this order :"
+    return Hidden(_told(codes), question, list(codes.values()))
+
+
+def all_values(names: list[str], rng: random.Random) -> Hidden:
+    """Several codes of one name."""
+    codes, begin = [_code(rng) for _ in range(NUM_VALUES)], "One of the secret codes of the"
+    passage = [piece for code in codes for piece in (f"\n {begin} {names[0]} is", code, " .")]
+    question = f"\n The secret codes of the {names[0]} are all of these :"
+    return Hidden([*passage, " \n"], question, codes)
+
+
+def variables(names: list[str], rng: random.Random) -> Hidden:
+    """A variable with a value, and others that get it from each other."""
+    value, chain = _code(rng), _coded(1 + NUM_HOPS, rng)
+    passage = ["\n VAR", chain[0], " =", value, " ."]
+    for old, new in pairwise(chain):
+        passage += ["\n VAR", new, " = VAR", old, " ."]
+    question = f"\n The {len(chain)} variables that have the value{value} are VAR"
+    return Hidden([*passage, " \n"], question, chain)
+
+
+def common_words(names: list[str], rng: random.Random) -> Hidden:
+    """A list of words of which some occur often."""
+    words = [f" {word}" for word in WORDS.split()]
+    rng.shuffle(words)
+    common = words[:NUM_COMMON]
+    passage = common * COMMON_TIMES + words[NUM_COMMON:]
+    rng.shuffle(passage)
+    question = f"\n The {NUM_COMMON} most common words of the list :"
+    return Hidden(["\n List of words :", *passage, " . \n"], question, common)
+
+
+def frequent_words(names: list[str], rng: random.Random) -> Hidden:
+    """Coded words, each less frequent than the one before."""
+    words = _coded(len(TIMES), rng)
+    passage = [word for word, times in zip(words, TIMES, strict=True) for _ in range(times)]
+    rng.shuffle(passage)
+    question = f"\n The {NUM_FREQUENT} most common words of the coded text are the words"
+    return Hidden(["\n Coded text :", *passage, " . \n"], question, words[:NUM_FREQUENT])
+
+
+HIDE: dict[str, Callable[[list[str], random.Random], Hidden]] = {
+    "single": one_code,
+    "multi-key": one_code,
+    "multi-value": all_values,
+    "multi-query": all_codes,
+    "variable-tracking": variables,
+    "common-words": common_words,
+    "frequent-words": frequent_words,
+}
+"""By kind what makes a passage and its question from names, which some kinds need."""
+
+
+COLUMNS = {
+    "kind": Column("kind", None, about="of question, RULER's", is_key=True),
+    "distance": Column(
+        "distance", about="from the code to its question, in cache sizes", is_key=True
+    ),
+    "accuracy": share_column(
+        "accuracy",
+        "found",
+        "codes that greedy decoding writes with all digits; of other kinds, expected answers that "
+        "48 tokens of it contain",
+    ),
+    "distance_tokens": Column("tokens back", about="from the code to its question"),
+}
+
+
+class NeedleEvaluation(Evaluation):
+    settings = NeedleSettings
+    run = staticmethod(needle)
+    heading = "Needle in a stream"
+    about = (
+        "Codes of five digits are hidden in a text, and each is asked for some distance later, "
+        "on a copy of the stream. An answer is right if greedy decoding writes all digits. "
+        "None is right by chance. Other kinds of questions are RULER's: the figure is the share of "
+        "the expected answers that 48 tokens of greedy decoding contain."
+    )
+    in_summary = ("accuracy",)
+    columns = COLUMNS
+
+    def figure(self, document: Document) -> Drawing | None:
+        if len({row["distance"] for row in document["rows"]}) == 1:
+            return None
+        return self.plot(document), f"{_found(document)}, %: {self.title(document)}"
+
+    def plot(self, document: Document) -> Figure:
+        """Heat map for each cache size and kind: methods, distances, and the share found."""
+        from kvalign.eval.drawing import draw_shares
+        from kvalign.eval.protocol.tables import grouped, label_of
+
+        title, rows = self.title(document), document["rows"]
+        distances = sorted({row["distance"] for row in rows})
+        panels = {}
+        groups = grouped(rows, lambda row: (row["cache_size"], row.get("kind")))
+        for (size, kind), group in groups.items():
+            shares = {
+                label: [
+                    next((row["accuracy"] for row in of_label if row["distance"] == d), None)
+                    for d in distances
+                ]
+                for label, of_label in grouped(group, label_of).items()
+            }
+            name = f"{title}, C = {size}" + (f", {kind}" if kind else "")
+            panels[name] = shares, [f"{d} C" for d in distances]
+        found = _found(document).lower()
+        return draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
+
+
+def _found(document: Document) -> str:
+    return "Answers found" if document["rows"][0].get("kind") else "Codes found"
+
+
+EVALUATION = NeedleEvaluation()
