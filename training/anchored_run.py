@@ -30,7 +30,7 @@ from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds import AnchoredSettings
-from kvalign.training.table_objectives import SMALLEST_CACHE, adam, divergence, draw
+from kvalign.training.table_run import SMALLEST_CACHE, adam, divergence, draw
 from kvalign.training.text import Text, val_sizes
 
 CHUNKS = 8  # encoded a step

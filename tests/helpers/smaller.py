@@ -70,8 +70,8 @@ TEXT = "".join(
 # memory a method takes is left to test_latency.py: the profiler takes longer than the steps.
 INSIDE = {
     "kvalign.training.pretraining_inputs._TOKENIZER_CHARS": 100_000,
-    "kvalign.training.table_objectives.STEP_TOKENS": 128,
-    "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
+    "kvalign.training.table_run.STEP_TOKENS": 128,
+    "kvalign.training.table_run.TEACHER_TOKENS": 128,
     "kvalign.training.judge.ROW_LABELS": 10,
     "kvalign.eval.evaluations.latency.timing._peak_mb": lambda method, *about: (
         method.reset() or 1.0

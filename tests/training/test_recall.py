@@ -13,7 +13,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.memory.plan import find_plan, in_cache
 from kvalign.models.loading import load_model
 from kvalign.training import recall_tuning, tune_memory
-from kvalign.training.table_objectives import stream_loss
+from kvalign.training.table_run import stream_loss
 from kvalign.training.text import Text
 
 TINY = dict(cache_sizes=(16,), num_tokens=450, memory=500)

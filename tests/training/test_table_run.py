@@ -25,8 +25,15 @@ from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import train_table_network
 from kvalign.training.kinds import TableSettings
-from kvalign.training.table_objectives import STRIDE, context_logits, stream_loss, tune, validate
-from kvalign.training.table_run import project_positions, standardise
+from kvalign.training.table_run import (
+    STRIDE,
+    context_logits,
+    project_positions,
+    standardise,
+    stream_loss,
+    tune,
+    validate,
+)
 from kvalign.training.text import Text
 from kvalign.training.text_run import measure
 
