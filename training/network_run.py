@@ -37,6 +37,8 @@ from kvalign.training.judge import judge_networks
 from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import (
     LAST,
+    InOrder,
+    RecordedRows,
     best_weights,
     fit,
     is_helper,
@@ -44,7 +46,6 @@ from kvalign.training.network_fit import (
     losses,
     planned_rows,
 )
-from kvalign.training.network_rows import InOrder, RecordedRows
 from kvalign.training.settings import TuneSettings
 
 _EVAL_BATCH = 8192

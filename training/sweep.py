@@ -32,7 +32,7 @@ from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds import NetworkSettings, train_network
-from kvalign.training.network_rows import RecordedRows
+from kvalign.training.network_fit import RecordedRows
 from kvalign.training.network_run import describe_data, recording_of
 from kvalign.training.settings import TuneSettings
 

@@ -22,8 +22,7 @@ from kvalign.aligners import NetworkAligner
 from kvalign.data_gen.store import open_store
 from kvalign.foundation import progress
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import fit
-from kvalign.training.network_rows import RecordedRows
+from kvalign.training.network_fit import RecordedRows, fit
 from kvalign.training.network_run import config_for
 from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep import HIDDEN, POINT, Trial, settings_at

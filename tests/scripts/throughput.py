@@ -26,8 +26,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.data_gen.store import Shard
 from kvalign.eval.protocol.document import document
 from kvalign.foundation.settings import Settings, option
-from kvalign.training.network_fit import Realignment, loss
-from kvalign.training.network_rows import Batch, Shuffled
+from kvalign.training.network_fit import Batch, Realignment, Shuffled, loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from torch.nn.functional import mse_loss
 from kvalign.aligners import Move, NetworkAligner
 from kvalign.aligners.entries import KV
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import loss
-from kvalign.training.network_rows import OPEN_SHARDS, InOrder, Shuffled
+from kvalign.training.network_fit import OPEN_SHARDS, InOrder, Shuffled, loss
 from kvalign.training.network_run import config_for
 
 

@@ -11,8 +11,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import BEST, best_weights, losses
-from kvalign.training.network_rows import InOrder
+from kvalign.training.network_fit import BEST, InOrder, best_weights, losses
 from kvalign.training.network_run import config_for
 
 
