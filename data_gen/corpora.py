@@ -1,7 +1,7 @@
 """Text to record, train and evaluate on: one specification string for each corpus.
 
 `SPECS` lists them, as `kvalign corpora` does. A new one is a class (`corpus.Corpus`) in a file and
-a line in `_KINDS` here; a short name for a hub data set is a line in `hub_dataset.HUB`. A tokenised
+a line in `_KINDS` here; a short name for a hub data set is a line in `corpus.HUB`. A tokenised
 corpus is one stream of ids: no special tokens, rows joined.
 """
 
@@ -13,8 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.data_gen.corpus import Corpus, sha256_of
-from kvalign.data_gen.hub_dataset import HUB
+from kvalign.data_gen.corpus import HUB, Corpus, sha256_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry, unknown
 from kvalign.foundation.settings import typed
@@ -30,7 +29,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
         "python-source:MB": "kvalign.data_gen.python_texts:PythonSource",
         "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
-        "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
+        "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.corpus:AnyHubDataset",
         "marked:SPEC": "kvalign.data_gen.corpus:Marked",
     },
 )

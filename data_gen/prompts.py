@@ -14,7 +14,7 @@ text, for models that continue texts instead of answering.
 from pathlib import Path
 from typing import Any
 
-from kvalign.data_gen.hub_dataset import rows_of
+from kvalign.data_gen.corpus import rows_of
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import parse_json, text_of
 from kvalign.foundation.registry import unknown

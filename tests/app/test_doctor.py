@@ -17,7 +17,7 @@ from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.app.commands import doctor as checks
 from kvalign.app.commands.doctor import examine, how_to_install, is_fit, requirements
-from kvalign.data_gen.hub_dataset import HUB
+from kvalign.data_gen.corpus import HUB
 from kvalign.models import fetched
 
 BASE = {needed.name for extra, needed in requirements() if not extra}

@@ -10,7 +10,7 @@ from kvalign import checkpoints
 from kvalign.app import listing
 from kvalign.app.cli.main import main
 from kvalign.data_gen import corpora
-from kvalign.data_gen.hub_dataset import HUB
+from kvalign.data_gen.corpus import HUB
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 from kvalign.models.architectures import FAMILIES, spec_of

@@ -205,7 +205,7 @@ def aligners() -> Iterator[Check]:
 
 def corpora() -> Iterator[Check]:
     from kvalign.data_gen.corpora import SPECS
-    from kvalign.data_gen.hub_dataset import HUB
+    from kvalign.data_gen.corpus import HUB
     from kvalign.data_gen.python_texts import python_docs
 
     next(python_docs("train"))
