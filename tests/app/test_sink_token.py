@@ -11,8 +11,7 @@ import kvalign
 from kvalign.data_gen import recording
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.evaluations.attention import AttentionSettings
-from kvalign.eval.evaluations.attention.weights import read_texts
+from kvalign.eval.evaluations.attention import AttentionSettings, read_texts
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.evaluations.perplexity.scores import read_ids
 from kvalign.eval.evaluations.streameval import encode, pieces

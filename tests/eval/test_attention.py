@@ -5,7 +5,7 @@ import torch
 from helpers.methods import STREAMING, make, step, tables
 from helpers.tiny_models import tiny_model
 
-from kvalign.eval.evaluations.attention.weights import in_bins, num_tokens, readable, watch, watched
+from kvalign.eval.evaluations.attention import in_bins, num_tokens, readable, watch, watched
 from kvalign.methods import make_method
 
 SIZE, STEPS = 30, 2
