@@ -327,8 +327,7 @@ class Readability(JudgedText):
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
         """Passages in colour, if a terminal shows them; the tables; the place of the page."""
-        from kvalign.eval.report.page import PAGE
-        from kvalign.eval.report.terminal import print_passages
+        from kvalign.eval.report.page import PAGE, print_passages
 
         print_passages(self.panels(document))
         super().show(document, settings)

@@ -264,7 +264,7 @@ class Evaluation:
 
     def show(self, document: Document, settings: Any) -> None:
         """Print the results of a run with the prepared settings."""
-        from kvalign.eval.report.terminal import print_meanings, print_tables
+        from kvalign.eval.report.page import print_meanings, print_tables
 
         print_tables(tables := self.tables(document))
         print_meanings(tables)

@@ -19,10 +19,9 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging.words import load_words
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
-from kvalign.eval.report import Results, Suite, terminal
+from kvalign.eval.report import Results, Suite
 from kvalign.eval.report.contents import sections, summary
-from kvalign.eval.report.page import render
-from kvalign.eval.report.terminal import print_tables
+from kvalign.eval.report.page import print_tables, render, show
 from kvalign.foundation.console import Entry
 from kvalign.foundation.escape import escape_controls
 
@@ -149,7 +148,7 @@ def test_unknown_words_of_a_chunk_are_marked(undrawn):
 def test_terminal_shows_strips_and_no_escapes(tmp_path):
     folder = write_folder(tmp_path / "results")
     out = io.StringIO()
-    terminal.show(folder, Console(file=out, width=200, force_terminal=False))
+    show(folder, Console(file=out, width=200, force_terminal=False))
     text = out.getvalue()
     assert "\x1b" not in text and "\x07" not in text and SEEN[:40] in text
     readable = [c[4] for c in documents()["readability"]["rows"][0]["chunks"]]

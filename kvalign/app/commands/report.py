@@ -25,7 +25,7 @@ class ReportSettings(Settings):
 
 def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
     if settings.terminal:
-        from kvalign.eval.report.terminal import show
+        from kvalign.eval.report.page import show
 
         show(settings.folder)
         return None
