@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvalign.aligners.kinds import NETWORK_SIZES as S
 from kvalign.foundation.folders import beside, recording_or_default
 from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import (
@@ -19,10 +20,11 @@ from kvalign.foundation.settings import (
     MOST_RATE,
     MOST_ROWS,
     MOST_SIZE,
+    Settings,
     keywords_of,
     option,
 )
-from kvalign.training.settings import NetworkSizes, TextSettings, TrainSettings
+from kvalign.training.settings import TextSettings, TrainSettings
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -39,6 +41,23 @@ TRAINERS: Registry[Callable[..., dict[str, dict[str, Any]]]] = Registry(
     },
 )
 """Functions under `keywords_of` by the names in `kvalign.aligners.KINDS`."""
+
+
+def _size(name: str, help: str) -> int:
+    return option(S[name], help=help, at_least=1, at_most=MOST_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSizes(Settings):
+    """Sizes of realignment networks, with the names of an aligner's config."""
+
+    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
+    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
+    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
+    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
+    position_dim: int = _size("position_dim", "size of the position embedding")
+    layer_dim: int = _size("layer_dim", "size of the layer embedding")
+    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
 
 
 @dataclass(frozen=True, kw_only=True)

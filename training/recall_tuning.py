@@ -10,80 +10,44 @@ caches of each size; if there is none, the upper half of the layers, which is fa
 good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvalign.cache.sizes import CacheSizes
+import torch
+from torch import Tensor
+
+from kvalign.aligners import Aligner, TableAligner
+from kvalign.data_gen import facts
+from kvalign.data_gen.corpora import first_ids
+from kvalign.eval.evaluations.needle import NAMES
+from kvalign.eval.evaluations.recall import RecallSettings, read_stream
+from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.folders import DEFAULT_CORPUS
-from kvalign.foundation.settings import (
-    OF_WEIGHTS,
-    WEIGHTS,
-    ModelSettings,
-    keywords_of,
-    like,
-    option,
-)
-from kvalign.methods.registry import AUTO
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvalign.aligners import Aligner
-    from kvalign.memory.plan import RecallPlan
-    from kvalign.methods.base import Method
-    from kvalign.models.loading import LoadedModel
+from kvalign.foundation.files import write_json
+from kvalign.foundation.settings import keywords_of
+from kvalign.memory.plan import FILE, RecallPlan, folder_of, in_cache
+from kvalign.memory.sizes import loudness_of, usual_places
+from kvalign.methods import make_method
+from kvalign.methods.base import Method
+from kvalign.methods.choice import choose
+from kvalign.methods.registry import METHODS
+from kvalign.models.identity import embedding_fingerprint
+from kvalign.models.input_ids import ids_of
+from kvalign.models.loading import LoadedModel, load_model
+from kvalign.streaming.scoring import check_losses, score
+from kvalign.training.settings import LARGE, SMALL, TuneMemorySettings
 
 OF_CODES = 0.1
 AS_GOOD = 1.003
 """Upper end of the interval of a ratio to all layers, below which their upper half is as good."""
-SMALL, LARGE = 64, 256
-"""Caches that a model is measured with, if its context length is long enough for them."""
 AWAY, APART = 8, 150
 """Codes: asked for so many C after they were told, and so many tokens from one to the next."""
 FARTHEST, NUM_STREAMS, SEED = 16, 4, 20
 """Facts: how many C old, in so many streams, of a seed that no evaluation has by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneMemorySettings(ModelSettings):
-    """Measure which layers of a model should take entries back from a memory, how loud these should
-    be, and where they should lie. Later streams with a --memory do so.
-
-    The result goes into the folder of your aligner, else into your cache folder (KVALIGN_CACHE
-    moves it). For the shipped models and smollm2-135m-instruct it is there.
-
-    Example:
-        kvalign tune-memory --model llama-mini --cache-sizes 32 --num-tokens 1000
-    """
-
-    weights: str | None = option(None, help=OF_WEIGHTS, choices=WEIGHTS)
-    method: str = option(AUTO, help="a method that takes a memory; auto: the model's")
-    aligner: str | None = option(None, help="aligner of kvalign (default: the model's)")
-    corpus: str = option(DEFAULT_CORPUS[0], help="text that the model was not trained on")
-    num_tokens: int = option(4000, help="tokens of it that are streamed", at_least=300)
-    num_questions: int = option(
-        100, help="of a model that was trained on facts: questions of each age", at_least=10
-    )
-    cache_sizes: tuple[int, ...] | None = option(
-        None,
-        help="caches, comma-separated (default: an eighth and a half of the context length, at "
-        f"most {SMALL} and {LARGE})",
-        at_least=8,
-    )
-    memory: int = like(CacheSizes, "memory", 100_000, more="", at_least=1)
-    layers: tuple[str, ...] | None = option(
-        None,
-        help="another way that is measured, as of --recall-layers; may be repeated",
-        repeats=True,
-    )
-    out: Path | None = option(None, help="file of the plan (default: see above)", writes="file")
 
 
 @dataclass(frozen=True)
@@ -111,15 +75,6 @@ def tune_memory(
     Raises:
         UserError: a method or model that takes no memory; a text that is too short.
     """
-    from kvalign.aligners import Aligner
-    from kvalign.data_gen import facts
-    from kvalign.data_gen.corpora import first_ids
-    from kvalign.foundation.files import write_json
-    from kvalign.memory.sizes import loudness_of
-    from kvalign.methods.choice import choose
-    from kvalign.methods.registry import METHODS
-    from kvalign.models.loading import load_model
-
     if loaded is None:
         where = settings.device, settings.dtype, settings.weights
         loaded = load_model(settings.model, *where)
@@ -170,8 +125,6 @@ def plan_of_training(
 
 def default_file(model: str, aligner: Aligner | None) -> Path:
     """File in which the plan of a model with an aligner is kept."""
-    from kvalign.memory.plan import FILE, folder_of, in_cache
-
     folder = None if aligner is None else folder_of(aligner)
     if folder is None and not model:
         raise UserError("a model without a name has no place for its plan: give --out")
@@ -188,8 +141,6 @@ def streams_of(
     text: Sequence[int], sizes: Sequence[int], loaded: LoadedModel, num_questions: int
 ) -> dict[int, Streams]:
     """Return streams for caches of these sizes: of facts if the model was trained on them."""
-    from kvalign.data_gen import facts
-
     if facts.are_words_of(loaded.tokenizer):
         return {size: fact_streams(size, num_questions, loaded) for size in sizes}
     return {size: text_with_codes(size, text, loaded) for size in sizes}
@@ -197,11 +148,6 @@ def streams_of(
 
 def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Streams:
     """One text for a cache of this size, with codes that are told and asked for."""
-    import torch
-
-    from kvalign.eval.evaluations.needle import NAMES
-    from kvalign.models.input_ids import ids_of
-
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
     text = iter(ids)
     told: list[tuple[list[int], list[int]]] = []  # questions and codes
@@ -227,8 +173,6 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
 
 def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
     """Streams of facts, of which equally many answers count of each age."""
-    from kvalign.eval.evaluations.recall import RecallSettings, read_stream
-
     how = dict[str, Any](num_questions=num_questions, farthest=FARTHEST, seed=SEED)
     settings = RecallSettings(cache_sizes=(size,), num_streams=NUM_STREAMS, **how)
     one = read_stream(size, settings, loaded.model.device)
@@ -245,12 +189,6 @@ def measured(
     command: str,
 ) -> RecallPlan:
     """Return the best plan, with what the command measured of each."""
-    from kvalign.aligners import TableAligner
-    from kvalign.memory.plan import RecallPlan
-    from kvalign.memory.sizes import usual_places
-    from kvalign.methods import make_method
-    from kvalign.models.identity import embedding_fingerprint
-
     spec = loaded.spec
     usual = RecallPlan(
         base_model=spec.name,
@@ -298,8 +236,6 @@ def named(layers: Sequence[int], loudness: str = "") -> str:
 
 def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> list[Tensor]:
     """Losses in nats of the labels that count, times their weights, for each cache size."""
-    from kvalign.streaming.scoring import check_losses, score
-
     parts = []
     for size, method in methods.items():
         losses = score(method, streams[size].ids, lambda num: progress.advance(num)).cpu()
@@ -320,9 +256,6 @@ def _is_below(row: dict[str, Any], most: float) -> bool:
 def _row(
     plan: RecallPlan | None, losses: list[Tensor], none: list[Tensor], usual: list[Tensor]
 ) -> dict[str, Any]:
-    import torch
-
-    from kvalign.eval.protocol.statistics import interval
 
     row: dict[str, Any] = {"recall_places": None, "recall_layers": None}
     row |= plan.sizes if plan is not None else {}

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvalign.aligners.kinds import NETWORK_SIZES as S
 from kvalign.aligners.kinds import TARGETS
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import (
     DEFAULT_CORPUS,
@@ -23,12 +23,19 @@ from kvalign.foundation.settings import (
     MOST_SEED,
     MOST_SIZE,
     MOST_THREADS,
+    OF_WEIGHTS,
+    WEIGHTS,
+    ModelSettings,
     Settings,
     flag,
+    like,
     option,
 )
+from kvalign.methods.registry import AUTO
 
 HEAD_DIM = 64  # of a reference language model
+SMALL, LARGE = 64, 256
+"""Caches that a memory is measured with, if the context length is long enough for them."""
 
 
 def device_of(accelerator: str) -> str:
@@ -91,23 +98,6 @@ class TextSettings(TrainSettings):
     @property
     def folder(self) -> Path:
         return self.out or folder_of(self.model) / of_corpus(self.aligner_kind, self.corpus)
-
-
-def _size(name: str, help: str) -> int:
-    return option(S[name], help=help, at_least=1, at_most=MOST_SIZE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSizes(Settings):
-    """Sizes of realignment networks, with the names of an aligner's config."""
-
-    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
-    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
-    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
-    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
-    position_dim: int = _size("position_dim", "size of the position embedding")
-    layer_dim: int = _size("layer_dim", "size of the layer embedding")
-    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +309,41 @@ class PretrainSettings(Settings):
     def is_recall(self) -> bool:
         """Return whether the corpus is facts and questions, with tokens and labels of its own."""
         return self.corpus == ("recall",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneMemorySettings(ModelSettings):
+    """Measure which layers of a model should take entries back from a memory, how loud these should
+    be, and where they should lie. Later streams with a --memory do so.
+
+    The result goes into the folder of your aligner, else into your cache folder (KVALIGN_CACHE
+    moves it). For the shipped models and smollm2-135m-instruct it is there.
+
+    Example:
+        kvalign tune-memory --model llama-mini --cache-sizes 32 --num-tokens 1000
+    """
+
+    weights: str | None = option(None, help=OF_WEIGHTS, choices=WEIGHTS)
+    method: str = option(AUTO, help="a method that takes a memory; auto: the model's")
+    aligner: str | None = option(None, help="aligner of kvalign (default: the model's)")
+    corpus: str = option(DEFAULT_CORPUS[0], help="text that the model was not trained on")
+    num_tokens: int = option(4000, help="tokens of it that are streamed", at_least=300)
+    num_questions: int = option(
+        100, help="of a model that was trained on facts: questions of each age", at_least=10
+    )
+    cache_sizes: tuple[int, ...] | None = option(
+        None,
+        help="caches, comma-separated (default: an eighth and a half of the context length, at "
+        f"most {SMALL} and {LARGE})",
+        at_least=8,
+    )
+    memory: int = like(CacheSizes, "memory", 100_000, more="", at_least=1)
+    layers: tuple[str, ...] | None = option(
+        None,
+        help="another way that is measured, as of --recall-layers; may be repeated",
+        repeats=True,
+    )
+    out: Path | None = option(None, help="file of the plan (default: see above)", writes="file")
 
 
 @dataclass(frozen=True, kw_only=True)

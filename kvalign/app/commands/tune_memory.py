@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvalign.training.recall_tuning import TuneMemorySettings
+from kvalign.training.settings import TuneMemorySettings
 
 
 def run(settings: TuneMemorySettings, as_json: bool) -> dict[str, Any]:
