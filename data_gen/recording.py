@@ -167,10 +167,8 @@ def _record_shards(
 
     def jobs() -> Work:
         nonlocal num_chunks
-        asked = config.settings
-        of_split = asked.chunk_len, asked.stride, asked.val_share, asked.seed
-        for of_shard in by_shard(chunks, config.chunks_per_shard, *of_split):
-            shifts, tokens = asked.num_evicted, of_shard.sha256()
+        for of_shard in by_shard(chunks, config):
+            shifts, tokens = config.settings.num_evicted, of_shard.sha256()
             expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
             shards.extend(expected)
             num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
@@ -194,14 +192,7 @@ def _record_shards(
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.file))
 
 
-def by_shard(
-    chunks: Iterable[list[int]],
-    chunks_per_shard: int,
-    chunk_len: int,
-    stride: int,
-    val_share: float,
-    seed: int,
-) -> Iterator[ShardChunks]:
+def by_shard(chunks: Iterable[list[int]], config: RecordingConfig) -> Iterator[ShardChunks]:
     """Chunks, in order, gathered into shards of their split (`split_of`); the last may be
     smaller.
     """
@@ -213,11 +204,12 @@ def by_shard(
         waiting[split].clear()
         return ShardChunks(split, next(shard_indices[split]), indices, ids)
 
+    of = config.settings
     for index, ids in enumerate(chunks):
-        split = split_of(index, chunk_len, stride, val_share, seed)
+        split = split_of(index, of.chunk_len, of.stride, of.val_share, of.seed)
         if split is not None:
             waiting[split].append((index, ids))
-            if len(waiting[split]) == chunks_per_shard:
+            if len(waiting[split]) == config.chunks_per_shard:
                 yield take(split)
     yield from (take(split) for split in SPLITS if waiting[split])
 

@@ -335,7 +335,9 @@ def by_place(document: Document) -> Figure:
                 axes.set_visible(False)
             for (title, maps), (top, bottom) in zip(columns.items(), pair_axes.T, strict=False):
                 mesh = _map(top, maps["by_entry"], "entry")
-                _name_places(top, len(maps["by_entry"][0]))
+                last = len(maps["by_entry"][0]) - 0.5
+                names = {0.5: "1", EDGE - 0.5: f"{EDGE}", last: "new"}
+                top.set_xticks([*names], [*names.values()])
                 _map(bottom, maps["by_head"], "head")
                 phase = "" if title == BEFORE else "after: "
                 top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
@@ -387,11 +389,6 @@ def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:
         ticks = range(0, num, max(1, num // 4))
         axes.set_xticks([tick + 0.5 for tick in ticks], [f"{tick + 1}" for tick in ticks])
     return mesh
-
-
-def _name_places(axes: Axes, num: int) -> None:
-    names = {0.5: "1", EDGE - 0.5: f"{EDGE}", num - 0.5: "new"}
-    axes.set_xticks([*names], [*names.values()])
 
 
 EVALUATION = Attention()

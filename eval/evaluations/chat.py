@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings, judge
-from kvalign.eval.judging.words import RULES
+from kvalign.eval.judging.words import RULES, load_words
 from kvalign.eval.protocol import Column, Document, Drawing
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.tables import grouped
@@ -47,7 +47,6 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
         and the measures of `kvalign.eval.judging.judge`.
     """
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import turn_ids
@@ -69,7 +68,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
             rows.append(
                 sizes_of(method)
                 | {"answer": number, "num_fed": num_fed}
-                | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
+                | judge(loaded, prompt_ids, stream.token_ids, rule)
             )
             bar.update(1)
     more: dict[str, Any] = {"turns": turns, "rule": rule.described, "word_list": words.about}

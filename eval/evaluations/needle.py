@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
+from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
@@ -388,7 +389,6 @@ class NeedleEvaluation(Evaluation):
     def plot(self, document: Document) -> Figure:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
         from kvalign.eval.drawing import draw_shares
-        from kvalign.eval.protocol.tables import grouped, label_of
 
         title, rows = self.title(document), document["rows"]
         distances = sorted({row["distance"] for row in rows})

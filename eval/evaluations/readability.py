@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings, judge
-from kvalign.eval.judging.words import RULES, Rule
+from kvalign.eval.judging.words import RULES, SHA256, Rule, load_words
 from kvalign.eval.protocol import (
     SIZES,
     Column,
@@ -127,7 +127,6 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
 def _of_texts(settings: ReadabilitySettings) -> Document:
     """Finished texts, judged like passages of methods; torch is not needed."""
     from kvalign.eval.judging.chunks import judged
-    from kvalign.eval.judging.words import load_words
     from kvalign.foundation.files import read_text
 
     started, words, rule = time.perf_counter(), load_words(), RULES[settings.rule]
@@ -143,7 +142,6 @@ def _of_texts(settings: ReadabilitySettings) -> Document:
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.judging.words import load_words
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.runs import keeping
@@ -180,7 +178,6 @@ def _written(
     method: Method, prompt: str, sampling: Sampling, loaded: LoadedModel, rule: Rule, bar: Bar
 ) -> list[Row]:
     """Let a method continue a prompt; return the judgement of the passage."""
-    from kvalign.eval.judging.words import load_words
     from kvalign.streaming.text_stream import TextStream
 
     stream = TextStream(loaded.tokenizer, method, sampling)
@@ -188,7 +185,7 @@ def _written(
     prompt_ids, before = list(stream.ids), bar.n
     for _ in stream:
         bar.update(before + len(stream.token_ids) - bar.n)
-    return [judge(loaded, prompt_ids, stream.token_ids, load_words().words, rule)]
+    return [judge(loaded, prompt_ids, stream.token_ids, rule)]
 
 
 def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
@@ -355,7 +352,6 @@ def _passages(rows: list[Row], document: Document) -> list[Passage]:
 def _unknown(text: str, document: Document) -> list[tuple[int, int]]:
     """Unknown tokens of a text, if the document's words and rule are those of this version."""
     from kvalign.eval.judging.chunks import unknown
-    from kvalign.eval.judging.words import SHA256, load_words
 
     rule = RULES.get(document["rule"].get("name", ""))
     is_same = rule and document["word_list"].get("sha256") == SHA256
@@ -367,7 +363,6 @@ def human_row(document: Document) -> Row | None:
     readability. None if the rule is not one of this version.
     """
     from kvalign.eval.judging.chunks import judged
-    from kvalign.eval.judging.words import load_words
 
     if (rule := RULES.get(document["rule"].get("name", ""))) is None:
         return None

@@ -100,9 +100,14 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
     Raises:
         UserError: a model that was not trained on such streams.
     """
+    from kvalign.data_gen import facts
     from kvalign.eval.protocol.grid import one_by_one
 
-    check_words(loaded)
+    if not facts.are_words_of(loaded.tokenizer):
+        raise UserError(
+            f"{loaded.spec.name} was not trained on facts and questions: use recall-gpt2 or "
+            "recall-llama, or train one with kvalign pretrain --corpus recall"
+        )
     progress.phase("making the streams")
     sizes = dict.fromkeys(settings.cache_sizes)
     streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
@@ -130,17 +135,6 @@ class Stream:
 
     ids: Tensor  # [B, N] int64, on the model's device
     ages: Tensor  # [B, N - C - 1] int64, of each label that counts the distance of its fact; else 0
-
-
-def check_words(loaded: LoadedModel) -> None:
-    """Raise UserError for a model with other tokens than the stream's."""
-    from kvalign.data_gen import facts
-
-    if not facts.are_words_of(loaded.tokenizer):
-        raise UserError(
-            f"{loaded.spec.name} was not trained on facts and questions: use recall-gpt2 or "
-            "recall-llama, or train one with kvalign pretrain --corpus recall"
-        )
 
 
 def parts_of(farthest: int) -> tuple[str, ...]:

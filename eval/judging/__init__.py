@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvalign.eval.judging.words import RULES, Rule
+from kvalign.eval.judging.words import RULES, Rule, load_words
 from kvalign.eval.protocol import Column, Document, Documents, Evaluation, Row, Section
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.eval.protocol.tables import means
@@ -114,11 +114,7 @@ class JudgedText(Evaluation):
 
 
 def judge(
-    loaded: LoadedModel,
-    prompt_ids: list[int],
-    token_ids: list[int],
-    words: frozenset[str],
-    rule: Rule,
+    loaded: LoadedModel, prompt_ids: list[int], token_ids: list[int], rule: Rule
 ) -> dict[str, Any]:
     """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
     dense_perplexity, which is also low for repetitive text.
@@ -133,7 +129,7 @@ def judge(
     return {
         "num_tokens": len(token_ids),
         "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
-        **judged(text, words, rule),
+        **judged(text, load_words().words, rule),
     }
 
 

@@ -83,13 +83,6 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
         return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
 
 
-def fill_in(command: str, out: Path) -> str:
-    """Command with the folder of the results for {out}, as a shell takes it."""
-    if OUT not in command:
-        return command
-    return shlex.join(word.replace(OUT, str(out)) for word in shlex.split(command))
-
-
 def parse_suite_text(text: str, name: str) -> Suite:
     """Suite that a YAML text describes; UserError, which begins with `name`, if it is invalid."""
     try:
@@ -132,7 +125,9 @@ def read(folder: Path) -> Results:
     names.sort(key=lambda name: ranks.get(name, len(ranks)))
     documents = {name: read_document(folder / f"{name}.json") for name in names}
     for document in documents.values():
-        document["command"] = fill_in(document["command"], folder)
+        if OUT in document["command"]:
+            words = shlex.split(document["command"])
+            document["command"] = shlex.join(word.replace(OUT, str(folder)) for word in words)
     if not documents:
         raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or "

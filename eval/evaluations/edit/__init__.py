@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
+from kvalign.eval.protocol.tables import means
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
@@ -168,36 +169,26 @@ class EditEvaluation(Evaluation):
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means of edits after which nothing was encoded again."""
-        from kvalign.eval.protocol.tables import means
-
         rows = [row for row in document["rows"] if row["way"] == EDITED]
         return means(rows, [x for x in self.in_summary if document["rows"][0].get(x) is not None])
 
     def figure(self, document: Document) -> Drawing | None:
         """Ratio to the text encoded anew, or facts that are answered, by way and edit."""
         from kvalign.eval.drawing import draw, panels_by
-        from kvalign.eval.protocol.tables import grouped
 
-        y = _judged(document)
-        ways = grouped(document["rows"], "way")
-        at = {way: i for i, way in enumerate(ways)}
+        y = "kept" if document["rows"][0].get("ratio") is None else "ratio"
+        ways = [*dict.fromkeys(row["way"] for row in document["rows"])]
         points = [
-            row | {"at": at[row["way"]], "edit": f"{row['kind']}, {row['length']} tokens"}
+            row | {"at": ways.index(row["way"]), "edit": f"{row['kind']}, {row['length']} tokens"}
             for row in document["rows"]
         ]
         panels = panels_by("edit", points, "", "at", y, f"{y}_high", f"{y}_low")
-        title = {
-            "ratio": "perplexity relative to the text encoded anew",
-            "kept": "facts behind the edit that are answered",
+        title, y_axis = {
+            "ratio": ("Perplexity relative to the text encoded anew", "perplexity, anew = 1"),
+            "kept": ("Facts behind the edit that are answered", "answered behind the edit"),
         }[y]
-        y_axis = {"ratio": "perplexity, anew = 1", "kept": "answered behind the edit"}[y]
-        figure = draw(panels, x="", y=y_axis, names=[*ways])
-        return figure, f"{title.capitalize()}: {self.title(document)}; bars: 95 %"
-
-
-def _judged(document: Document) -> str:
-    """Name of the figure that a document is about."""
-    return "kept" if document["rows"][0].get("ratio") is None else "ratio"
+        figure = draw(panels, x="", y=y_axis, names=ways)
+        return figure, f"{title}: {self.title(document)}; bars: 95 %"
 
 
 EVALUATION = EditEvaluation()

@@ -2,7 +2,7 @@
 
 Time to the first token is measured apart from time per token with a full cache, and memory apart
 from time. Steps are whole periods from one eviction to the next, so their mean is the cost of a
-stream. The bare step (`bare_step.py`) is timed among the methods.
+stream. The bare step (`subjects.py`) is timed among the methods.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def perplexity(
         ratio only with a reference), nll_nats (mean per label), low and high (of the interval; high
         and ratio_high are None with too few labels), tenths (perplexity of each tenth of the
         labels) and segments (see `kvalign.eval.protocol.statistics.by_segment`; with a reference
-        both also have ratios), bigrams and tokens (`SLICES`: recall slices as `slices.slices`
+        both also have ratios), bigrams and tokens (`SLICES`: recall slices as `scores.slices`
         returns them, with a reference also their ratios), seconds (the labels' share of the time of
         the run, which also scores what comes before them).
 
@@ -304,9 +304,6 @@ def _shifted(rows: list[Row]) -> str:
     return "; each cache size has labels of its own" if len(firsts) > 1 else ""
 
 
-NEW = "new"  # what was not there before
-
-
 def slice_sections(documents: Documents) -> list[Section]:
     """A section for each kind of slices."""
     return [
@@ -325,7 +322,7 @@ def slice_sections(documents: Documents) -> list[Section]:
 def slice_name(one: Row) -> str:
     """Return the name of a slice: the part of the cache, or of the text before it."""
     if one["from"] is None:
-        return NEW
+        return "new"
     return f"{one['from']:g}-{one['to']:g} C" if one["to"] else f"over {one['from']:g} C"
 
 
