@@ -254,7 +254,9 @@ def _open(name: str, config: str | None, split: str, offline: str) -> "IterableD
     """A data set, as of `rows_of`; the lines of text files with their breaks."""
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else name
-    if not folder.is_dir() and (not hub.is_reachable() or _is_offline()):
+    # What tells `datasets` alone to stay offline.
+    is_offline = os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    if not folder.is_dir() and (is_offline or not hub.is_reachable()):
         if (cached := hub.in_cache(name, "dataset")) is None:
             raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
         source = str(cached)
@@ -269,11 +271,6 @@ def _open(name: str, config: str | None, split: str, offline: str) -> "IterableD
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"cannot load {split!r} of {name!r}: {error}; {offline}") from error
     return dataset
-
-
-def _is_offline() -> bool:
-    """Return whether `datasets` alone is told to stay offline, by HF_DATASETS_OFFLINE."""
-    return os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _rows(dataset: "IterableDataset", name: str, split: str) -> Iterator[dict[str, Any]]:

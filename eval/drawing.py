@@ -232,7 +232,7 @@ def inline_legend(figure: Figure, name: str) -> str:
     return inline_svg(alone, f"{name}-legend")
 
 
-def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
+def _draw_line(axes: Axes, line: Series, apart: float) -> None:
     style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
     compared = 3 if "(" in line.label else 2  # before what it is compared with
     style |= dict(zorder=1.5 if line.is_floor else compared)

@@ -223,14 +223,14 @@ class Float32Muon(torch.optim.Muon):
                 weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
 
 
-def orthogonal(update: Tensor, coefficients: tuple[float, float, float], steps: int = 5) -> Tensor:
+def orthogonal(update: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     """Matrix nearest to an update [M, N] whose rows or columns are orthonormal, roughly: the
     Newton-Schulz iteration of Jordan 2024.
     """
     a, b, c = coefficients
     x = update.T if update.shape[0] > update.shape[1] else update
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if update.shape[0] > update.shape[1] else x

@@ -121,7 +121,7 @@ _TAIL = (1 - 0.95) / 2
 _ENDS = (_TAIL, 1 - _TAIL)
 
 
-def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
+def interval(nll: Tensor) -> tuple[float, float | None]:
     """95 % interval of exp(mean) of nll [N], in nats; for a paired difference: of the ratio.
 
     Each draw is blocks up to N labels, the last one cut. Labels at the ends are in fewer blocks, so
@@ -146,7 +146,7 @@ def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
     num_blocks, num_starts = math.ceil(num_labels / block_len), num_labels - block_len + 1
     last_len = num_labels - block_len * (num_blocks - 1)
     lengths = torch.tensor([block_len] * (num_blocks - 1) + [last_len])
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     starts = torch.randint(num_starts, (NUM_DRAWS, num_blocks), generator=rng)
     means = (sums[starts + lengths] - sums[starts]).sum(1) / num_labels
     block, last = (sums[n : n + num_starts] - sums[:num_starts] for n in (block_len, last_len))
@@ -193,13 +193,13 @@ def by_part(nll: Tensor, num_parts: int) -> list[float]:
     return [part.double().mean().exp().item() for part in nll.tensor_split(num_parts) if len(part)]
 
 
-def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
+def mean_interval(values: Tensor) -> tuple[float, float]:
     """95 % interval of the mean of independent values [N], N >= 2: a bootstrap, widened by sqrt(N /
     (N - 1)), since draws of N vary less around their mean than around the true one.
     """
     import torch
 
-    num, values, rng = len(values), values.double(), torch.Generator().manual_seed(seed)
+    num, values, rng = len(values), values.double(), torch.Generator().manual_seed(0)
     draws = values[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)
     draws = values.mean() + (draws - values.mean()) * math.sqrt(num / (num - 1))
     low, high = draws.quantile(draws.new_tensor(_ENDS)).tolist()

@@ -200,11 +200,11 @@ def _print_first(screens: list[FirstScreen], console: Console) -> None:
         console.print(Text(MEANING, "dim"))
 
 
-def print_passages(panels: list[Panel], console: Console | None = None) -> None:
+def print_passages(panels: list[Panel]) -> None:
     """Print the passages, if this is a terminal: readable chunks green, others red and underlined.
     A console without colours only underlines.
     """
-    console = console or console_for()
+    console = console_for()
     if not console.is_terminal:
         return
     for panel in panels:

@@ -17,10 +17,10 @@ from kvalign.cache.edits import EncodedPart
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams, are_words_of
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
+from kvalign.eval.evaluations.latency.timing import clocked
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval, share_of
-from kvalign.foundation.device import wait_for
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.input_ids import prefix_ids
@@ -296,10 +296,7 @@ def _times(method: Method, edit: Edit, settings: EditSettings) -> dict[str, floa
         one = edit.row(i % len(edit.ids))
         for way in ways_of(settings):
             way.prepare(method, one)
-            wait_for(method.model.device)
-            began = time.perf_counter()
-            way(method, one)
-            wait_for(method.model.device)
+            seconds = clocked(method.model.device, way, method, one)
             if i:  # the first warms up
-                times[str(way)].append(1e3 * (time.perf_counter() - began))
+                times[str(way)].append(1e3 * seconds)
     return {way: statistics.median(of) for way, of in times.items()}

@@ -253,7 +253,18 @@ class Perplexity(Evaluation):
         title = "Perplexity against total time"
         tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
         timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
-        return [*super().sections(selection), drift, *slice_sections(selection), timed]
+        slices = [
+            Section.of(
+                selection,
+                kind.title,
+                kind.about,
+                partial(slice_figure, name=name),
+                partial(slice_tables, name=name),
+                suffix=f"-{kind.title.lower().replace(' ', '-')}",
+            )
+            for name, kind in SLICES.items()
+        ]
+        return [*super().sections(selection), drift, *slices, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing import draw, panels_by
@@ -302,21 +313,6 @@ def _shifted(rows: list[Row]) -> str:
     """
     firsts = {row.get("first_label", row["cache_size"] + 1) for row in rows}
     return "; each cache size has labels of its own" if len(firsts) > 1 else ""
-
-
-def slice_sections(documents: Documents) -> list[Section]:
-    """A section for each kind of slices."""
-    return [
-        Section.of(
-            documents,
-            kind.title,
-            kind.about,
-            partial(slice_figure, name=name),
-            partial(slice_tables, name=name),
-            suffix=f"-{kind.title.lower().replace(' ', '-')}",
-        )
-        for name, kind in SLICES.items()
-    ]
 
 
 def slice_name(one: Row) -> str:
