@@ -35,23 +35,22 @@ class PythonDocs:
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """The documents, an empty line after each."""
-        return in_pieces(row["text"] + "\n\n" for row in python_docs(split))
+        return in_pieces(f"{text}\n\n" for text in python_docs(split))
 
 
-def python_docs(split: str) -> Iterator[dict[str, str]]:
-    """Yield `{"name", "text"}` documents of `split` (`train` or `test`), in a fixed order."""
+def python_docs(split: str) -> Iterator[str]:
+    """Yield the documents of `split` (`train` or `test`), in a fixed order."""
     from pydoc_data.topics import topics  # 700 kB
 
     of_test = split == "test"
     for topic in sorted(topics):
-        name = f"topic/{topic}"
-        if is_test(name) == of_test:
-            yield {"name": name, "text": topics[topic]}
+        if is_test(f"topic/{topic}") == of_test:
+            yield topics[topic]
     stdlib = Path(sysconfig.get_path("stdlib"))
     for path in sources(stdlib):
         name = f"module/{path.relative_to(stdlib).as_posix()}"
         if is_test(name) == of_test and (text := _docstrings(path)):
-            yield {"name": name, "text": text}
+            yield text
 
 
 def is_test(name: str) -> bool:

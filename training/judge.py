@@ -177,10 +177,8 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     """
     weights = {}
     for name in trained:
-        words = {word.partition("_")[0] for word in name.split(".")}
-        is_used = any(kv in parts for kv in TARGETS if kv in words) or (
-            parts and not words & {*TARGETS}
-        )
+        kvs = {word.partition("_")[0] for word in name.split(".")} & {*TARGETS}
+        is_used = kvs & {*parts} if kvs else parts
         weights[name] = trained[name] if is_used else untrained[name]
     aligner.load_state_dict(weights)
 

@@ -205,10 +205,8 @@ def tune(
     for name in names:
         parametrize.register_parametrization(aligner, name, _Knots(getattr(aligner, name), hats))
     changes = [aligner.get_parameter(f"parametrizations.{name}.original") for name in names]
-    for change in changes:
-        change.requires_grad_()
     network = _network_of(aligner, settings.kvs)
-    for weight in network:
+    for weight in (*changes, *network):
         weight.requires_grad_()
     faster = {"params": network, "lr": NETWORK_RATE * settings.lr}
     optimizer, schedule = adam([{"params": changes}, faster], settings.lr, num_steps)
@@ -341,17 +339,12 @@ def stream_loss(
     (`Text.counted`); `kl` for random queries of each row, given the tokens that both see.
     """
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
+    which = slice(None) if counted is None else counted.to(ids.device)
     if objective == "nll":
-        labels, logits = ids[:, -num_logits:].flatten(), logits.flatten(0, 1)
-        if counted is not None:
-            labels, logits = labels[counted.to(ids.device)], logits[counted.to(ids.device)]
-        return cross_entropy(logits, labels)
+        return cross_entropy(logits.flatten(0, 1)[which], ids[:, -num_logits:].flatten()[which])
     if objective == "context":
-        teacher = context_logits(model, ids[:, :-1], sizes.cache_size).flatten(0, 1)
-        logits = logits.flatten(0, 1)
-        if counted is not None:
-            teacher, logits = teacher[counted.to(ids.device)], logits[counted.to(ids.device)]
-        return divergence(teacher, logits)
+        teacher = context_logits(model, ids[:, :-1], sizes.cache_size)
+        return divergence(teacher.flatten(0, 1)[which], logits.flatten(0, 1)[which])
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     if counted is not None:
         indices = counted.view(num_rows, num_logits).nonzero()

@@ -38,18 +38,12 @@ structurelessness themself tom trademark unwriteable uplink upload wimp wok work
 
 @dataclass(frozen=True)
 class WordList:
-    name: str
     words: frozenset[str]
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Return the SHA-256 of the words, sorted, a line each."""
-        lines = "".join(f"{word}\n" for word in sorted(self.words))
-        return hashlib.sha256(lines.encode()).hexdigest()
+    sha256: str  # of the words, sorted, a line each
 
     @property
     def about(self) -> dict[str, Any]:
-        return {"name": self.name, "num_words": len(self.words), "sha256": self.sha256}
+        return {"name": NAME, "num_words": len(self.words), "sha256": self.sha256}
 
 
 @functools.cache
@@ -59,13 +53,13 @@ def load_words() -> WordList:
 
     packaged = get_english_words_set(["web2"])
     words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
-    word_list = WordList(NAME, frozenset(words))
-    if word_list.sha256 != SHA256:
+    digest = hashlib.sha256("".join(f"{word}\n" for word in sorted(words)).encode()).hexdigest()
+    if digest != SHA256:
         raise UserError(
-            f"the word list is not the pinned one (SHA-256 {word_list.sha256[:12]}..., needed "
+            f"the word list is not the pinned one (SHA-256 {digest[:12]}..., needed "
             f"{SHA256[:12]}...): pip install {_PACKAGE}"
         )
-    return word_list
+    return WordList(frozenset(words), digest)
 
 
 @dataclass(frozen=True)

@@ -249,13 +249,12 @@ class FirstScreen:
         rows = comparable(rows, self.reference) if self.reference else rows
         if not rows:
             return None
+        lines, y = series(rows, "cache_size", "perplexity"), "perplexity"
         if self.reference:
             whole = all(row["ratio_high"] is not None for row in rows)
             high, low = ("ratio_high", "ratio_low") if whole else (None, None)
-            lines, y = series(rows, "cache_size", "ratio", high, low=low), "perplexity"
-            y += f" relative to {self.reference}"
-        else:
-            lines, y = series(rows, "cache_size", "perplexity"), "perplexity"
+            lines = series(rows, "cache_size", "ratio", high, low=low)
+            y = f"perplexity relative to {self.reference}"
         title = y[0].upper() + y[1:]
         caption = f"{title}, by cache size; lower is better"
         return _by_size("first-perplexity", lines, y, caption, title)

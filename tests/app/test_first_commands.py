@@ -24,7 +24,7 @@ def kvalign(tmp_path, monkeypatch, capfd):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     documentation = "kvalign.data_gen.python_texts.python_docs"
-    monkeypatch.setattr(documentation, lambda split: [{"text": TEXT[:12_000]}])
+    monkeypatch.setattr(documentation, lambda split: [TEXT[:12_000]])
 
     def run(command, code=0):
         assert main(command.split()) == code

@@ -80,7 +80,7 @@ INSIDE = {
     "kvalign.training.recall_tuning.APART": 40,
     "kvalign.eval.evaluations.edit.ways.NUM_TIMED": 1,
     "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
-    "kvalign.data_gen.python_texts.python_docs": lambda split: [{"text": TEXT}],
+    "kvalign.data_gen.python_texts.python_docs": lambda split: [TEXT],
 }
 ENOUGH_LABELS = 220
 """`ROW_LABELS` where there is to be a verdict."""
