@@ -11,16 +11,8 @@ from helpers.reader import Reader
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.evaluations.needle import (
-    EVALUATION,
-    HIDE,
-    KINDS,
-    NAMES,
-    WORDS,
-    NeedleSettings,
-    asker,
-    haystacks,
-)
+from kvalign.eval.evaluations import needle
+from kvalign.eval.evaluations.needle import KINDS, NAMES, NeedleSettings, asker, haystacks
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -67,13 +59,13 @@ def test_codes_are_in_the_text(loaded, streams):
     decode = loaded.tokenizer.decode
     for stream in streams:
         names = set()
-        for needle in stream.needles:
-            question, code = decode(needle.question), decode(needle.answers[0])
+        for one in stream.needles:
+            question, code = decode(one.question), decode(one.answers[0])
             (name,) = re.findall(r"^\n The secret code of the (.*) is$", question)
             assert re.fullmatch(r" \d{5}", code) and name in NAMES
             names.add(name)
             said = f"{question}{code} . Remember : the secret code of the {name} is{code} . \n"
-            assert decode(stream.ids[: needle.end]).endswith(said)
+            assert decode(stream.ids[: one.end]).endswith(said)
         assert len(names) == 3
         # As long as the last one is asked for, at most.
         assert len(stream.ids) == stream.needles[-1].end + 5 * 40
@@ -92,7 +84,7 @@ def test_a_reader_finds_what_it_has(memory_len, right, loaded, streams):
         assert row["accuracy_low"] <= row["accuracy"] <= row["accuracy_high"] + 1e-9
     # Each token of a stream is read once.
     lengths = sum(len(stream.ids) for stream in streams)
-    questions = sum(len(needle.question) for stream in streams for needle in stream.needles)
+    questions = sum(len(one.question) for stream in streams for one in stream.needles)
     assert lengths + 3 * questions <= method.num_fed <= lengths + 3 * questions + 18 * 5
 
 
@@ -113,7 +105,7 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_hidden_and_asked_for(kind):
-    hidden = HIDE[kind](NAMES[: KINDS[kind]], Random(5))
+    hidden = needle.HIDE[kind](NAMES[: KINDS[kind]], Random(5))
     times, text = Counter(hidden.passage), "".join(hidden.passage)
     assert all(answer in times for answer in hidden.answers)
     if "words" in kind:
@@ -131,7 +123,7 @@ def test_answers_are_hidden_and_asked_for(kind):
         told = re.findall(r"codes? of the (\w+ \w+) is( \d{5}) \.", text)
         assert len({*told}) == {"single": 1}.get(kind, 4)
         assert {code for name, code in told if name in names} == {*hidden.answers}
-    assert not [x for x in WORDS.split() for y in WORDS.split() if x in y and x != y]
+    assert not [x for x in needle.WORDS.split() for y in needle.WORDS.split() if x in y and x != y]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "single"])
@@ -151,9 +143,9 @@ def test_rows_tables_and_panels_are_of_kinds(loaded):
     document = kvalign.eval.needle(**small, kinds=("multi-key", "frequent-words"), loaded=loaded)
     kinds = ["multi-key"] * 2 + ["frequent-words"] * 2
     assert [row["kind"] for row in document["rows"]] == kinds
-    (table,) = EVALUATION.tables(document)
+    (table,) = needle.EVALUATION.tables(document)
     assert [row[1].text for row in table.rows] == kinds
-    figure, *_ = EVALUATION.figure(document)
+    figure, *_ = needle.EVALUATION.figure(document)
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == [f"llama-mini, C = 16, {kind}" for kind in dict.fromkeys(kinds)]
     assert "kind" not in kvalign.eval.needle(**small, loaded=loaded)["rows"][0]

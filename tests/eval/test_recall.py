@@ -7,13 +7,8 @@ import torch
 
 import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
-from kvalign.eval.evaluations.recall import (
-    EVALUATION,
-    MIDDLES,
-    RecallSettings,
-    part_of,
-    read_stream,
-)
+from kvalign.eval.evaluations import recall
+from kvalign.eval.evaluations.recall import RecallSettings, part_of, read_stream
 
 MODEL = "recall-gpt2"
 
@@ -49,7 +44,7 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
         assert best["accuracy"] > 0.95 and best["beyond"] < 0.35
         assert rows["kvalign", size]["oldest"] > 0.9
         assert half["oldest"] < best["oldest"] - 0.4
-        for part in MIDDLES:
+        for part in recall.MIDDLES:
             assert best[f"{part}_low"] <= best[part] <= best[f"{part}_high"] + 1e-9
 
 
@@ -67,5 +62,5 @@ def test_far_facts_are_known_to_a_memory_alone(loaded):
         assert without[part] < 0.4 < 0.9 < with_memory[part]
         assert with_memory[f"{part}_low"] <= with_memory[part]
     assert "to_16c" not in without
-    (axes,) = EVALUATION.figure(document)[0].axes
+    (axes,) = recall.EVALUATION.figure(document)[0].axes
     assert axes.get_xscale() == "log" and axes.lines[0].get_xdata()[-1] == 6 * 32

@@ -6,14 +6,7 @@ import pytest
 from helpers.reader import Reader
 
 from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.told import (
-    EVALUATION,
-    FACTS,
-    READ_OUT,
-    ToldSettings,
-    conversations,
-    is_right,
-)
+from kvalign.eval.evaluations import told
 from kvalign.eval.protocol import SIZES
 from kvalign.eval.protocol.document import document as make_document
 from kvalign.eval.protocol.questions import rows_of
@@ -26,7 +19,7 @@ ENDS = ("accuracy", "accuracy_low", "accuracy_high", "exact", "exact_low", "exac
 
 @pytest.fixture(scope="module")
 def talks(loaded):
-    return conversations(ToldSettings(**SMALL), loaded)
+    return told.conversations(told.ToldSettings(**SMALL), loaded)
 
 
 class FactReader(Reader):
@@ -35,7 +28,7 @@ class FactReader(Reader):
     def answer(self, text, logits):
         begin = text.rpartition("ASSISTANT: ")[2].strip()
         found = text.find(f"USER: {begin}")
-        if found >= 0 and any(begin == fact for fact, *_ in FACTS):
+        if found >= 0 and any(begin == fact for fact, *_ in told.FACTS):
             end = text[found + 6 + len(begin) :].partition(".")[0]
             words, alone = self.ids_of(f" {begin}{end}."), self.ids_of(f" {begin}")
             logits[words[len(alone)]] = 1
@@ -47,13 +40,13 @@ def test_what_is_said(loaded, talks):
     decode = loaded.tokenizer.decode
     for talk in talks:
         facts = decode(talk.facts)
-        for (begin, asked, words), question in zip(FACTS, talk.questions, strict=True):
+        for (begin, asked, words), question in zip(told.FACTS, talk.questions, strict=True):
             told_word = words.split()[question.right]
             assert f"USER: {begin} {told_word}.\n\nASSISTANT: " in facts
             assert decode(question.ids) == f"\n\nUSER: {asked}\n\nASSISTANT: {begin}"
             assert decode(question.words[question.right]).strip() in told_word
             assert len(set(question.words)) == 8
-        assert all(decode(turn).startswith(f"\n\nUSER: {READ_OUT[:-2]}") for turn in talk.talk)
+        assert all(decode(turn).startswith(f"\n\nUSER: {told.READ_OUT[:-2]}") for turn in talk.talk)
         for num in (0, 1, 120, 320):
             turns = talk.talk_of(num)
             assert sum(map(len, turns)) >= num
@@ -69,7 +62,7 @@ def test_a_reader_is_right_where_it_has_the_facts(memory_len, expected, loaded, 
     method = FactReader(loaded, memory_len)
     with progress.shown_as("told") as bar:
         stops = [talk.stops([0, 3, 8], 40) for talk in talks]
-        rows = rows_of(method, stops, is_right, "talk", bar)
+        rows = rows_of(method, stops, told.is_right, "talk", bar)
     by_chance = sum(q.right == 0 for talk in talks for q in talk.questions) / 24
     for row, right in zip(rows, expected, strict=True):
         assert row["num_questions"] == 24 and row["accuracy_low"] <= row["accuracy"]
@@ -100,10 +93,10 @@ def test_the_command(loaded, tmp_path, capsys, caplog):
     recall = {"recall_places", "recall_layers"}  # of a memory
     assert all({*row} == {*names} | (recall if row["memory"] else set()) for row in rows)
     assert "other talk, cache sizes" in plot.read_text()
-    _, caption = EVALUATION.figure(document)
+    _, caption = told.EVALUATION.figure(document)
     assert "llama-mini" in caption
-    assert len(EVALUATION.summary_rows(document)) == 3
+    assert len(told.EVALUATION.summary_rows(document)) == 3
     one, plot = tmp_path / "one.json", tmp_path / "one.svg"
-    settings = ToldSettings(plot=plot, out=one)
+    settings = told.ToldSettings(plot=plot, out=one)
     make_document("eval told", settings, [row for row in rows if row["talk"] == 1], started=0.0)
     assert one.exists() and "other talk, cache sizes" in plot.read_text()

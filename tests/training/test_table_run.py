@@ -23,17 +23,8 @@ from kvalign.memory.plan import find_plan
 from kvalign.models import identity
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.models.loading import LoadedModel
-from kvalign.training import train_table_network
+from kvalign.training import table_run, train_table_network
 from kvalign.training.kinds import TableSettings
-from kvalign.training.table_run import (
-    STRIDE,
-    context_logits,
-    project_positions,
-    standardise,
-    stream_loss,
-    tune,
-    validate,
-)
 from kvalign.training.text import Text
 from kvalign.training.text_run import measure
 
@@ -60,7 +51,7 @@ def verdicts(little_work, monkeypatch):
 def test_moments_are_plain_moments(models):
     model, text = models["gpt2"], random_text()
     aligner, chunks = tables(model), text.chunks("train", CONTEXT_LEN)
-    standardise(aligner, model, chunks, ("key", "value"))
+    table_run.standardise(aligner, model, chunks, ("key", "value"))
     entries = dict(zip(("key", "value"), encode(model, chunks), strict=True))
     for kv, x in entries.items():
         means = x.double().mean(0)
@@ -73,7 +64,7 @@ def test_moments_are_plain_moments(models):
 
 def projected(model) -> TableAligner:
     table = tables(model)
-    project_positions(table, model, spec_of(model.config, "tiny"), ("key", "value"))
+    table_run.project_positions(table, model, spec_of(model.config, "tiny"), ("key", "value"))
     return table
 
 
@@ -109,7 +100,7 @@ def test_moving_half_a_chunk_is_measured(models):
     none = measure(tables(model), model, chunks)["key"]
     assert none["ratio"] == pytest.approx(1, abs=1e-6)
     aligner = tables(model)
-    standardise(aligner, model, text.chunks("train", CONTEXT_LEN), ("key", "value"))
+    table_run.standardise(aligner, model, text.chunks("train", CONTEXT_LEN), ("key", "value"))
     found = measure(aligner, model, chunks)
     assert found["key"]["input_label_mse"] == pytest.approx(none["input_label_mse"])
     assert max(part["ratio"] for part in found.values()) < 0.9
@@ -123,7 +114,7 @@ def test_kl_is_zero_where_streaming_is_exact():
         cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
         logits = cache.feed_segment(model, ids[:, :-1], logits_to_keep=99 - 20)
         rng = torch.Generator().manual_seed(0)
-        return stream_loss("kl", model, sizes, ids, logits, rng)
+        return table_run.stream_loss("kl", model, sizes, ids, logits, rng)
 
     model = tiny_model("llama", num_hidden_layers=1)
     for num_evicted in (1, 5):
@@ -137,13 +128,15 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(objective, target
     model, text = tiny_model("gpt2", n_layer=3), random_text()
     aligner = tables(model, chunk_len=32)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    before = validate(aligner, model, text, objective)
+    before = table_run.validate(aligner, model, text, objective)
     settings = TableSettings(
         out="unused", objective=objective, target=target, max_steps=30, lr=5e-3
     )
-    found = tune(aligner, model, text, settings)
+    found = table_run.tune(aligner, model, text, settings)
     assert found["val_before"] == pytest.approx(before)
-    assert found["val_after"] == pytest.approx(validate(aligner, model, text, objective), abs=1e-5)
+    assert found["val_after"] == pytest.approx(
+        table_run.validate(aligner, model, text, objective), abs=1e-5
+    )
     assert found["val_after"] < before
     assert set(aligner.state_dict()) == {"key", "value", "key_scale", "value_scale"}
     assert not any(parameter.requires_grad for parameter in aligner.parameters())
@@ -273,8 +266,8 @@ def test_table_networks_are_for_learned_positions(tmp_path):
 
 def test_teacher_sees_as_far_back_as_its_context_length_allows():
     model = tiny_model("gpt2")
-    ids = torch.randint(60, (2, CONTEXT_LEN + STRIDE + 5))
-    logits = context_logits(model, ids, 10)
+    ids = torch.randint(60, (2, CONTEXT_LEN + table_run.STRIDE + 5))
+    logits = table_run.context_logits(model, ids, 10)
     assert logits.shape[1] == ids.shape[1] - 10
     whole = model(ids[:, :CONTEXT_LEN]).logits[:, 10:]
     assert torch.allclose(logits[:, : CONTEXT_LEN - 10], whole, atol=1e-5)
