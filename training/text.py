@@ -54,10 +54,8 @@ class Text:
     def val_rows(self, num_rows: int, row_len: int) -> Iterator[Tensor]:
         """Rows [num_rows, row_len] from the whole validation part, of one text at a time."""
         for ids in self.val:
-            starts = (
-                torch.linspace(0, len(ids) - row_len, num_rows, dtype=torch.float32).long().tolist()
-            )
-            rows = torch.stack([ids[start : start + row_len] for start in starts])
+            starts = torch.linspace(0, len(ids) - row_len, num_rows, dtype=torch.float32).long()
+            rows = torch.stack([ids[start : start + row_len] for start in starts.tolist()])
             yield with_prefix(rows, self.opening)
 
     def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:

@@ -116,23 +116,14 @@ def commands() -> str:
 def _section(command: str, settings: type[Settings]) -> str:
     about, _, example = inspect.cleandoc(settings.__doc__ or "").partition("Example:")
     hints = typing.get_type_hints(settings)
-    lines = [
-        f"## `kvalign {command}`",
-        "",
-        about.strip(),
-        "",
-        "```bash",
-        example.strip(),
-        "```",
-        "",
-        "| flag | takes | default | |",
-        "|---|---|---|---|",
-    ]
-    lines += [_row(field, hints[field.name], settings) for field in dataclasses.fields(settings)]
-    return "\n".join([*lines, ""])
+    rows = "".join(_row(one, hints[one.name]) for one in dataclasses.fields(settings))
+    return (
+        f"## `kvalign {command}`\n\n{about.strip()}\n\n```bash\n{example.strip()}\n```\n\n"
+        f"| flag | takes | default | |\n|---|---|---|---|\n{rows}"
+    )
 
 
-def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
+def _row(field: dataclasses.Field, hint: Any) -> str:
     name = field.name.upper() if field.metadata["positional"] else flag(field.name)
     cells = [
         f"`{name}`",
@@ -140,7 +131,7 @@ def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
         _default(field),
         field.metadata["help"],
     ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _takes(hint: Any, metadata: Any, has_no: bool) -> str:

@@ -280,9 +280,8 @@ class StreamEval(Evaluation):
         from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        if len({row["distance_lines"] for row in rows}) == 1 or not any(
-            r["accuracy"] for r in rows
-        ):
+        distances = {row["distance_lines"] for row in rows}
+        if len(distances) == 1 or not any(row["accuracy"] for row in rows):
             return None
         names = ("distance_lines", "answer_nll_nats")
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.evaluations.perplexity import Perplexity
-from kvalign.eval.protocol import Document, Row
+from kvalign.eval.protocol import SIZES, Document, Row
+from kvalign.eval.protocol.document import document, write
 from kvalign.eval.protocol.settings import ResultSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import option
@@ -94,7 +95,6 @@ def import_losses(settings: ImportLossesSettings) -> Document:
             without the reference.
     """
     from kvalign.eval.evaluations.perplexity.scores import compare
-    from kvalign.eval.protocol.document import document, write
 
     started, folder = time.perf_counter(), settings.losses
     files = _files(folder)
@@ -154,7 +154,6 @@ def _read(one: _File) -> Tensor:
 
 def _row(one: _File, nll: Tensor) -> Row:
     from kvalign.eval.evaluations.perplexity.scores import of_losses
-    from kvalign.eval.protocol import SIZES
 
     method, num_sinks = MODES[one.mode]
     sizes = dict.fromkeys(SIZES) | {"method": method, "cache_size": one.cache_size}
