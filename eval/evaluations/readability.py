@@ -120,7 +120,14 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         raise UserError(f"{page} has results of readability already: name another --page")
     document = _of_texts(settings) if settings.text else _of_methods(settings, loaded)
     if page:
-        write_page(document, page, in_browser)
+        from kvalign.eval.report.page import write_report
+        from kvalign.foundation.files import write_json
+
+        page.mkdir(parents=True, exist_ok=True)
+        write_json(page / f"{NAME}.json", document)
+        shown = write_report(page)
+        if in_browser and not webbrowser.open(shown.resolve().as_uri()):
+            log.warning("no browser to open %s in", shown)
     return document
 
 
@@ -219,18 +226,6 @@ def is_free(folder: Path, command: str) -> bool:
     return not is_shown and read_json(path).get("command") == command
 
 
-def write_page(document: Document, folder: Path, in_browser: bool) -> None:
-    """Write the document, and the report of the folder; open it if wanted."""
-    from kvalign.eval.report.page import write_report
-    from kvalign.foundation.files import write_json
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{NAME}.json", document)
-    page = write_report(folder)
-    if in_browser and not webbrowser.open(page.resolve().as_uri()):
-        log.warning("no browser to open %s in", page)
-
-
 HUMAN = "a human's text"
 COLUMNS = {
     "no_repeat_ngram_size": Column(
@@ -314,7 +309,11 @@ class Readability(JudgedText):
         for (cache_size, ngram, prompt), rows in groups.items():
             of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
             title = ", ".join(filter(None, of)) if model else "texts"
-            passages = _passages(rows, document)
+            labels, names = [*map(label_of, rows)], [*map(method_name, rows)]
+            if len(set(names)) < len(names):  # methods alone do not tell them apart
+                names = labels
+            unknown = [_unknown(row["text"], document) for row in rows]
+            passages = [*map(_passage, rows, names, labels, unknown)]
             panels.append(Panel(title, document["prompts"][prompt], passages))
         return panels
 
@@ -339,14 +338,6 @@ def setting_of(ngram: int | None) -> str:
 def _of_first_seed(document: Document) -> list[Row]:
     rows = document["rows"]
     return [row for row in rows if row.get("seed") == rows[0].get("seed")]
-
-
-def _passages(rows: list[Row], document: Document) -> list[Passage]:
-    """Those of rows side by side, called by their methods alone where these differ."""
-    labels, names = [*map(label_of, rows)], [*map(method_name, rows)]
-    names = labels if len(set(names)) < len(names) else names
-    unknown = [_unknown(row["text"], document) for row in rows]
-    return [*map(_passage, rows, names, labels, unknown)]
 
 
 def _unknown(text: str, document: Document) -> list[tuple[int, int]]:
