@@ -227,7 +227,7 @@ class AnyHubDataset:
     about = "any hub data set, or a local folder in the hub's format"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """`HubDataset` of NAME[:CONFIG][:COLUMN]; a part may be empty."""
+        """`HubDataset` of `NAME[:CONFIG][:COLUMN]`; a part may be empty."""
         name, *more = rest.split(":")
         if not name or len(more) > 2:
             raise UserError(f"a hub data set is hub:NAME[:CONFIG][:COLUMN], got {'hub:' + rest!r}")
