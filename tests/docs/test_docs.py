@@ -84,7 +84,7 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture
-def enter(hub, tmp_path, monkeypatch, undrawn, offline):
+def enter(hub, tmp_path, monkeypatch, undrawn, offline, short_runs):
     """Begin in an empty folder, where all of `hub` is at hand."""
 
     def begin(name: str) -> None:
@@ -187,7 +187,8 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    how = dict(env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    more = {"NO_MKDOCS_2_WARNING": "1", "SITE_SOURCES": "false"}
+    how = dict(env=os.environ | more, capture_output=True, text=True)
     done = subprocess.run(command, cwd=ROOT, timeout=300, **how)
     assert done.returncode == 0, done.stderr
     return folder
