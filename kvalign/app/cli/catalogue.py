@@ -1,13 +1,13 @@
 """Commands, grouped by purpose, one line each. Listing them imports nothing heavy.
 
-CONTRIBUTING.md describes the module of a command. `train` has a settings class for each kind of
-aligner, its first argument. A command without JSON output has `HAS_JSON = False`. `evaluation.py`
-makes `eval NAME` from the evaluation of that name, and `listings.py` the tables of choices.
+CONTRIBUTING.md describes the function of a command. `train` has a settings class for each kind of
+aligner, its first argument. `evaluation.py` makes `eval NAME` from the evaluation of that name, and
+`listings.py` the tables of choices.
 """
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -58,6 +58,7 @@ FAMILY = "eval"
 """First words of commands with two words."""
 GIVEN = "--given"
 """In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
+_WITHOUT_JSON = ("serve", "demo-ui", "completion")
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 
@@ -74,32 +75,32 @@ class Command:
 
     @property
     def has_json(self) -> bool:
-        return getattr(self._module, "HAS_JSON", True)
+        return self.name not in _WITHOUT_JSON
 
     @property
     def settings(self) -> type[Settings]:
-        if self.kind:
-            return self.all_settings()[self.kind]
-        module = self._module
-        return getattr(module, "settings", None) or get_type_hints(module.run)["settings"]
+        return self.all_settings()[self.kind]
 
-    def all_settings(self) -> dict[str, type[Settings]]:
+    def all_settings(self) -> Mapping[str, type[Settings]]:
         """The settings classes by kind; a command of one kind has the key ""."""
-        if hasattr(self._module, "all_settings"):
-            return self._module.all_settings()
-        return {"": self.settings}
+        if self.name == "train":
+            from kvalign.app.commands.train import all_settings
+
+            return all_settings()
+        function = self._function
+        return {"": getattr(function, "settings", None) or get_type_hints(function)["settings"]}
 
     def given(self, text: str) -> Settings:
         """The settings that a JSON text has, all of them."""
         return self.settings(**json.loads(text))
 
     def run(self, settings: Settings, as_json: bool) -> None:
-        document = self._module.run(settings, as_json)
+        document = self._function(settings, as_json)
         if as_json and document is not None:
             print(json.dumps(document))
 
     @property
-    def _module(self) -> Any:
+    def _function(self) -> Any:
         first, _, name = self.name.partition(" ")
         for registry in (EVALUATIONS, READERS) if first == FAMILY else ():
             if name in registry:
@@ -108,8 +109,8 @@ class Command:
                 return EvaluationCommand(registry[name])
         if first in LISTINGS:
             return ListingCommand(first)
-        module = self.name.replace(" ", "_").replace("-", "_")
-        return importlib.import_module(f"kvalign.app.commands.{module}")
+        function = self.name.replace(" ", "_").replace("-", "_")
+        return getattr(importlib.import_module(f"kvalign.app.commands.{function}"), function)
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:

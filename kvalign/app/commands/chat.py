@@ -27,7 +27,7 @@ COMMANDS = {
 }
 
 
-def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
+def chat(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)
 

@@ -28,7 +28,7 @@ class CompileSettings(MethodSettings, ModelSettings):
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
 
 
-def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
+def compile(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.methods import make_method
     from kvalign.models.loading import load_model
     from kvalign.models.packed import weights_of

@@ -25,10 +25,7 @@ class CompletionSettings(Settings):
     shell: str = option(help="bash, zsh or fish", choices=("bash", "zsh", "fish"), positional=True)
 
 
-HAS_JSON = False
-
-
-def run(settings: CompletionSettings, as_json: bool) -> None:
+def completion(settings: CompletionSettings, as_json: bool) -> None:
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["kvalign"], shell=settings.shell), end="")

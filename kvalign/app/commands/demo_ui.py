@@ -58,10 +58,7 @@ class PageSettings(Settings):
     open: bool = option(False, help="open the page in a browser")
 
 
-HAS_JSON = False
-
-
-def run(settings: PageSettings, as_json: bool) -> None:
+def demo_ui(settings: PageSettings, as_json: bool) -> None:
     if lets_others_in(settings.host) and not settings.without_key:
         raise UserError(
             f"--host {settings.host} lets other machines connect, and the page has no key: give "

@@ -37,7 +37,7 @@ class DoctorSettings(Settings):
     """
 
 
-def run(settings: DoctorSettings, as_json: bool) -> None:
+def doctor(settings: DoctorSettings, as_json: bool) -> None:
     checks = examine()
     if as_json:
         print(json.dumps({"fit": is_fit(checks), "checks": list(map(asdict, checks))}))

@@ -46,7 +46,7 @@ class RunSettings(Settings):
     )
 
 
-def run(settings: RunSettings, as_json: bool) -> None:
+def eval_run(settings: RunSettings, as_json: bool) -> None:
     from kvalign.app.suites.suite import NOT_RUN, run_suite
     from kvalign.eval import write_report
 

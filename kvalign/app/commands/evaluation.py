@@ -12,7 +12,7 @@ _WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file o
 
 @dataclass
 class EvaluationCommand:
-    """Adapter: an evaluation as a command's module."""
+    """Adapter: an evaluation as a command's function."""
 
     evaluation: Evaluation
 
@@ -20,7 +20,7 @@ class EvaluationCommand:
     def settings(self) -> type[ResultSettings]:
         return self.evaluation.settings
 
-    def run(self, settings: Any, as_json: bool) -> Document:
+    def __call__(self, settings: Any, as_json: bool) -> Document:
         settings = settings if as_json else self.evaluation.prepared(settings)
         document = self.evaluation.run(settings)
         if not as_json:

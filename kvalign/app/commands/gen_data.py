@@ -7,7 +7,7 @@ from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.data_gen.settings import RecordSettings
 
 
-def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
+def gen_data(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.data_gen.recording import record
     from kvalign.foundation.folders import MANIFEST
 

@@ -92,7 +92,7 @@ class GenerateSettings(StreamSettings):
         return {} if num_new is None else {"max_new_tokens": num_new}
 
 
-def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
+def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     source = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
     if source is None:

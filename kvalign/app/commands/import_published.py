@@ -6,10 +6,10 @@ from kvalign.app.cli.next_steps import say_generate
 from kvalign.training.settings import ImportPublishedSettings
 
 
-def run(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.training import import_published
+def import_published(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
 
-    config = import_published(settings)
+    config = training.import_published(settings)
     if not as_json:
         print(f"{settings.out}: the authors' networks for {config.base_model}")
         say_generate(config.base_model, settings.out)

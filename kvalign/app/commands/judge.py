@@ -6,7 +6,7 @@ from kvalign.app.commands.train import say_use_of, verdict_lines
 from kvalign.training.settings import JudgeSettings
 
 
-def run(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
+def judge(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.training import judge_aligner
 
     judged = judge_aligner(settings)

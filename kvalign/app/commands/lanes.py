@@ -41,7 +41,7 @@ class LanesSettings(Settings):
     overwrite: bool = option(False, help="replace the file")
 
 
-def run(settings: LanesSettings, as_json: bool) -> dict[str, Any]:
+def lanes(settings: LanesSettings, as_json: bool) -> dict[str, Any]:
     if settings.out.exists() and not settings.overwrite:
         raise ExistsError(f"{settings.out} already exists: give --overwrite or another --out")
 

@@ -21,7 +21,7 @@ _FIELDS: dict[str, list] = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 @dataclass
 class ListingCommand:
-    """Adapter: one kind of choices as a command's module."""
+    """Adapter: one kind of choices as a command's function."""
 
     name: str
 
@@ -38,7 +38,7 @@ class ListingCommand:
             kw_only=True,
         )
 
-    def run(self, settings: Settings, as_json: bool) -> dict[str, Any]:
+    def __call__(self, settings: Settings, as_json: bool) -> dict[str, Any]:
         from kvalign.app import listing
 
         rows = getattr(listing, self.name)(**vars(settings))

@@ -35,11 +35,16 @@ class ModelsSettings(Settings):
     )
 
 
-def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.app.listing import architectures, fetchable, models, show
+def models(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.app import listing
 
     if settings.fetch is None:
-        return show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
+        return listing.show(
+            as_json,
+            models=listing.models(),
+            fetchable=listing.fetchable(),
+            architectures=listing.architectures(),
+        )
     name, source = settings.fetch, fetched.MODELS[settings.fetch]
     is_new, folder = fetched.model_path(name) is None, fetch(name)
     if not as_json:

@@ -7,10 +7,10 @@ from kvalign.app.cli.next_steps import say_next, say_written
 from kvalign.training.settings import PretrainSettings
 
 
-def run(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.training import pretrain
+def pretrain(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
 
-    figures = pretrain(settings)
+    figures = training.pretrain(settings)
     if not as_json:
         print(json.dumps(figures))  # all that there is to say
         say_written(settings.out)

@@ -23,7 +23,7 @@ class ReportSettings(Settings):
     )
 
 
-def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
+def report(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
     if settings.terminal:
         from kvalign.eval.report.page import show
 

@@ -7,14 +7,13 @@ import os
 from kvalign.app.serve.settings import ServeSettings, lets_others_in
 from kvalign.foundation.errors import UserError
 
-HAS_JSON = False
 # What is answered until the model is there: of /health, and in the form of OpenAI's errors.
 LOADING = """{"status": "loading", "error": {"message": "the model is loading", "type": \
 "server_error", "param": null, "code": "loading"}}
 """
 
 
-def run(settings: ServeSettings, as_json: bool) -> None:
+def serve(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.app.address import listening, loading
     from kvalign.foundation.files import locked
 
@@ -29,7 +28,7 @@ def run(settings: ServeSettings, as_json: bool) -> None:
     lock = locked(settings.sessions) if settings.sessions else contextlib.nullcontext()
     with listening(settings.host, settings.port) as at, lock:
         with loading(at, "application/json", LOADING):
-            from kvalign.app.serve.server import build, serve
+            from kvalign.app.serve import server
 
-            app = build(settings, settings.load())
-        serve(settings, app, at)
+            app = server.build(settings, settings.load())
+        server.serve(settings, app, at)

@@ -47,7 +47,7 @@ def all_settings() -> dict[str, type[TrainSettings]]:
     return {kind: settings_of(TRAINERS[kind]) for kind in KINDS}
 
 
-def run(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
+def train(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
     kind = settings.aligner_kind
     results = TRAINERS[kind](settings)
     if as_json or not results:  # of a process that helps another

@@ -10,7 +10,7 @@ from kvalign.training.settings import TuneSettings
 _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 
-def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
+def tune(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.foundation.console import Heading, print_table
     from kvalign.training import tune_network
 

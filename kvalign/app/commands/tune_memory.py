@@ -5,11 +5,11 @@ from typing import Any
 from kvalign.training.settings import TuneMemorySettings
 
 
-def run(settings: TuneMemorySettings, as_json: bool) -> dict[str, Any]:
+def tune_memory(settings: TuneMemorySettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
     from kvalign.foundation.console import Heading, print_table
-    from kvalign.training import tune_memory
 
-    result = tune_memory(settings)
+    result = training.tune_memory(settings)
     if as_json:
         return result
     names = ("places", "layers", "relative to no memory", "relative to the usual way")

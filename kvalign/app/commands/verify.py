@@ -88,13 +88,13 @@ class VerifySettings(MethodSettings):
         )
 
 
-def run(settings: VerifySettings, as_json: bool) -> None:
-    from kvalign.invariants import verify
+def verify(settings: VerifySettings, as_json: bool) -> None:
+    from kvalign import invariants
     from kvalign.models.loading import load_model
 
     make = settings.make()
     loaded = load_model(settings.model, settings.device, "float32", settings.weights)
-    outcomes = verify(
+    outcomes = invariants.verify(
         loaded.model,
         make,
         num_steps=settings.num_steps,
