@@ -58,6 +58,9 @@ FAMILY = "eval"
 """First words of commands with two words."""
 GIVEN = "--given"
 """In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
+_OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tune-memory")
+_MODULES = dict.fromkeys(_OF_TRAINING, "train")
+"""Modules of commands/ that have commands of other names."""
 _WITHOUT_JSON = ("serve", "demo-ui", "completion")
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
@@ -110,7 +113,8 @@ class Command:
         if first in LISTINGS:
             return ListingCommand(first)
         function = self.name.replace(" ", "_").replace("-", "_")
-        return getattr(importlib.import_module(f"kvalign.app.commands.{function}"), function)
+        module = _MODULES.get(self.name, function)
+        return getattr(importlib.import_module(f"kvalign.app.commands.{module}"), function)
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:

@@ -1,22 +1,34 @@
-"""`kvalign train KIND`: train an aligner of a kind, each of which has its own flags."""
+"""Commands that train: aligners, of kinds that have their own flags each, and what these need;
+networks are also judged, tuned and imported; small language models.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvalign.aligners.kinds import KINDS, TARGETS
 from kvalign.app.cli.arguments import OneLineParser
-from kvalign.app.cli.next_steps import of_model, say_generate, say_next
+from kvalign.app.cli.next_steps import of_model, say_generate, say_next, say_written
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import Settings, settings_of
 from kvalign.training.kinds import TRAINERS
-from kvalign.training.settings import TrainSettings
+from kvalign.training.settings import (
+    ImportPublishedSettings,
+    JudgeSettings,
+    PretrainSettings,
+    TrainSettings,
+    TuneMemorySettings,
+    TuneSettings,
+)
 
 OF_NETWORKS = {"--target", "--data"}
 """Flags that mean a network if no kind is named."""
@@ -132,3 +144,128 @@ def _beside(judged: dict[str, Any]) -> str:
     """Figure of the shipped aligner, if there is one."""
     shipped = judged.get("shipped")
     return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
+
+
+def judge(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.training import judge_aligner
+
+    judged = judge_aligner(settings)
+    if not as_json:
+        print(*verdict_lines(judged), f"aligner: {settings.out}", sep="\n")
+        say_use_of(settings.out)
+    return judged
+
+
+_DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
+
+
+def tune(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.foundation.console import Heading, print_table
+    from kvalign.training import tune_network
+
+    result = tune_network(settings)
+    if as_json:
+        return result
+    best, val_loss = result["best"], result["aligner_val_loss"]
+    print(
+        (
+            f"{result['aligner']}: val loss {val_loss:.6g}, trained again from trial "
+            f"{best['trial']}, which had {best['val_loss']:.6g} (ratio "
+            f"{val_loss / best['val_loss']:.4f}); input-label MSE {result['input_label_mse']:.6g}"
+        )
+        + ("" if result["used"] else "; not used: entries stay unchanged")
+    )
+    print_table(
+        [Heading(name, is_number=name not in ("trial", "state")) for name in best],
+        [[_text(name, value) for name, value in row.items()] for row in result["trials"]],
+    )
+    if "judged" in result:
+        print(*verdict_lines(result["judged"]), sep="\n")
+    say_written(settings.folder)
+    say_use_of(Path(result["aligner"]))
+    return result
+
+
+def _text(name: str, value: object) -> str:
+    return "" if value is None else _DIGITS.get(name, "{}").format(value)
+
+
+def tune_memory(settings: TuneMemorySettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
+    from kvalign.foundation.console import Heading, print_table
+
+    result = training.tune_memory(settings)
+    if as_json:
+        return result
+    names = ("places", "layers", "relative to no memory", "relative to the usual way")
+    print_table(
+        [Heading(name, is_number=i > 1) for i, name in enumerate(names)],
+        [
+            [
+                row["recall_places"] or "no memory",
+                row["recall_layers"] or "",
+                _ratio(row, "by_none"),
+                _ratio(row, "by_usual"),
+            ]
+            for row in result["rows"]
+        ],
+    )
+    plan = result["plan"]
+    print(
+        f"layers {plan['recall_layers']} take entries back, by {plan['recall_places']}: "
+        f"{result['file']}"
+    )
+    return result
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{row[name]:.3f}" + ("" if high is None else f" ({low:.3f} to {high:.3f})")
+
+
+def import_published(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
+
+    config = training.import_published(settings)
+    if not as_json:
+        print(f"{settings.out}: the authors' networks for {config.base_model}")
+        say_generate(config.base_model, settings.out)
+    return {"out": str(settings.out), "sizes": config.sizes}
+
+
+def pretrain(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign import training
+
+    figures = training.pretrain(settings)
+    if not as_json:
+        print(json.dumps(figures))  # all that there is to say
+        say_written(settings.out)
+        if settings.arch == "gpt2" or settings.is_recall:
+            corpus = ["--corpus", "recall"] if settings.is_recall else []
+            say_next("train", "table", "--model", settings.out, *corpus)
+        else:
+            say_next("generate", "--method", "streaming-llm", "--model", settings.out)
+    return figures
+
+
+def gen_data(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.data_gen.recording import record
+    from kvalign.foundation.folders import MANIFEST
+
+    out = settings.folder
+    was_finished = (out / MANIFEST).exists()
+    manifest = record(settings).manifest
+    if was_finished:
+        print(f"{out} is already finished: nothing to do", file=sys.stderr)
+    if not as_json:
+        for split, num_rows in manifest.num_rows.items():
+            num_chunks = manifest.num_chunks[split]
+            print(f"{split}: {num_rows} rows each of key and value ({num_chunks} chunks)")
+        for kv, by_shift in manifest.input_label_mse.items():
+            for num_evicted, mse in by_shift.items():
+                print(f"{kv}: input-label MSE {mse:.6g} (k={num_evicted})")
+        print(f"recording: {out}")
+        where = of_model(settings.model) if settings.out is None else ["--data", out]
+        say_next("train", "--target", "key", *where)
+    about = manifest.model_dump(mode="json", exclude={"shards"})
+    return {"out": str(out), "finished_already": was_finished, **about}
