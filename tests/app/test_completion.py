@@ -12,9 +12,8 @@ import pytest
 
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS, Command
-from kvalign.app.cli.completion import complete
 from kvalign.app.cli.main import main
-from kvalign.app.commands.completion import CompletionSettings
+from kvalign.app.commands.completion import CompletionSettings, complete
 from kvalign.app.listing import suites
 from kvalign.data_gen.corpora import NAMES
 from kvalign.foundation.settings import flag

@@ -26,8 +26,7 @@ check("pydantic.main", "matplotlib", "rich")
 
 import kvalign.training
 from kvalign.aligners.kinds import KINDS
-from kvalign.app.cli import completion
-from kvalign.app.commands import train
+from kvalign.app.commands import completion, train
 from kvalign.data_gen.corpora import SPECS
 from kvalign.data_gen.prompts import NAMES
 from kvalign.data_gen.settings import RecordSettings

@@ -71,7 +71,7 @@ def _on_kill(*_: object) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
-        from kvalign.app.cli.completion import complete
+        from kvalign.app.commands.completion import complete
 
         complete()
     args = list(sys.argv[1:] if argv is None else argv)
