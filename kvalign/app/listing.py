@@ -1,9 +1,10 @@
 """Listings of choices: models, methods, aligners, corpora, suites, each from its registry or from
-the configs in folders.
+the configs in folders; and the commands that are such a table alone.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, make_dataclass
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from kvalign import checkpoints
 from kvalign.foundation.errors import NotFoundError
 from kvalign.foundation.files import read_json
 from kvalign.foundation.folders import ROOT, folder_of
+from kvalign.foundation.settings import Settings, option
 from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
@@ -186,6 +188,44 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
             headings = [Heading(title, isinstance(value, int)) for title, value in facts]
             print_table(headings, lines, console=console)
     return tables
+
+
+_ABOUT = {
+    "methods": (
+        "List the ways to stream, which are the values of --method (--policy: kvalign policies)."
+    ),
+    "policies": "List the policies, which choose the entries to evict: the values of --policy.",
+    "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
+    "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
+    "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
+}
+LISTINGS = tuple(_ABOUT)
+_OF_MODEL = option(None, help="only those for this model: shipped name, hub id or folder")
+_FIELDS: dict[str, list] = {"aligners": [("model", str | None, _OF_MODEL)]}
+
+
+@dataclass
+class ListingCommand:
+    """Adapter: one kind of choices as a command's function."""
+
+    name: str
+
+    @property
+    def settings(self) -> type[Settings]:
+        about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
+        name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
+        return make_dataclass(
+            name,
+            _FIELDS.get(self.name, ()),
+            bases=(Settings,),
+            namespace=namespace,
+            frozen=True,
+            kw_only=True,
+        )
+
+    def __call__(self, settings: Settings, as_json: bool) -> dict[str, Any]:
+        rows = globals()[self.name](**vars(settings))
+        return show(as_json, **{self.name: rows})
 
 
 def _rows(

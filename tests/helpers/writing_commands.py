@@ -16,7 +16,7 @@ from safetensors import safe_open
 from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
 from kvalign.aligners import Aligner, NetworkAligner
-from kvalign.app.commands.listings import LISTINGS
+from kvalign.app.listing import LISTINGS
 from kvalign.eval.evaluations.perplexity.imported import MODES
 from kvalign.foundation.files import sha256
 

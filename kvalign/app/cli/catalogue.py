@@ -1,8 +1,7 @@
 """Commands, grouped by purpose, one line each. Listing them imports nothing heavy.
 
 CONTRIBUTING.md describes the function of a command. `train` has a settings class for each kind of
-aligner, its first argument. `evaluation.py` makes `eval NAME` from the evaluation of that name, and
-`listings.py` the tables of choices.
+aligner, its first argument.
 """
 
 import importlib
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from kvalign.app.commands.listings import LISTINGS, ListingCommand
+from kvalign.app.listing import LISTINGS, ListingCommand
 from kvalign.eval.evaluations import ABOUT, ABOUT_READERS, EVALUATIONS, READERS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
