@@ -58,7 +58,7 @@ FAMILY = "eval"
 GIVEN = "--given"
 """In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
 _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tune-memory")
-_MODULES = dict.fromkeys(_OF_TRAINING, "train")
+_MODULES = dict.fromkeys(_OF_TRAINING, "train") | {"eval run": "evaluate", "report": "evaluate"}
 """Modules of commands/ that have commands of other names."""
 _WITHOUT_JSON = ("serve", "demo-ui", "completion")
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
@@ -106,7 +106,7 @@ class Command:
         first, _, name = self.name.partition(" ")
         for registry in (EVALUATIONS, READERS) if first == FAMILY else ():
             if name in registry:
-                from kvalign.app.commands.evaluation import EvaluationCommand
+                from kvalign.app.commands.evaluate import EvaluationCommand
 
                 return EvaluationCommand(registry[name])
         if first in LISTINGS:

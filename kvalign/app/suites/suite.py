@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.app.cli.catalogue import GIVEN
-from kvalign.app.commands.eval_run import RunSettings
+from kvalign.app.commands.evaluate import RunSettings
 from kvalign.app.suites.away import how_to_get, lacks_of
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.app.suites.estimate import estimate

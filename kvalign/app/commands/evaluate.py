@@ -1,13 +1,41 @@
-"""`kvalign eval run`: run a suite of evaluations into a folder, cell by cell."""
+"""Commands that evaluate: one evaluation, a suite of them into a folder, the report of a folder."""
+
+from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvalign.app.cli.next_steps import say_next
+from kvalign.app.cli.next_steps import say_next, say_written
 from kvalign.foundation.errors import RunError
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
+
+if TYPE_CHECKING:
+    from kvalign.eval.protocol import Document, Evaluation
+    from kvalign.eval.protocol.settings import ResultSettings
+
+_WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
+
+
+@dataclass
+class EvaluationCommand:
+    """Adapter: an evaluation as a command's function, which prints its tables or its document."""
+
+    evaluation: Evaluation
+
+    @property
+    def settings(self) -> type[ResultSettings]:
+        return self.evaluation.settings
+
+    def __call__(self, settings: Any, as_json: bool) -> Document:
+        settings = settings if as_json else self.evaluation.prepared(settings)
+        document = self.evaluation.run(settings)
+        if not as_json:
+            self.evaluation.show(document, settings)
+        say_written(*(getattr(settings, name, None) for name in _WRITTEN))
+        return document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +94,33 @@ def eval_run(settings: RunSettings, as_json: bool) -> None:
             f"{len(not_run)} of {len(states)} cells were not run, because what they need is "
             f"missing (first line): {', '.join(not_run)}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(Settings):
+    """Write report.html, one self-contained page of all results in a folder, and its plots as PNG
+    and SVG. The folder comes from `kvalign eval run`, or contains the --json output of any `kvalign
+    eval`, one .json file each.
+
+    Example:
+        kvalign report results
+    """
+
+    folder: Path = option(help="folder with results", positional=True)
+    terminal: bool = option(
+        False, help="show the results in the terminal instead of writing the page"
+    )
+
+
+def report(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
+    if settings.terminal:
+        from kvalign.eval.report.page import show
+
+        show(settings.folder)
+        return None
+    from kvalign.eval import write_report
+
+    page = write_report(settings.folder)
+    if not as_json:
+        print(f"report: {page}")
+    return {"report": str(page)}
