@@ -6,9 +6,9 @@ import httpx
 import pytest
 from helpers.patience import PATIENCE_S
 
-from kvalign.app import address
 from kvalign.app.cli.main import main
-from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.commands import serve as address
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.foundation.errors import UserError
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is n
 def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
     served, local = [], ("127.0.0.1", 0)
     monkeypatch.setattr(
-        "kvalign.app.commands.demo_ui.listening",
+        "kvalign.app.commands.serve.listening",
         lambda *_: served.append(1) or socket.create_server(local),
     )
     monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_, **__: served.append(2))

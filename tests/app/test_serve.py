@@ -16,8 +16,8 @@ from helpers.smaller import example
 
 import kvalign
 from kvalign.app.cli.main import main
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import opening_len
 
@@ -173,7 +173,7 @@ def test_a_folder_of_sessions_is_of_streams_of_one_size(loaded, tmp_path):
 def test_who_is_let_in(flags, key, monkeypatch):
     served = []
     listening = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr("kvalign.app.address.listening", lambda *_: listening)
+    monkeypatch.setattr("kvalign.app.commands.serve.listening", lambda *_: listening)
     monkeypatch.setattr(ServeSettings, "load", lambda settings: None)
     monkeypatch.setattr("kvalign.app.serve.server.build", lambda *_: None)
     monkeypatch.setattr("kvalign.app.serve.server.serve", lambda *given: served.append(given[0]))

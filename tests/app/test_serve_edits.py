@@ -6,9 +6,9 @@ import pytest
 from helpers import edited_talks
 from helpers.served import serving
 
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.edits import edits_between
 from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 
 ASKED = dict(model="gpt2-mini", max_tokens=6, temperature=0)

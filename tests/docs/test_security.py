@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.models import template_trial
 
 TEXT = (Path(__file__).parents[2] / "SECURITY.md").read_text()

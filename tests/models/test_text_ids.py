@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import kvalign
 from kvalign.app.commands.generate import read_prompt
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.prompts import Prompts
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.input_ids import ids_of, prefix_ids

@@ -29,7 +29,6 @@ EXTRA_OF = {
     "kvalign.app.suites.cells": "eval",
     "kvalign.app.pages": "ui",
     "kvalign.app.serve": "serve",
-    "kvalign.app.serve.settings": "",
 }
 
 IMPORT_ALL = """

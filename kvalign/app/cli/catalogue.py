@@ -58,7 +58,11 @@ FAMILY = "eval"
 GIVEN = "--given"
 """In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
 _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tune-memory")
-_MODULES = dict.fromkeys(_OF_TRAINING, "train") | {"eval run": "evaluate", "report": "evaluate"}
+_MODULES = dict.fromkeys(_OF_TRAINING, "train") | {
+    "eval run": "evaluate",
+    "report": "evaluate",
+    "demo-ui": "serve",
+}
 """Modules of commands/ that have commands of other names."""
 _WITHOUT_JSON = ("serve", "demo-ui", "completion")
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message, unsupported
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.wire import Chat, Headers, Request
 from kvalign.methods.base import Method

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvalign.app.address import url_of
+from kvalign.app.commands.serve import ServeSettings, url_of
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import (
@@ -36,7 +36,6 @@ from kvalign.app.serve.replies import (
 )
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Answers, Event
 from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
 from kvalign.foundation.errors import UserError

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.constraints import Constraints
 from kvalign.app.serve.edits import RUN, Change, Edits, edits_between
 from kvalign.app.serve.engine import Engine, Metrics
@@ -20,7 +21,6 @@ from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Prompts, new_messages, session_for
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
-from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
