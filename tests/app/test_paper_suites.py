@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
-from kvalign.app.suites.cells import parse_suite, read_suite
+from kvalign.app.suites.suite import parse_suite, read_suite
 from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.report import Results, parse_suite_text, read

@@ -16,8 +16,8 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.app.listing import suites
-from kvalign.app.suites.away import DATA_SET, lacks_of
-from kvalign.app.suites.cells import parse_suite, read_suite
+from kvalign.app.suites.forecast import DATA_SET, lacks_of
+from kvalign.app.suites.suite import parse_suite, read_suite
 from kvalign.eval.report import parse_suite_text, read
 
 SUITE = """
@@ -205,8 +205,13 @@ def test_variables_name_what_is_here(away, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "Salesforce" / "wikitext").mkdir(parents=True)
     changed = "model=folder prompts=own"
-    assert lacks_of(parse_suite(AWAY, "own.yaml", variables=changed)) == {}
-    found = lacks_of(parse_suite(AWAY, "own.yaml", variables="model=llama-mini"))
+
+    def lacks(variables):
+        cells = parse_suite(AWAY, "own.yaml", variables=variables)
+        return lacks_of({cell.name: cell.settings for cell in cells})
+
+    assert lacks(changed) == {}
+    found = lacks("model=llama-mini")
     assert found == {"of-prompts": {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}}
 
 

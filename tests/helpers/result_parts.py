@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvalign.app.suites.cells import Cell
+from kvalign.app.suites.suite import Cell
 from kvalign.eval.protocol import Document
 from kvalign.eval.report import SUITE_FILE, Step, Suite, read_document
 from kvalign.foundation.errors import UserError

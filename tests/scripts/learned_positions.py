@@ -23,8 +23,14 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))  # the checkout need not 
 from helpers.result_parts import with_what_it_reads
 
 from kvalign.app.cli.main import main as kvalign
-from kvalign.app.suites.cells import Cell, parse_suite, read_suite
-from kvalign.app.suites.suite import identity_of_cell, is_finished, keep
+from kvalign.app.suites.suite import (
+    Cell,
+    identity_of_cell,
+    is_finished,
+    keep,
+    parse_suite,
+    read_suite,
+)
 from kvalign.eval.report import SUITE_FILE
 from kvalign.foundation.files import read_json, write_text
 

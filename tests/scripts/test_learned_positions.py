@@ -6,7 +6,7 @@ import pytest
 from helpers.smaller import TEXT, output_of
 
 from kvalign.app.cli.catalogue import Command
-from kvalign.app.suites.cells import Cell, parse_suite, read_suite
+from kvalign.app.suites.suite import Cell, parse_suite, read_suite
 from kvalign.foundation.files import read_json
 from scripts import learned_positions as script
 
