@@ -11,8 +11,8 @@ from helpers.edited_talks import ASKED, TALK, edited, more
 from helpers.patience import PATIENCE_S, until
 from helpers.served import running
 
-from kvalign.app.serve.edits import Change
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.prompts import Change
 from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method

@@ -7,7 +7,7 @@ from helpers import edited_talks
 from helpers.served import serving
 
 from kvalign.app.commands.serve import ServeSettings
-from kvalign.app.serve.edits import edits_between
+from kvalign.app.serve.prompts import edits_between
 from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
 

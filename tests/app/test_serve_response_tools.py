@@ -6,9 +6,9 @@ import json
 import pytest
 from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 
+from kvalign.app.serve.forms import HERMES, Tools
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
-from kvalign.app.serve.tools import HERMES, Tools
 from kvalign.app.serve.turn import Answers, End, Piece
 from kvalign.app.serve.wire import parsed
 

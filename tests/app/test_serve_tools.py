@@ -12,9 +12,9 @@ from helpers.served import serving
 from helpers.tool_templates import TEMPLATES, TIME, WEATHER
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.forms import HERMES, LLAMA, Call, CallReader, Tools, form_of
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.sessions import AS_READ, digest
-from kvalign.app.serve.tools import HERMES, LLAMA, Call, CallReader, Tools, form_of
 from kvalign.app.serve.wire import Chat
 from kvalign.streaming.turns import message_ids, messages_text, opening_len
 

@@ -1,6 +1,6 @@
 """Chat templates of the two forms that calls of tools have, and tools."""
 
-from kvalign.app.serve.tools import HERMES, LLAMA
+from kvalign.app.serve.forms import HERMES, LLAMA
 
 # As Qwen's, without its words; calls and results stand where they stand there.
 HERMES_TEMPLATE = """\

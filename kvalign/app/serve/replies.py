@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.tools import as_json
+from kvalign.app.serve.forms import as_json
 from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
 from kvalign.app.serve.wire import Request
 

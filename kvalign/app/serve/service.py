@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from kvalign.app.commands.serve import ServeSettings
-from kvalign.app.serve.constraints import Constraints
-from kvalign.app.serve.edits import RUN, Change, Edits, edits_between
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
+from kvalign.app.serve.forms import Constraints, Tools
 from kvalign.app.serve.messages import Message
-from kvalign.app.serve.prompts import Prompts, new_messages, session_for
+from kvalign.app.serve.prompts import (
+    RUN,
+    Change,
+    Edits,
+    Prompts,
+    edits_between,
+    new_messages,
+    session_for,
+)
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
-from kvalign.app.serve.tools import Tools
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
 from kvalign.app.sessions.conversation import sinks_of, talk_defaults

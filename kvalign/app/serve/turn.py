@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from kvalign.app.serve.edits import Change
 from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.forms import Tools
 from kvalign.app.serve.messages import Message
+from kvalign.app.serve.prompts import Change
 from kvalign.app.serve.sessions import Session, Sessions, digest
-from kvalign.app.serve.tools import Tools
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.streaming.answer import Answer, token_bytes
