@@ -201,7 +201,7 @@ _ABOUT = {
 }
 LISTINGS = tuple(_ABOUT)
 _OF_MODEL = option(None, help="only those for this model: shipped name, hub id or folder")
-_FIELDS: dict[str, list] = {"aligners": [("model", str | None, _OF_MODEL)]}
+_FIELDS = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 
 @dataclass

@@ -224,7 +224,7 @@ def test_shipped_suites_are_understood(name):
         assert words[0] == "kvalign" and "{out}" not in cell.command
         command, flags = find(words[1:])
         assert parse(command.settings, flags, "")[0] == cell.settings
-        assert command.given(cell.as_json()) == cell.settings
+        assert command.settings(**json.loads(cell.as_json())) == cell.settings
     paper = parse_suite_text(read_suite(name), name).paper
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names

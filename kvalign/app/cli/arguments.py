@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import re
 import shutil
 import textwrap
 import typing
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,9 +36,6 @@ LONGEST_CHOICES = 64  # characters that fit behind a flag
 
 S = TypeVar("S", bound=Settings)
 
-JSON = "print one JSON document instead of text"
-DEBUG = "show the whole traceback of an error"
-
 
 def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True) -> tuple[S, bool]:
     """The settings from the words after a command, and whether `--json` was given.
@@ -54,7 +52,9 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
         usage=" ".join([prog, *named, "[flags]"]),
         description=_wrapped(help_text.strip()),
         epilog="\n".join(["example:", *commands]) if commands else None,
-        formatter_class=_Formatter,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=26, width=columns()
+        ),
         allow_abbrev=False,
         add_help=False,
     )
@@ -74,22 +74,26 @@ def add_arguments(
     """
     arguments, groups = {}, {title: parser.add_argument_group(title) for title in _TITLES}
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    titles = _titles_of(names)
+    titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}
+    sizes = Counter(titles.values())
     for cls in classes:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.name not in arguments:
                 hint = without_none(hints[field.name])
                 name = field.name if field.metadata["positional"] else flag(field.name)
-                group = groups[titles[field.name]]
+                title = titles[field.name]
+                group = groups[title if sizes[title] > 1 else _OTHER]  # none of a single flag
                 action = group.add_argument(name, **_argument(field, hint))
                 arguments[field.name] = (action, field, hint)
     of_all = groups[_OF_ALL]
     if not parser.add_help:
         of_all.add_argument("-h", "--help", action="help", help="this")
     if has_json:
-        of_all.add_argument("--json", action="store_const", const=True, help=JSON)
-    of_all.add_argument("--debug", action="store_const", const=True, help=DEBUG)
+        about = "print one JSON document instead of text"
+        of_all.add_argument("--json", action="store_const", const=True, help=about)
+    about = "show the whole traceback of an error"
+    of_all.add_argument("--debug", action="store_const", const=True, help=about)
     return arguments
 
 
@@ -152,15 +156,6 @@ def columns() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def _titles_of(names: Collection[str]) -> dict[str, str]:
-    """Group titles of a command's flags, by flag. An idea has the same title in all commands. A
-    single flag has no group.
-    """
-    titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}
-    sizes = Counter(titles.values())
-    return {name: title if sizes[title] > 1 else _OTHER for name, title in titles.items()}
-
-
 def _wrapped(text: str) -> str:
     """Paragraphs, each as wide as help is; lists keep their lines."""
     return "\n\n".join(textwrap.fill(part, columns()) for part in text.split("\n\n"))
@@ -177,10 +172,3 @@ def _example(command: str) -> str:
             lines.append(indent + part)
             indent = "    "
     return " \\\n".join(lines)
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of argparse, at most 80 columns wide."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=26, width=columns())

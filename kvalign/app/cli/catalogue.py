@@ -96,10 +96,6 @@ class Command:
         function = self._function
         return {"": getattr(function, "settings", None) or get_type_hints(function)["settings"]}
 
-    def given(self, text: str) -> Settings:
-        """The settings that a JSON text has, all of them."""
-        return self.settings(**json.loads(text))
-
     def run(self, settings: Settings, as_json: bool) -> None:
         document = self._function(settings, as_json)
         if as_json and document is not None:

@@ -6,6 +6,7 @@ the machine or of KV-Align; 2 wrong use, which the user can correct; 130 stopped
 """
 
 import gc
+import json
 import logging
 import os
 import re
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, cls = command.words, command.settings
         flags_of = cls.flags()
         if flags == [catalogue.GIVEN]:
-            settings, as_json = command.given(sys.stdin.read()), True
+            settings, as_json = cls(**json.load(sys.stdin)), True
         else:
             settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         check_outputs(settings)

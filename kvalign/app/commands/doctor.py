@@ -68,9 +68,6 @@ def show(results: list[Check]) -> None:
     print(f"{fit}; optional, but not ok: {len(not_ok) - len(required)}")
 
 
-_UNLISTED = ("dev",)  # an extra for work on KV-Align itself
-
-
 @dataclass(frozen=True)
 class Check:
     """Result of one check."""
@@ -96,7 +93,7 @@ def requirements() -> Iterator[tuple[str, Requirement]]:
         needed = Requirement(text)
         if needed.name in listed:
             continue
-        for extra in ("", *(extra for extra in extras if extra not in _UNLISTED)):
+        for extra in ("", *(extra for extra in extras if extra != "dev")):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 listed.add(needed.name)
                 yield extra, needed

@@ -71,36 +71,29 @@ class GenerateSettings(StreamSettings):
             raise UserError("--keep and --num-sinks set the same number: give one of them")
         num_of_keep(self.keep or "0", "prompt")
 
-    def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
+    def sinks_for(self, prompt_len: int) -> int | None:
         """First entries that are never evicted; None: the method's default."""
-        from kvalign.models.input_ids import encoded
-
         if self.keep is None:
             return self.num_sinks
         num_sinks = num_of_keep(self.keep, "prompt")
         if num_sinks is None:
-            num_sinks = len(encoded(prompt, loaded.tokenizer, loaded.model))
+            num_sinks = prompt_len
         self.check_sinks("--keep", num_sinks)
         return num_sinks
 
-    def length_of(self, prompt: str, loaded: LoadedModel) -> dict[str, Any]:
-        """Number of tokens to generate without a flag: past the context length, if that is near."""
-        from kvalign.models.input_ids import encoded
-
-        num_before = len(encoded(prompt, loaded.tokenizer, loaded.model))
-        num_new = tokens_past(loaded.spec.context_len, num_before)
-        return {} if num_new is None else {"max_new_tokens": num_new}
-
 
 def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.models.input_ids import encoded
+
     source = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
     if source is None:
         source = piped_text()
     prompt = source if source.strip() else PROMPT
-    text_stream = settings.stream(
-        loaded, prompt, settings.sinks_for(prompt, loaded), settings.length_of(prompt, loaded)
-    )
+    prompt_len = len(encoded(prompt, loaded.tokenizer, loaded.model))
+    num_new = tokens_past(loaded.spec.context_len, prompt_len)
+    defaults = {} if num_new is None else {"max_new_tokens": num_new}
+    text_stream = settings.stream(loaded, prompt, settings.sinks_for(prompt_len), defaults)
     with suppress(KeyboardInterrupt):
         pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
         first = next(pieces)
@@ -128,12 +121,13 @@ def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     )
     if not as_json and prompt is not source:  # a first try
         _say_next(settings, loaded)
-    document = {
+    return {
         "settings": settings.values_of(text_stream),
         "prompt": prompt,
         "text": text_stream.text,
+        "token_ids": text_stream.token_ids,
+        **timing,
     }
-    return {**document, "token_ids": text_stream.token_ids, **timing}
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

@@ -220,13 +220,9 @@ class PageSettings(Settings):
         kvalign demo-ui --port 0
     """
 
-    host: str = option(
-        "127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines connect"
-    )
-    port: int = option(
-        7860, help="port to listen on; 0 chooses a free one", at_least=0, at_most=65535
-    )
-    without_key: bool = option(False, help="let other machines connect without a key")
+    host: str = like(ServeSettings, "host", "127.0.0.1", more="")
+    port: int = like(ServeSettings, "port", 7860, more="")
+    without_key: bool = like(ServeSettings, "without_key", False, more="")
     model: str = option(
         "gpt2-mini", help="shipped name, hub id or folder; the shipped models are always offered"
     )

@@ -119,11 +119,13 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         what = " and ".join(f"{kv}s" for kv in parts)
         return f"{math.exp(losses[parts]):.4g} with {what} realigned"
 
+    shipped = judged.get("shipped")
+    beside = f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
     lines = [
         f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
         f"{', '.join(map(str, judged['cache_sizes']))} and {num_sinks} sinks: "
         f"{math.exp(losses[()]):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
-        f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}{_beside(judged)}"
+        f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}{beside}"
     ]
     if judged["parts"]:
         return [*lines, f"used: {figures(tuple(judged['parts']))}"]
@@ -138,12 +140,6 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         *lines,
         (f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals {what}"),
     ]
-
-
-def _beside(judged: dict[str, Any]) -> str:
-    """Figure of the shipped aligner, if there is one."""
-    shipped = judged.get("shipped")
-    return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
 
 
 def judge(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:

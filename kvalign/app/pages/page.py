@@ -245,7 +245,10 @@ def build(
                         info="shipped, trained here, or given by --aligner",
                     )
                 with gr.Accordion("Sampling", open=False):
-                    drawing = _sampling_sliders()
+                    drawing = [
+                        _slider(name, least, most, getattr(Sampling, name), step)
+                        for name, (least, most, step) in _SAMPLING.items()
+                    ]
                     seed = gr.Number(
                         SEED,
                         label=_LABELS["seed"],
@@ -288,14 +291,6 @@ def _slider(
     return gr.Slider(least, most, value, step=step, **more)
 
 
-def _sampling_sliders() -> list[gr.Slider]:
-    """Control for each of `_SAMPLING`, with the command line's defaults."""
-    return [
-        _slider(name, least, most, getattr(Sampling, name), step)
-        for name, (least, most, step) in _SAMPLING.items()
-    ]
-
-
 def _without_policy() -> str:
     """Methods that have their own way to evict."""
     names = (name for name in METHODS if not registry.METHODS[name].takes_policy)
@@ -310,10 +305,8 @@ def _labelled(line: str) -> str:
 
 def _most_entries(loaded: LoadedModel) -> int:
     """The largest cache for which the model has positions."""
-    ends = [_MOST_ENTRIES]
-    if loaded.spec.context_len is not None:
-        ends.append(loaded.spec.context_len - 1)
-    return max(_LEAST_ENTRIES, min(ends))
+    context_len = loaded.spec.context_len or _MOST_ENTRIES + 1
+    return max(_LEAST_ENTRIES, min(_MOST_ENTRIES, context_len - 1))
 
 
 def _message(line: str) -> str:

@@ -254,9 +254,6 @@ def _policy(method: Method) -> str:
     return f"policy {sizes.policy}, positions kept{end}"
 
 
-if TYPE_CHECKING:
-    from kvalign.eval.judging.chunks import Chunk
-
 UNKNOWN = "[…]"
 """Replacement for a corpus's `<unk>`."""
 _MARKS = re.compile(r" ?@([-,.])@ ?")

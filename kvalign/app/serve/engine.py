@@ -59,10 +59,7 @@ log = logging.getLogger(__name__)
 PART = 512
 GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
-
-
-def _shutting_down() -> RequestError:
-    return RequestError("the server is shutting down", 503, code="shutting_down")
+SHUTTING_DOWN = RequestError("the server is shutting down", 503, code="shutting_down")
 
 
 class Engine(threading.Thread):
@@ -85,7 +82,7 @@ class Engine(threading.Thread):
         """Queue turns until there are places for them; RequestError (429) if too many wait."""
         with self._wakes:
             if self._is_stopping or not self.is_alive():
-                raise _shutting_down()
+                raise SHUTTING_DOWN
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
                 raise RequestError(
@@ -135,7 +132,7 @@ class Engine(threading.Thread):
         turns = [*self._waiting, *self._feeding]
         turns += [row.turn for batch in self._batches.values() for row in batch.rows]
         for turn in dict.fromkeys(turns):
-            turn.failed(_shutting_down())
+            turn.failed(SHUTTING_DOWN)
 
     def _admit(self) -> None:
         while self._waiting and len(self._waiting[0].rows) <= self.num_free:

@@ -266,13 +266,8 @@ class Conversation:
 
     def to_go_on(self) -> str:
         """The command that continues it from its file."""
-        same = (
-            "dtype",
-            "device",
-            "aligner",
-            "compile",
-            "special_tokens",
-        )  # the file names the rest
+        # The file names the rest.
+        same = ("dtype", "device", "aligner", "compile", "special_tokens")
         values = {name: getattr(self.settings, name) for name in same}
         return ConversationSettings(**values, state=self.path).command_line("chat")
 
@@ -333,8 +328,8 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     if num_sinks is None and keep is not None:
         num_sinks = num_of_keep(keep, "system")
         if num_sinks is None:
-            how: dict[str, Any] = {"special_tokens": settings.special_tokens}
-            num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
+            special = settings.special_tokens
+            num_sinks = opening_len(loaded.tokenizer, settings.system, special_tokens=special)
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
         usual = usual_recalled(settings.cache_size or LARGEST_DEFAULT, num_sinks or 0)

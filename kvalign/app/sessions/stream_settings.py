@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
-# Settings of Python and of evaluations: elsewhere the model's plan says them.
-NO_FLAGS = ("recall_places", "recall_layers")
-SIZES = tuple(x for x in ("num_evicted", "realign_every", *OF_POLICY) if x not in NO_FLAGS)
+# Without those of Python and of evaluations, which the model's plan says elsewhere.
+SIZES = ("num_evicted", "realign_every", *(x for x in OF_POLICY if not x.startswith("recall_")))
 
 
 @dataclass(frozen=True, kw_only=True)
