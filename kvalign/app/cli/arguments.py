@@ -101,12 +101,9 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        if (unknown := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
-            near := nearest(
-                unknown[1].replace("-", "_"),
-                [name[2:].replace("-", "_") for name in self._option_string_actions],
-            )
-        ):
+        unknown = re.search(r"unrecognized arguments: .*?--([\w-]+)", message)
+        known = [name[2:].replace("-", "_") for name in self._option_string_actions]
+        if unknown and (near := nearest(unknown[1].replace("-", "_"), known)):
             message += f"; did you mean {flag(near)}?"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
@@ -164,11 +161,9 @@ def _wrapped(text: str) -> str:
 def _example(command: str) -> str:
     """A command in lines for a shell, broken before flags."""
     lines: list[str] = []
-    indent = "  "
     for part in re.split(r" (?=--)", command):
         if lines and len(lines[-1]) + len(part) + 3 <= columns():
             lines[-1] += f" {part}"
         else:
-            lines.append(indent + part)
-            indent = "    "
+            lines.append(("    " if lines else "  ") + part)
     return " \\\n".join(lines)

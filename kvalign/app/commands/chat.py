@@ -147,9 +147,8 @@ def obey(line: str, conversation: Conversation) -> str:
         return conversation.stream.notes.get(SYSTEM, none)
     if name == "/reset":
         conversation.reset()
-        until = (
-            f"; {conversation.path} is written after the next answer" if conversation.path else ""
-        )
+        path = conversation.path
+        until = f"; {path} is written after the next answer" if path else ""
         return f"the conversation starts again{until}"
     return "\n".join(f"{usage:14}{about}" for usage, about in COMMANDS.items())
 

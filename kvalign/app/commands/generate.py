@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.sessions.stream_settings import (
     MAX_NEW_TOKENS,
     StreamSettings,
-    num_of_keep,
+    number_of,
     pieces_of,
 )
 from kvalign.foundation.errors import UserError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 PROMPT = "The history of the island"
+_OF_KEEP = "prompt or a number of tokens"
 MOST = 1024
 """Longest context length that a stream without a length passes; longer ones take minutes."""
 BEYOND = 88
@@ -69,13 +69,13 @@ class GenerateSettings(StreamSettings):
         super().__post_init__()
         if self.keep is not None and self.num_sinks is not None:
             raise UserError("--keep and --num-sinks set the same number: give one of them")
-        num_of_keep(self.keep or "0", "prompt")
+        number_of("--keep", self.keep or "0", _OF_KEEP)
 
     def sinks_for(self, prompt_len: int) -> int | None:
         """First entries that are never evicted; None: the method's default."""
         if self.keep is None:
             return self.num_sinks
-        num_sinks = num_of_keep(self.keep, "prompt")
+        num_sinks = number_of("--keep", self.keep, _OF_KEEP)
         if num_sinks is None:
             num_sinks = prompt_len
         self.check_sinks("--keep", num_sinks)
@@ -95,28 +95,18 @@ def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     defaults = {} if num_new is None else {"max_new_tokens": num_new}
     text_stream = settings.stream(loaded, prompt, settings.sinks_for(prompt_len), defaults)
     with suppress(KeyboardInterrupt):
-        pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
-        first = next(pieces)
-        if not as_json:
-            print(prompt, end="", flush=True)
-        for piece in chain([first], pieces):
+        for number, piece in enumerate(marked(pieces_of(text_stream, "prompt"), text_stream)):
             if not as_json:
-                print(piece, end="", flush=True)
+                print(piece if number else prompt + piece, end="", flush=True)
     if text_stream.method.tokens_left == 0:
         print("the stream ends here: the model has no more positions", file=sys.stderr)
-    timing = text_stream.timing()
+    method, timing = text_stream.method, text_stream.timing()
     if not as_json:
         print()
+    steps = f" with {method.steps_in_a_word} steps" if method.steps_in_a_word else ""
     print(
-        (
-            "{num_tokens} tokens with {method}: first after {ttft_s:.2f} s, then "
-            "{ms_per_token:.2f} ms/token{steps}; {sampling}"
-        ).format(
-            method=text_stream.method.in_words,
-            steps=f" with {steps} steps" if (steps := text_stream.method.steps_in_a_word) else "",
-            sampling=text_stream.sampling.in_flags(),
-            **timing,
-        ),
+        f"{timing['num_tokens']} tokens with {method.in_words}: first after {timing['ttft_s']:.2f} "
+        f"s, then {timing['ms_per_token']:.2f} ms/token{steps}; {text_stream.sampling.in_flags()}",
         file=sys.stderr,
     )
     if not as_json and prompt is not source:  # a first try

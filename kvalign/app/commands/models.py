@@ -113,9 +113,7 @@ def _download(source: Source, folder: Path) -> Path:
     process = subprocess.run(command, capture_output=True, text=True, env=here)
     wheels = list(folder.glob("*.whl"))
     if process.returncode or not wheels:
-        lines = [line for line in process.stderr.splitlines() if line.strip()] or [
-            "it says nothing"
-        ]
+        lines = process.stderr.strip().splitlines() or ["it says nothing"]
         of_pip = [line for line in lines if line.startswith("ERROR:")]
         is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
         why = of_pip[-1] if is_reason else lines[-1]

@@ -22,14 +22,7 @@ from kvalign import checkpoints
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import (
-    DEVICE,
-    OF_WEIGHTS,
-    WEIGHTS,
-    Settings,
-    like,
-    option,
-)
+from kvalign.foundation.settings import DEVICE, OF_WEIGHTS, WEIGHTS, Settings, like, option
 from kvalign.streaming.sampling import Sampling
 
 _LARGEST = 2**20  # bytes of a request that are read before it is answered

@@ -135,11 +135,11 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         if losses[tried] < losses[()]
         else "is no better"
     )
-    what = f"streaming-llm with {own_sinks} sinks"
-    return [
-        *lines,
-        (f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals {what}"),
-    ]
+    lines.append(
+        f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals "
+        f"streaming-llm with {own_sinks} sinks"
+    )
+    return lines
 
 
 def judge(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
@@ -163,13 +163,11 @@ def tune(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     if as_json:
         return result
     best, val_loss = result["best"], result["aligner_val_loss"]
+    use = "" if result["used"] else "; not used: entries stay unchanged"
     print(
-        (
-            f"{result['aligner']}: val loss {val_loss:.6g}, trained again from trial "
-            f"{best['trial']}, which had {best['val_loss']:.6g} (ratio "
-            f"{val_loss / best['val_loss']:.4f}); input-label MSE {result['input_label_mse']:.6g}"
-        )
-        + ("" if result["used"] else "; not used: entries stay unchanged")
+        f"{result['aligner']}: val loss {val_loss:.6g}, trained again from trial {best['trial']}, "
+        f"which had {best['val_loss']:.6g} (ratio {val_loss / best['val_loss']:.4f}); input-label "
+        f"MSE {result['input_label_mse']:.6g}{use}"
     )
     print_table(
         [Heading(name, is_number=name not in ("trial", "state")) for name in best],

@@ -93,9 +93,8 @@ def verify(settings: VerifySettings, as_json: bool) -> None:
     from kvalign.models.loading import load_model
 
     make = settings.make()
-    loaded = load_model(settings.model, settings.device, "float32", settings.weights)
     outcomes = invariants.verify(
-        loaded.model,
+        load_model(settings.model, settings.device, "float32", settings.weights).model,
         make,
         num_steps=settings.num_steps,
         half=settings.half,

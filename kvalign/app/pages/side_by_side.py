@@ -130,6 +130,7 @@ def begin(
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
+        own = {size: x for size, x in settings.items() if size not in cls.ignored_settings()}
         try:
             method = make_method(
                 name,
@@ -137,11 +138,7 @@ def begin(
                 cache_size=cache_size,
                 aligner=aligner if cls.takes_aligner else None,
                 warn=False,
-                **{
-                    size: value
-                    for size, value in settings.items()
-                    if size not in cls.ignored_settings()
-                },
+                **own,
             )
             text_stream = TextStream(loaded.tokenizer, method, sampling)
         except UserError as error:

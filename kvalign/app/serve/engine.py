@@ -217,9 +217,8 @@ class Engine(threading.Thread):
             if row.failure is None:
                 self.metrics.generated.inc()
                 is_first = len(row.token_ids) == 1
-                (self.metrics.first if is_first else self.metrics.between).observe(
-                    now - row.since_s
-                )
+                seconds = self.metrics.first if is_first else self.metrics.between
+                seconds.observe(now - row.since_s)
                 row.since_s = now
         whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))

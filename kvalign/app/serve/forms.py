@@ -167,13 +167,10 @@ class Tools:
         definitions = [tool.for_template() for tool in request.tools]
         return cls(definitions, must, form if request.may_call else None)
 
-    @property
-    def names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.definitions]
-
     def reader(self) -> CallReader | None:
         """Reader of one answer; None: no call is looked for in it."""
-        return CallReader(self.form, self.names) if self.form else None
+        names = [tool["function"]["name"] for tool in self.definitions]
+        return CallReader(self.form, names) if self.form else None
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         """The content of a whole answer, and the calls in it."""
@@ -193,9 +190,9 @@ class Tools:
         """Grammar of an answer that is one call, in llguidance's form of Lark."""
         assert self.form is not None
         begin, end, key = self.form
-        functions = [tool["function"] for tool in self.definitions]
         rules, calls = list[str](), list[str]()
-        for number, function in enumerate(functions):
+        for number, tool in enumerate(self.definitions):
+            function = tool["function"]
             if function["name"] not in self.must:
                 continue
             schema = function.get("parameters") or _NO_ARGUMENTS
@@ -205,9 +202,10 @@ class Tools:
             rules.append(
                 f"arguments{number}: %json {json.dumps({**schema, 'x-guidance': _WRITTEN})}"
             )
-        first, last = (f"{begin}\n", f"\n{end}") if begin else ("", "")
-        marks = [json.dumps(first)] * bool(begin), [json.dumps(last)] * bool(end)
-        whole = " ".join([*marks[0], f"({' | '.join(calls)})", *marks[1]])
+        whole = f"({' | '.join(calls)})"
+        if begin:
+            first, last = json.dumps(f"{begin}\n"), json.dumps(f"\n{end}")
+            whole = f"{first} {whole} {last}"
         return "\n".join([f"start: {whole}", *rules])
 
 
@@ -245,32 +243,17 @@ class Constraints:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]):
         self._own, self._ends = tokenizer, [*ends]
 
-    def of_schema(self, schema: Mapping[str, Any]) -> Callable[[int], Constraint]:
+    def of(self, form: Mapping[str, Any] | str, field: str) -> Callable[[int], Constraint]:
         """Return what makes the constraint of an answer to so many tokens.
 
         Args:
-            schema: JSON schema of the answer.
+            form: JSON schema of the answer, or a grammar in llguidance's form of Lark.
+            field: of a request, which asks for it.
 
         Raises:
             RequestError: a schema that cannot be obeyed, or a server without llguidance.
         """
-        text = json.dumps(schema)
-        return self._of(
-            "response_format",
-            lambda matcher: matcher.grammar_from_json_schema(text, overrides=_COMPACT),
-        )
 
-    def of_grammar(self, grammar: str, field: str) -> Callable[[int], Constraint]:
-        """The same for a grammar in llguidance's form of Lark, which a field of a request asks for.
-
-        Raises:
-            RequestError: as of `of_schema`.
-        """
-        return self._of(field, lambda matcher: matcher.grammar_from_lark(grammar))
-
-    def _of(
-        self, field: str, grammar_by: "Callable[[type[LLMatcher]], str]"
-    ) -> Callable[[int], Constraint]:
         def refusal(what: str) -> RequestError:
             return RequestError(f"{field} {what}", param=field, code="unsupported")
 
@@ -281,7 +264,11 @@ class Constraints:
         if not self._ends:
             raise refusal("is not supported: no token of this model ends an answer")
         try:
-            grammar = grammar_by(LLMatcher)
+            if isinstance(form, str):
+                grammar = LLMatcher.grammar_from_lark(form)
+            else:
+                schema = json.dumps(form)
+                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
             fault = LLMatcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
             fault = str(error)

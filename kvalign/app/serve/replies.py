@@ -173,7 +173,7 @@ def choice_of(
     index: int,
     content: dict[str, Any],
     finish: str | None,
-    logprobs: dict[str, Any] | None = None,
+    logprobs: dict[str, Any] | None,
 ) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 

@@ -30,7 +30,7 @@ from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
-from kvalign.app.sessions.conversation import sinks_of, talk_defaults
+from kvalign.app.sessions.conversation import talk_defaults
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -51,7 +51,7 @@ class Service:
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.tokenizer = settings, loaded.tokenizer
-        num_sinks = sinks_of(settings.num_sinks)
+        num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded), **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
@@ -284,9 +284,9 @@ class Service:
         num_choices, schema = request.num_choices, request.schema_of_answer
         constraint, ends = None, self.ends
         if tools and tools.must:
-            constraint = self.constraints.of_grammar(tools.grammar, "tool_choice")
+            constraint = self.constraints.of(tools.grammar, "tool_choice")
         elif schema is not None:
-            constraint = self.constraints.of_schema(schema)
+            constraint = self.constraints.of(schema, "response_format")
         if constraint is not None:
             ends = self.json_ends
             sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself

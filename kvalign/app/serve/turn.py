@@ -295,15 +295,13 @@ class SessionUpdate:
         answer = Message(role="assistant", content=row.text)
         if self.tools is not None:
             answer = self.tools.message(row.text)
-        how = self.session.comparison
-        turn_digest, messages_digest = digest(
-            self.session.messages_digest, [*self.messages, answer], how
-        )[-2:]
+        before, said = self.session.messages_digest, [*self.messages, answer]
+        digests = digest(before, said, self.session.comparison)
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
-            messages_digest=messages_digest,
-            turn_digest=turn_digest,
+            messages_digest=digests[-1],
+            turn_digest=digests[-2],
             answer=row.text,
             finish=row.finish,
             ids=ids,

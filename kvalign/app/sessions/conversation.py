@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
-from kvalign.app.sessions.stream_settings import StreamSettings, num_of_keep, pieces_of
+from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
 from kvalign.app.sessions.turns_in_cache import (
     EVICT,
     NUM_GONE,
@@ -44,6 +44,7 @@ WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
 # likely to be answered: tests/scripts/talk.py.
 MOST_RECALLED = 8
 LEAST_RUNS = 20  # of an answer that may be a loop
+_OF_KEEP = "system or a number of tokens"
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
 
@@ -71,7 +72,11 @@ class TalkSettings(StreamSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sinks_of(self.num_sinks)
+        self.sinks()
+
+    def sinks(self) -> int | None:
+        """Number that `--num-sinks` gives; None: auto."""
+        return number_of("--num-sinks", self.num_sinks, "auto or a number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,7 @@ class ConversationSettings(TalkSettings):
         if self.keep is not None and self.num_sinks != "auto":
             raise UserError("--keep and --num-sinks set the same number: give one of them")
         if self.keep is not None:
-            num_of_keep(self.keep, "system")
+            number_of("--keep", self.keep, _OF_KEEP)
         if not all(turn.strip() for turn in self.say or ()):
             raise UserError("--say is empty: give at least one word")
 
@@ -303,15 +308,6 @@ def _fetched_model() -> str:
     )
 
 
-def sinks_of(num_sinks: str) -> int | None:
-    """Number that `--num-sinks` gives, None for auto; UserError for anything else."""
-    if num_sinks == "auto":
-        return None
-    if not (num_sinks.isascii() and num_sinks.isdigit()):
-        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
-    return int(num_sinks)
-
-
 def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str, Any]:
     """Return the sampling of an answer, by field, where no flag and no request says it; `calm` is
     for a model that does not say how to draw.
@@ -323,10 +319,10 @@ def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str,
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.turns import opening_len
 
-    num_sinks = sinks_of(settings.num_sinks)
+    num_sinks = settings.sinks()
     keep = settings.keep or ("system" if settings.system is not None else None)
     if num_sinks is None and keep is not None:
-        num_sinks = num_of_keep(keep, "system")
+        num_sinks = number_of("--keep", keep, _OF_KEEP)
         if num_sinks is None:
             special = settings.special_tokens
             num_sinks = opening_len(loaded.tokenizer, settings.system, special_tokens=special)

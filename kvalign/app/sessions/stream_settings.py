@@ -198,13 +198,15 @@ class StreamSettings(MethodSettings, ModelSettings):
         return {"do_sample": True, **flags} if flags.keys() & set(DRAWS) else flags
 
 
-def num_of_keep(keep: str, all_of: str) -> int | None:
-    """Number that `--keep` gives, None for its one word; UserError for anything else."""
-    if keep == all_of:
+def number_of(name: str, value: str, needed: str) -> int | None:
+    """Number that a flag gives, None for the first word of what is needed, such as `auto or a
+    number`; UserError for anything else.
+    """
+    if value == needed.partition(" ")[0]:
         return None
-    if not (keep.isascii() and keep.isdigit()):
-        raise UserError(f"--keep must be {all_of} or a number of tokens, got {keep!r}")
-    return int(keep)
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{name} must be {needed}, got {value!r}")
+    return int(value)
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:

@@ -207,12 +207,8 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
     def summary() -> str:
-        num_finished = sum(is_finished(cell, settings.out) for cell in cells)
-        return (
-            f"{num_finished} of {len(cells)} cells are finished in {settings.out}"
-            if num_finished
-            else ""
-        )
+        num = sum(is_finished(cell, settings.out) for cell in cells)
+        return f"{num} of {len(cells)} cells are finished in {settings.out}" if num else ""
 
     if lacks := lacks_of({cell.name: cell.settings for cell in missing}):
         suite = parse_suite_text(text, settings.suite)
