@@ -8,7 +8,6 @@ from helpers.patience import PATIENCE_S
 
 from kvalign.app.cli.main import main
 from kvalign.app.commands import serve as address
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.foundation.errors import UserError
 
 
@@ -62,7 +61,7 @@ def test_serve_answers_before_the_model_is_there(fails, monkeypatch, capsys):
             raise UserError("it has no weights")
 
     monkeypatch.setattr(address, "listening", lambda *at: taken.append(listening(*at)) or taken[0])
-    monkeypatch.setattr(ServeSettings, "load", load)
+    monkeypatch.setattr(address.ServeSettings, "load", load)
     monkeypatch.setattr("kvalign.app.serve.server.build", lambda *_: None)
     monkeypatch.setattr(
         "kvalign.app.serve.server.serve", lambda settings, app, at: taken.append(at)

@@ -12,8 +12,7 @@ def steps_of(name, variables=""):
 
 
 def test_steps_and_tokens_are_those_of_the_commands():
-    steps = steps_of("paper-distilgpt2")
-    works = {name: forecast.work_of(settings) for name, settings in steps.items()}
+    works = {name: forecast.work_of(x) for name, x in steps_of("paper-distilgpt2").items()}
     # Window, streaming-llm and discard-half step once, and each of three aligners twice.
     assert works["perplexity-wikitext"] == (
         4 * 20_000 * (3 + 3 * 2),

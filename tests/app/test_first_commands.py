@@ -12,6 +12,8 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.app.commands import generate
 from kvalign.app.commands.generate import BEYOND, PROMPT, tokens_past
+from kvalign.methods.base import Method
+from kvalign.methods.registry import METHODS
 
 NETWORK = "kvalign-data/gpt2-mini/network"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
@@ -35,6 +37,14 @@ def kvalign(tmp_path, monkeypatch, capfd):
 
 def says_next(printed):
     return [line for line in printed.err.splitlines() if line.startswith("next")]
+
+
+def test_a_method_that_only_feeds_is_enough(kvalign, monkeypatch):
+    own = {"name": "mine", "about": "", "reset": lambda self: None}
+    own["feed"] = lambda self, ids: self.model(ids).logits[:, -1]
+    monkeypatch.setitem(METHODS, "mine", type("Mine", (Method,), own))
+    done = kvalign("generate --method mine --cache-size 16 --max-new-tokens 3")
+    assert "3 tokens with mine" in done.err
 
 
 @pytest.mark.slow

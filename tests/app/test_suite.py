@@ -205,14 +205,10 @@ def test_variables_name_what_is_here(away, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "Salesforce" / "wikitext").mkdir(parents=True)
     changed = "model=folder prompts=own"
-
-    def lacks(variables):
+    prompts = {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}
+    for variables, found in ((changed, {}), ("model=llama-mini", {"of-prompts": prompts})):
         cells = parse_suite(AWAY, "own.yaml", variables=variables)
-        return lacks_of({cell.name: cell.settings for cell in cells})
-
-    assert lacks(changed) == {}
-    found = lacks("model=llama-mini")
-    assert found == {"of-prompts": {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}}
+        assert lacks_of({cell.name: cell.settings for cell in cells}) == found
 
 
 @pytest.mark.parametrize("name", suites())

@@ -18,6 +18,7 @@ from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.sessions.stream_settings import (
     MAX_NEW_TOKENS,
     StreamSettings,
+    num_evicted,
     number_of,
     pieces_of,
 )
@@ -164,7 +165,7 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     is_full = is_past = False
     for number, piece in enumerate(pieces):
         lines = []
-        if not is_full and (is_full := stream.num_evicted > 0):
+        if not is_full and (is_full := num_evicted(stream) > 0):
             lines.append(
                 f"the cache of {size} entries is full, from here on the oldest are evicted"
             )

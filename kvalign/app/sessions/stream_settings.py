@@ -209,6 +209,14 @@ def number_of(name: str, value: str, needed: str) -> int | None:
     return int(value)
 
 
+def num_evicted(stream: TextStream) -> int:
+    """Tokens that were evicted; 0 for a method of the user's own without that figure."""
+    try:
+        return stream.num_evicted
+    except NotImplementedError:
+        return 0
+
+
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
     """The pieces of a stream, once the input before the first is read, with a named progress bar;
     the first may be empty.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvalign.app.sessions.stream_settings import num_evicted
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,14 +106,6 @@ def _edited(num: int, num_gone: int) -> str:
 def _num_gone(stream: TextStream) -> int:
     note, num_turns = stream.notes.get(NUM_GONE, ""), len(begins_of(stream))
     return min(int(note), max(0, num_turns - 1)) if note.isdecimal() else 0
-
-
-def num_evicted(stream: TextStream) -> int:
-    """Tokens that were evicted; 0 for a method of the user's own without that figure."""
-    try:
-        return stream.num_evicted
-    except NotImplementedError:
-        return 0
 
 
 def num_forgotten(stream: TextStream) -> int:
