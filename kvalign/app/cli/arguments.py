@@ -74,15 +74,14 @@ def add_arguments(
     """
     arguments, groups = {}, {title: parser.add_argument_group(title) for title in _TITLES}
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}
-    sizes = Counter(titles.values())
+    sizes = Counter(_TITLE_OF.get(name, _OTHER) for name in names)
     for cls in classes:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.name not in arguments:
                 hint = without_none(hints[field.name])
                 name = field.name if field.metadata["positional"] else flag(field.name)
-                title = titles[field.name]
+                title = _TITLE_OF.get(field.name, _OTHER)
                 group = groups[title if sizes[title] > 1 else _OTHER]  # none of a single flag
                 action = group.add_argument(name, **_argument(field, hint))
                 arguments[field.name] = (action, field, hint)

@@ -165,16 +165,15 @@ class InFolder(Store):
         if path != self._path(saved.notes[_ID]):
             raise DamagedError(f"{path} is a copy: it has the session of another file")
         try:
-            if saved.notes.get(_OF, of := _digest(tensors["ids"])) != of:
-                raise DamagedError(f"{path} was changed by another program than kvalign serve")
+            of = _digest(tensors["ids"])
             turns = tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x)
             number = int(saved.notes.get(_NUMBER, "0"))
             stream_file.check_fits(saved, tensors, method.model)
             method.restore(stream_file.state_of(tensors))
-        except DamagedError:
-            raise
         except (KeyError, ValueError) as error:
             raise DamagedError(f"cannot continue the session in {path}: {error}") from None
+        if saved.notes.get(_OF, of) != of:
+            raise DamagedError(f"{path} was changed by another program than kvalign serve")
         return Session(
             id=saved.notes[_ID],
             state=None,
