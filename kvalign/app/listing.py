@@ -4,7 +4,7 @@ the configs in folders; and the commands that are such a table alone.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,28 +204,22 @@ _OF_MODEL = option(None, help="only those for this model: shipped name, hub id o
 _FIELDS = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 
-@dataclass
-class ListingCommand:
-    """Adapter: one kind of choices as a command's function."""
+def settings_of_listing(name: str) -> type[Settings]:
+    """The settings of a command that shows one kind of choices."""
+    about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
+    return make_dataclass(
+        f"{name.title()}Settings",
+        _FIELDS.get(name, ()),
+        bases=(Settings,),
+        namespace={"__doc__": about},
+        frozen=True,
+        kw_only=True,
+    )
 
-    name: str
 
-    @property
-    def settings(self) -> type[Settings]:
-        about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
-        name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
-        return make_dataclass(
-            name,
-            _FIELDS.get(self.name, ()),
-            bases=(Settings,),
-            namespace=namespace,
-            frozen=True,
-            kw_only=True,
-        )
-
-    def __call__(self, settings: Settings, as_json: bool) -> dict[str, Any]:
-        rows = globals()[self.name](**vars(settings))
-        return show(as_json, **{self.name: rows})
+def show_listing(name: str, settings: Settings, as_json: bool) -> dict[str, Any]:
+    """Such a command: `kvalign methods`."""
+    return show(as_json, **{name: globals()[name](**vars(settings))})
 
 
 def _rows(

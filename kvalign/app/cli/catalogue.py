@@ -6,11 +6,12 @@ aligner, its first argument.
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_type_hints
 
-from kvalign.app.listing import LISTINGS, ListingCommand
+from kvalign.app.listing import LISTINGS, settings_of_listing, show_listing
 from kvalign.eval.evaluations import ABOUT, ABOUT_READERS, EVALUATIONS, READERS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
@@ -93,27 +94,30 @@ class Command:
             from kvalign.app.commands.train import all_settings
 
             return all_settings()
-        function = self._function
-        return {"": getattr(function, "settings", None) or get_type_hints(function)["settings"]}
+        settings, _ = self._found
+        return {"": settings}
 
     def run(self, settings: Settings, as_json: bool) -> None:
-        document = self._function(settings, as_json)
+        _, function = self._found
+        document = function(settings, as_json)
         if as_json and document is not None:
             print(json.dumps(document))
 
     @property
-    def _function(self) -> Any:
+    def _found(self) -> tuple[type[Settings], Callable[..., Any]]:
+        """Its settings and its function."""
         first, _, name = self.name.partition(" ")
         for registry in (EVALUATIONS, READERS) if first == FAMILY else ():
             if name in registry:
-                from kvalign.app.commands.evaluate import EvaluationCommand
+                from kvalign.app.commands.evaluate import evaluate
 
-                return EvaluationCommand(registry[name])
+                return registry[name].settings, partial(evaluate, registry[name])
         if first in LISTINGS:
-            return ListingCommand(first)
-        function = self.name.replace(" ", "_").replace("-", "_")
-        module = _MODULES.get(self.name, function)
-        return getattr(importlib.import_module(f"kvalign.app.commands.{module}"), function)
+            return settings_of_listing(first), partial(show_listing, first)
+        member = self.name.replace(" ", "_").replace("-", "_")
+        module = importlib.import_module(f"kvalign.app.commands.{_MODULES.get(self.name, member)}")
+        function = getattr(module, member)
+        return get_type_hints(function)["settings"], function
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:

@@ -14,28 +14,18 @@ from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 if TYPE_CHECKING:
     from kvalign.eval.protocol import Document, Evaluation
-    from kvalign.eval.protocol.settings import ResultSettings
 
 _WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
 
 
-@dataclass
-class EvaluationCommand:
-    """Adapter: an evaluation as a command's function, which prints its tables or its document."""
-
-    evaluation: Evaluation
-
-    @property
-    def settings(self) -> type[ResultSettings]:
-        return self.evaluation.settings
-
-    def __call__(self, settings: Any, as_json: bool) -> Document:
-        settings = settings if as_json else self.evaluation.prepared(settings)
-        document = self.evaluation.run(settings)
-        if not as_json:
-            self.evaluation.show(document, settings)
-        say_written(*(getattr(settings, name, None) for name in _WRITTEN))
-        return document
+def evaluate(evaluation: Evaluation, settings: Any, as_json: bool) -> Document:
+    """`kvalign eval NAME`."""
+    settings = settings if as_json else evaluation.prepared(settings)
+    document = evaluation.run(settings)
+    if not as_json:
+        evaluation.show(document, settings)
+    say_written(*(getattr(settings, name, None) for name in _WRITTEN))
+    return document
 
 
 @dataclass(frozen=True, kw_only=True)

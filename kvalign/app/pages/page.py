@@ -190,20 +190,10 @@ def build(
                 )
                 most = _most_entries(first)
                 cache_size = _slider(
-                    "cache_size",
-                    _LEAST_ENTRIES,
-                    most,
-                    min(64, most),
-                    info="entries that stay",
-                    elem_id="cache_size",
+                    "cache_size", _LEAST_ENTRIES, most, min(64, most), info="entries that stay"
                 )
                 num_evicted = _slider(
-                    "num_evicted",
-                    1,
-                    _MOST_EVICTED,
-                    1,
-                    info="entries; discard-half: half",
-                    elem_id="num_evicted",
+                    "num_evicted", 1, _MOST_EVICTED, 1, info="entries; discard-half: half"
                 )
                 has_memory = gr.Checkbox(
                     memory is not None,
@@ -287,7 +277,7 @@ def _slider(
     name: str, least: float, most: float, value: float, step: float = 1, **more: Any
 ) -> gr.Slider:
     """Control for a setting, with the command line's help unless `more` has `info`."""
-    more = {"label": _LABELS[name], "info": _HELP[name], **more}
+    more = {"label": _LABELS[name], "info": _HELP[name], "elem_id": name, **more}
     return gr.Slider(least, most, value, step=step, **more)
 
 
