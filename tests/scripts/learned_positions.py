@@ -23,14 +23,8 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))  # the checkout need not 
 from helpers.result_parts import with_what_it_reads
 
 from kvalign.app.cli.main import main as kvalign
-from kvalign.app.suites.suite import (
-    Cell,
-    identity_of_cell,
-    is_finished,
-    keep,
-    parse_suite,
-    read_suite,
-)
+from kvalign.app.suites import suite
+from kvalign.app.suites.suite import Cell, identity_of_cell, is_finished, keep
 from kvalign.eval.report import SUITE_FILE
 from kvalign.foundation.files import read_json, write_text
 
@@ -127,8 +121,8 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def run_suite(out: Path, minutes: float, override: str, variables: str) -> list[str]:
     """Run what is missing; return the cells that were not measured."""
-    text, end = read_suite(SUITE), time.monotonic() + 60 * minutes
-    cells = parse_suite(text, SUITE, override, variables)
+    text, end = suite.read_suite(SUITE), time.monotonic() + 60 * minutes
+    cells = suite.parse_suite(text, SUITE, override, variables)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / SUITE_FILE, text)
     failed = dict[str, str]()

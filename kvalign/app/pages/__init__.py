@@ -19,15 +19,11 @@ def source(name: str) -> Markup:
     return Markup(folder.joinpath(name).read_text(encoding="utf-8"))
 
 
-def _visible(value: object) -> object:
-    return value if isinstance(value, Markup) else escape_controls(value)
-
-
 _TEMPLATES = Environment(
     loader=PackageLoader("kvalign.app.pages"),
     autoescape=True,
     undefined=StrictUndefined,
-    finalize=_visible,
+    finalize=lambda value: value if isinstance(value, Markup) else escape_controls(value),
     trim_blocks=True,
     lstrip_blocks=True,
 )

@@ -148,13 +148,11 @@ class Engine(threading.Thread):
                 batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
-        self._drop_empty()
         self._count()
 
-    def _drop_empty(self) -> None:
-        self._batches = {num: batch for num, batch in self._batches.items() if batch.rows}
-
     def _count(self) -> None:
+        """Count the rows, and drop batches without one."""
+        self._batches = {num: batch for num, batch in self._batches.items() if batch.rows}
         feeding = sum(len(turn.rows) for turn in self._feeding)
         self.num_rows = feeding + sum(len(batch.rows) for batch in self._batches.values())
 
@@ -205,7 +203,6 @@ class Engine(threading.Thread):
                     batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
-        self._drop_empty()
         self._step_s = time.perf_counter() - start_s
 
     def _report(self, rows: Sequence[AnswerRow], method: Method) -> None:
