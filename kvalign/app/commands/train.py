@@ -1,5 +1,5 @@
-"""Commands that train: aligners, of kinds that have their own flags each, and what these need;
-networks are also judged, tuned and imported; small language models.
+"""Commands that train: aligners, of kinds that have their own flags each, and small language
+models; and those that judge, tune, import and record what is trained.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvalign import training
 from kvalign.aligners.kinds import KINDS, TARGETS
 from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next, say_written
@@ -130,11 +131,8 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
     if judged["parts"]:
         return [*lines, f"used: {figures(tuple(judged['parts']))}"]
     tried = min((parts for parts in losses if parts), key=losses.__getitem__)
-    why = (
-        "is not distinguishable from streaming-llm"
-        if losses[tried] < losses[()]
-        else "is no better"
-    )
+    is_lower = losses[tried] < losses[()]
+    why = "is not distinguishable from streaming-llm" if is_lower else "is no better"
     lines.append(
         f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals "
         f"streaming-llm with {own_sinks} sinks"
@@ -143,9 +141,7 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
 
 
 def judge(settings: JudgeSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.training import judge_aligner
-
-    judged = judge_aligner(settings)
+    judged = training.judge_aligner(settings)
     if not as_json:
         print(*verdict_lines(judged), f"aligner: {settings.out}", sep="\n")
         say_use_of(settings.out)
@@ -157,9 +153,8 @@ _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 def tune(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.foundation.console import Heading, print_table
-    from kvalign.training import tune_network
 
-    result = tune_network(settings)
+    result = training.tune_network(settings)
     if as_json:
         return result
     best, val_loss = result["best"], result["aligner_val_loss"]
@@ -185,7 +180,6 @@ def _text(name: str, value: object) -> str:
 
 
 def tune_memory(settings: TuneMemorySettings, as_json: bool) -> dict[str, Any]:
-    from kvalign import training
     from kvalign.foundation.console import Heading, print_table
 
     result = training.tune_memory(settings)
@@ -218,8 +212,6 @@ def _ratio(row: dict[str, Any], name: str) -> str:
 
 
 def import_published(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign import training
-
     config = training.import_published(settings)
     if not as_json:
         print(f"{settings.out}: the authors' networks for {config.base_model}")
@@ -228,8 +220,6 @@ def import_published(settings: ImportPublishedSettings, as_json: bool) -> dict[s
 
 
 def pretrain(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign import training
-
     figures = training.pretrain(settings)
     if not as_json:
         print(json.dumps(figures))  # all that there is to say
