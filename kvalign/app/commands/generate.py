@@ -127,11 +127,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
         raise UserError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file == Path("-"):
         prompt = whole_text()
+    elif prompt_file is not None and prompt_file.is_fifo():  # a shell's <(...)
+        prompt = text_of(prompt_file.read_bytes(), prompt_file)
     elif prompt_file is not None:
-        if prompt_file.is_fifo():  # a shell's <(...)
-            prompt = text_of(prompt_file.read_bytes(), prompt_file)
-        else:
-            prompt = read_text(prompt_file)
+        prompt = read_text(prompt_file)
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     return prompt

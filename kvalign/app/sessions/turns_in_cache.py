@@ -60,11 +60,9 @@ def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any)
         start = begins[-1]
     if not start:
         raise UserError("it is the only turn: /reset starts the conversation again")
-    num_gone = stream.edit(start, stop)
-    # The next turn now begins where this one did.
+    # The next turn will begin where this one did.
     del begins[min(number, len(begins) - 1)]
-    _move_turns(stream, begins, start, stop, 0)
-    return f"turn {number} is forgotten: {_edited(stop - start, num_gone)}"
+    return f"turn {number} is forgotten: {_replaced(stream, begins, start, stop)}"
 
 
 def edit_turn(stream: TextStream, number: int, text: str, system: str | None, **how: Any) -> str:
@@ -74,13 +72,11 @@ def edit_turn(stream: TextStream, number: int, text: str, system: str | None, **
     from kvalign.streaming.turns import turn_ids
 
     begins = _begins_to_edit(stream, number)
-    start, num_before = begins[number - 1], len(stream.ids)
-    answers = [first for first, _ in stream.answers] + [num_before - len(stream.token_ids)]
+    start = begins[number - 1]
+    answers = [first for first, _ in stream.answers] + [len(stream.ids) - len(stream.token_ids)]
     stop = next(first for first in answers if first > start)
     new = turn_ids(stream.tokenizer, text, number == 1, system, **how)
-    num_gone = stream.edit(start, stop, new)
-    _move_turns(stream, begins, start, stop, len(stream.ids) - num_before + stop - start)
-    return f"turn {number} is edited: {_edited(stop - start, num_gone)}"
+    return f"turn {number} is edited: {_replaced(stream, begins, start, stop, new)}"
 
 
 def _begins_to_edit(stream: TextStream, number: int) -> list[int]:
@@ -92,15 +88,14 @@ def _begins_to_edit(stream: TextStream, number: int) -> list[int]:
     return begins
 
 
-def _move_turns(stream: TextStream, begins: list[int], start: int, stop: int, num: int) -> None:
-    """Record where turns begin, once `num` tokens stand in place of those from start to stop."""
-    starts = [x if x <= start else x - (stop - start) + num for x in begins]
-    stream.notes[TURNS] = " ".join(map(str, starts))
-
-
-def _edited(num: int, num_gone: int) -> str:
+def _replaced(stream: TextStream, begins: list[int], start: int, stop: int, *new: list[int]) -> str:
+    """Edit a stream, record where its turns begin then, and return in words what was replaced."""
+    num_before = len(stream.ids)
+    num_gone = stream.edit(start, stop, *new)
+    moved_by = len(stream.ids) - num_before
+    stream.notes[TURNS] = " ".join(str(x if x <= start else x + moved_by) for x in begins)
     note = f", {num_gone} of which had been evicted" if num_gone else ""
-    return f"{num} tokens{note}; what follows was not encoded again"
+    return f"{stop - start} tokens{note}; what follows was not encoded again"
 
 
 def _num_gone(stream: TextStream) -> int:
