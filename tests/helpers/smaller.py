@@ -48,7 +48,7 @@ SMALLER_PYTHON = {
     "num_tokens=100_000": "num_tokens=2_600",
     "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
     'load_model("llama-mini").model\noutcomes': 'load_model("recall-llama").model\noutcomes',
-    'settled by fishermen. " * 50': 'settled by fishermen. " * 10',  # keys have turned once: `short_runs`
+    'settled by fishermen. " * 50': 'settled by fishermen. " * 10',  # of `short_runs`
     'from the mainland. " * 20': 'from the mainland. " * 6',
     "max_new_tokens=600": "max_new_tokens=70",
     "range(600)": "range(70)",
