@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results results-gpu tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results results-gpu tables lint format wheel wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -89,14 +89,19 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 # The wheel alone, in a clean environment, away from the checkout; and its modules with the packages of each extra alone.
-wheel-test: .venv/installed
-	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
-	$(PYTHON) -m venv --clear build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build/wheel/*.whl
+wheel-test: .venv/installed wheel
 	cd build/wheel && venv/bin/kvalign doctor
 	cd build/wheel && venv/bin/kvalign generate --model gpt2-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	cd build/wheel && venv/bin/kvalign generate --model llama-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	$(BIN)/python tests/scripts/extras.py build/wheel/*.whl
+
+# From a copy of the files that git knows: the checkout may be installed at the same time.
+wheel:
+	rm -rf build/wheel && mkdir -p build/wheel/source
+	git ls-files | tar -c -T - | tar -x -C build/wheel/source
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel build/wheel/source
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build/wheel/*.whl
 
 # Python compiles the modules that it imports; pip would compile all, which takes as long as the rest.
 .venv/installed: pyproject.toml constraints.txt

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from helpers.smaller import TEXT, output_of
+from helpers.smaller import INSIDE, TEXT, output_of
 
 from kvalign.app.cli.catalogue import Command
 from kvalign.app.suites.suite import Cell, parse_suite, read_suite
@@ -21,6 +21,8 @@ def test_every_row_of_the_small_form_is_there(tmp_path, monkeypatch, capfd):
         return ""
 
     monkeypatch.setattr(script, "measured", measured)
+    peak = "kvalign.eval.evaluations.latency.timing._peak_mb"
+    monkeypatch.setattr(peak, INSIDE[peak])
     (tmp_path / "words.txt").write_text(TEXT)
     less = f"text=text:{tmp_path / 'words.txt'} layers=2 hidden=64 context=64 vocabulary=300 "
     less += "minutes=0.01 length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 "
