@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvalign.data_gen.corpus import HUB, Corpus, sha256_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import Registry, unknown
+from kvalign.foundation.names import Registry, unknown
 from kvalign.foundation.settings import typed
 
 if TYPE_CHECKING:

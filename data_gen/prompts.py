@@ -17,7 +17,7 @@ from typing import Any
 from kvalign.data_gen.corpus import rows_of
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import parse_json, text_of
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import typed
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"

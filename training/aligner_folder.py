@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.config import CONFIG
+from kvalign.aligners.base import CONFIG
 from kvalign.foundation.errors import ExistsError
 from kvalign.foundation.files import write_json, write_together
 from kvalign.foundation.memory import check_room

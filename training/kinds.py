@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.aligners.kinds import NETWORK_SIZES as S
 from kvalign.foundation.folders import beside, recording_or_default
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,

@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet
-from kvalign.aligners.base import OF_MODEL
-from kvalign.aligners.config import CONFIG
+from kvalign.aligners.base import CONFIG, OF_MODEL
 from kvalign.aligners.kinds import NETWORK_SIZES, SHARED_SIZES, TARGETS
 from kvalign.aligners.network import new_net
 from kvalign.data_gen.corpora import hub_datasets

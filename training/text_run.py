@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import KINDS, Aligner, AlignerConfig, Move, TableAligner, new_config
-from kvalign.aligners.config import CONFIG
+from kvalign.aligners.base import CONFIG
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import hub_datasets, text_sha256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 
 if TYPE_CHECKING:
     from kvalign.eval.protocol import Evaluation

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvalign.cache.sizes import OF_MEMORY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import (
     MOST_SEED,
     ModelSettings,

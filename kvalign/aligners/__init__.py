@@ -1,5 +1,5 @@
 """Aligners: trained parts that realign the entries that stay after an eviction. Each kind has one
-file and one line in `kinds.py`. The config in an aligner's folder names its kind.
+line in `kinds.py`. The config in an aligner's folder names its kind.
 """
 
 import lazy_loader

@@ -1,10 +1,10 @@
-from .anchored import AnchoredAligner as AnchoredAligner
 from .base import Aligner as Aligner
+from .base import AlignerConfig as AlignerConfig
 from .base import Move as Move
 from .base import new_config as new_config
-from .config import AlignerConfig as AlignerConfig
 from .kinds import KINDS as KINDS
+from .network import AnchoredAligner as AnchoredAligner
 from .network import NetworkAligner as NetworkAligner
 from .network import RealignNet as RealignNet
+from .network import TableNetworkAligner as TableNetworkAligner
 from .table import TableAligner as TableAligner
-from .table_network import TableNetworkAligner as TableNetworkAligner

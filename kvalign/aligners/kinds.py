@@ -7,15 +7,15 @@ results, without importing torch.
 from collections.abc import Mapping
 from typing import Any
 
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 
 KINDS: Registry[Any] = Registry(
     "aligner kind",
     {
         "network": "kvalign.aligners.network:NetworkAligner",
         "table": "kvalign.aligners.table:TableAligner",
-        "table-network": "kvalign.aligners.table_network:TableNetworkAligner",
-        "anchored": "kvalign.aligners.anchored:AnchoredAligner",
+        "table-network": "kvalign.aligners.network:TableNetworkAligner",
+        "anchored": "kvalign.aligners.network:AnchoredAligner",
     },
 )
 """Classes under `Aligner` by the names in `AlignerConfig.kind`."""

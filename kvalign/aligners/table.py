@@ -19,8 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from kvalign.aligners.base import Aligner, Birth, Flags, Move
-from kvalign.aligners.config import AlignerConfig
+from kvalign.aligners.base import Aligner, AlignerConfig, Birth, Flags, Move
 from kvalign.aligners.entries import KV
 
 TABLES = ("key", "value", "key_scale", "value_scale")

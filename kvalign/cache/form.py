@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners.entries import KV
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
+from kvalign.models.wrapped import no_autograd_modes
 
 At = slice | Tensor
 """Positions of S entries: a slice, or [..., S] int64."""

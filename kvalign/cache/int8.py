@@ -30,14 +30,13 @@ from kvalign.cache.form import At, Form, expect_tensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.device import HOST
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of
 from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
-from kvalign.models.wrapped import in_eval_mode
+from kvalign.models.wrapped import in_eval_mode, no_autograd_modes
 
 _SCALE = 4  # bytes
 _TINY = torch.finfo(torch.float32).tiny

@@ -25,8 +25,8 @@ from kvalign.cache.form import Form, ReadTensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
+from kvalign.models.wrapped import no_autograd_modes
 
 _SHORTEST = 64
 

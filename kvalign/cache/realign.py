@@ -25,11 +25,11 @@ from kvalign.aligners.table import Tables
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import REGISTERED, rotation_of, window_of
 from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
+from kvalign.models.wrapped import no_autograd_modes
 
 
 class Rotating(Realigner):

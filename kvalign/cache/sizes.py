@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import free_bytes
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import MOST, check_fields, option, typed
 from kvalign.policies import OLDEST, POLICIES
 

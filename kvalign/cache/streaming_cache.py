@@ -21,10 +21,10 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step, position_ids
 from kvalign.cache.window_layer import WindowLayer
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
 from kvalign.models.attention import install, own_mask
+from kvalign.models.wrapped import no_autograd_modes
 
 if TYPE_CHECKING:  # guests
     from kvalign.cache.edits import CachePart, EntryPart

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvalign.foundation import progress
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import expect, typed
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from kvalign.aligners.entries import KV, cat
 from kvalign.cache.form import Form
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.device import HOST
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
+from kvalign.models.wrapped import no_autograd_modes
 
 BLOCK = 16
 """Slots whose numbers lie together: a number of each in a register."""

@@ -17,11 +17,11 @@ from kvalign.cache.realigner import Realigner, rotated
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Counts, Step
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.device import HOST
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 from kvalign.models.rope import Angles
+from kvalign.models.wrapped import no_autograd_modes
 
 
 class Matches(NamedTuple):

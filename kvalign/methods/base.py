@@ -17,7 +17,7 @@ from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import expect, typed
 from kvalign.foundation.whole import NotPickled
 from kvalign.models.architectures import spec_of

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.config import CONFIG
+from kvalign.aligners.base import CONFIG
 from kvalign.aligners.kinds import note_of_use
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked

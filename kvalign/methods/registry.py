@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import Registry, unknown
+from kvalign.foundation.names import Registry, unknown
 
 if TYPE_CHECKING:
     from kvalign.methods.base import Method

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
-from kvalign.models.wrapped import in_eval_mode
+from kvalign.models.wrapped import in_eval_mode, no_autograd_modes
 
 NUM_SHIFTS = 8
 """Number of whole shifts whose angles are cached."""

@@ -1,5 +1,5 @@
-"""Model as a user has it: inside wrappers, in training mode, or with fresh PEFT layers. Only this
-module unwraps it, and it streams without dropout.
+"""Model as a user has it: inside wrappers, in training mode, with fresh PEFT layers, or in any of
+autograd's modes. Only this module unwraps it, and it streams without dropout.
 """
 
 import functools
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -60,6 +61,17 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
+
+
+@contextmanager
+def no_autograd_modes() -> Iterator[None]:
+    """Context or decorator: tensors made within it can be written and read anywhere.
+
+    A tensor made within `torch.inference_mode` cannot be written outside it, nor read where
+    gradients are recorded. A tensor made with gradients keeps the graph of its passes alive.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @functools.cache

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from kvalign.foundation.autograd import no_autograd_modes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
+from kvalign.models.wrapped import no_autograd_modes
 
 if TYPE_CHECKING:
     from kvalign.streaming.lookup import Lookup

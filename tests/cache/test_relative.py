@@ -7,12 +7,11 @@ import torch
 from helpers.methods import CACHE_SIZE, make
 
 from kvalign.cache import segments
-from kvalign.models import band
 from kvalign.streaming.scoring import losses, score, score_stepwise
 
 
 def plain_band(query, keys, values, width, scale):
-    """`models.band.band`, by all scores; 7 where a query sees nothing, which nobody may read."""
+    """`segments.band`, by all scores; 7 where a query sees nothing, which nobody may read."""
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
     ends = torch.arange(query.shape[2])[:, None] + keys.shape[2] - query.shape[2]
     ages = ends - torch.arange(keys.shape[2])
@@ -29,7 +28,7 @@ def test_a_band_and_the_sinks_are_one_attention(models, kind, num_sinks, ids, mo
     method = make("streaming-llm" if num_sinks else "window", models[kind], **sizes)
     expected = score_stepwise(method, ids[:, :120])
     monkeypatch.setattr(segments, "has_band_kernel", lambda query: True)
-    monkeypatch.setattr(band, "band", plain_band)
+    monkeypatch.setattr(segments, "band", plain_band)
     for segment_len in (3, 256):
         monkeypatch.setattr(segments, "SEGMENT_LEN", segment_len)
         assert torch.allclose(score(method, ids[:, :120]), expected, atol=2e-4)

@@ -7,8 +7,7 @@ import pytest
 import kvalign
 from kvalign.aligners.kinds import KINDS
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.names import nearest
-from kvalign.foundation.registry import Registry
+from kvalign.foundation.names import Registry, nearest
 from kvalign.methods.registry import METHODS
 
 KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_size", "seed"]

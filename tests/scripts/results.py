@@ -36,7 +36,7 @@ from kvalign.app.suites.suite import Cell, keep, parse_suite, run_cell
 from kvalign.eval.report import SUITE_FILE, Suite
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, write_text
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings, option
 
 

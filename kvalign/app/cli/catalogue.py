@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from kvalign.app.listing import LISTINGS, settings_of_listing, show_listing
 from kvalign.eval.evaluations import ABOUT, ABOUT_READERS, EVALUATIONS, READERS
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings
 
 _FIRST_EVALUATIONS = ("perplexity", "latency", "readability")

@@ -10,7 +10,7 @@ from kvalign.app.sessions.conversation import CUT, SYSTEM, Conversation, Convers
 from kvalign.app.sessions.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
 from kvalign.foundation.errors import ExistsError, Killed, UserError
 from kvalign.foundation.escape import escape_controls
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 
 COMMANDS = {
     "/help": "this list",

@@ -19,7 +19,7 @@ from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next, say_written
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.registry import unknown
+from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings, settings_of
 from kvalign.training.kinds import TRAINERS
 from kvalign.training.settings import (
@@ -87,7 +87,7 @@ def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
     or without one that changes nothing.
     """
     from kvalign.aligners import AlignerConfig
-    from kvalign.aligners.config import CONFIG
+    from kvalign.aligners.base import CONFIG
     from kvalign.foundation.files import read_checked
 
     config = read_checked(AlignerConfig, out / CONFIG)
