@@ -40,11 +40,10 @@ from kvalign.data_gen.store import (
 )
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
-from kvalign.foundation.device import AUTO
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.folders import MANIFEST
-from kvalign.foundation.memory import check_disk
+from kvalign.foundation.machine import AUTO, check_disk
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import say_weak

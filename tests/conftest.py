@@ -17,7 +17,7 @@ from kvalign.memory import plan
 from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.steppers import step_file
+from kvalign.steppers import stored
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `--device auto` is the CPU; `make test-gpu` is for a GPU
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
@@ -29,9 +29,9 @@ gc.set_threshold(10_000)  # collecting tests makes objects that stay
 @pytest.fixture(scope="session", autouse=True)
 def no_step_of_the_user():
     """A step that is stored in the user's own folder changes no test."""
-    found = step_file.is_empty
+    found = stored.is_empty
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_file, "is_empty", lambda: MOVED_BY not in os.environ or found())
+        patch.setattr(stored, "is_empty", lambda: MOVED_BY not in os.environ or found())
         yield
 
 

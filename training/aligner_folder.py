@@ -13,7 +13,7 @@ from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
 from kvalign.foundation.errors import ExistsError
 from kvalign.foundation.files import write_json, write_together
-from kvalign.foundation.memory import check_room
+from kvalign.foundation.machine import check_room
 from kvalign.foundation.settings import Settings, check_output
 from kvalign.memory.plan import FILE as PLAN
 from kvalign.memory.plan import RecallPlan

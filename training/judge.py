@@ -36,8 +36,8 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.foundation.settings import keywords_of
 from kvalign.methods import make_method
+from kvalign.methods.cached import StreamingLLM
 from kvalign.methods.choice import lack_of_aligner
-from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.models.identity import is_of
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model

@@ -33,7 +33,6 @@ from kvalign.checkpoints.recipes import (
 )
 from kvalign.data_gen.corpora import some_ids, text_sha256
 from kvalign.foundation import progress
-from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import (
     locked,
@@ -43,7 +42,7 @@ from kvalign.foundation.files import (
     write_together,
     write_whole,
 )
-from kvalign.foundation.memory import check_room
+from kvalign.foundation.machine import check_room, resolved
 from kvalign.foundation.runs import ResumableRun, defer_signals, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import identity_of

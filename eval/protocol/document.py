@@ -79,7 +79,7 @@ def document(
     """
     values = settings.as_dict()
     if "device" in values:
-        from kvalign.foundation.device import resolved
+        from kvalign.foundation.machine import resolved
 
         values["device"] = resolved(values["device"])
     result = {

@@ -22,8 +22,7 @@ from transformers import PretrainedConfig
 from kvalign.aligners import Move, TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.form import ReadTensor
-from kvalign.cache.layer import Owner, StreamingLayer
+from kvalign.cache.layer import Owner, ReadTensor, StreamingLayer
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step

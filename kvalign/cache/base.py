@@ -24,13 +24,11 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import Form, expect_tensor
-from kvalign.cache.layer import Part
+from kvalign.cache.layer import Form, Part, expect_tensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import GUESTS, CacheSizes
-from kvalign.cache.step import Step
-from kvalign.foundation.device import HOST
+from kvalign.cache.step import HOST, Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import NotPickled, Whole

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.memory import free_bytes
+from kvalign.foundation.machine import free_bytes
 from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import MOST, check_fields, option, typed
 from kvalign.policies import OLDEST, POLICIES
@@ -289,7 +289,6 @@ def default_size(
         longest: the aligner's largest cache; None: any.
         num_streams: number of streams to leave memory for.
     """
-    from kvalign.cache.form import Form
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
@@ -306,8 +305,9 @@ def default_size(
     else:
         free = free_bytes()
     if free is not None:
-        form = GUESTS["int8"](model.dtype) if cache_dtype == "int8" else Form(model.dtype)
-        of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
+        of_a_vector = spec.head_dim * model.dtype.itemsize
+        if cache_dtype == "int8":
+            of_a_vector = GUESTS["int8"](model.dtype).width(spec.head_dim)
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
         most = int(free * _SHARE / num_streams / of_an_entry)
         limits.append(DefaultSize(max(most, _LEAST), "a quarter of the free memory"))

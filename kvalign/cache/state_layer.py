@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvalign.cache.form import expect_tensor
-from kvalign.cache.layer import Part
+from kvalign.cache.layer import Part, expect_tensor
 from kvalign.models.wrapped import in_eval_mode
 
 

@@ -17,6 +17,8 @@ from kvalign.models.attention import rows_mask
 if TYPE_CHECKING:  # a guest
     from kvalign.cache.int8 import InSight
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class DecodeStep:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.form import Form, ReadTensor
-from kvalign.cache.layer import Owner, Ring, SinkKeys, StreamingLayer
+from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark

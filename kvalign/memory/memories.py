@@ -20,15 +20,14 @@ from transformers import PretrainedConfig
 from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
-from kvalign.cache.form import ReadTensor
-from kvalign.cache.layer import Part
+from kvalign.cache.layer import Part, ReadTensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Counts, Step
+from kvalign.cache.step import HOST, Counts, Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
-from kvalign.foundation.device import HOST, has_room, is_on_card
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import has_room, is_on_card
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
 from kvalign.memory.recall import Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces

@@ -16,8 +16,7 @@ from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Counts, Step
-from kvalign.foundation.device import HOST
+from kvalign.cache.step import HOST, Counts, Step
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 from kvalign.models.rope import Angles

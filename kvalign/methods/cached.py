@@ -1,4 +1,8 @@
-"""Methods that keep entries in a streaming cache."""
+"""Methods that keep entries in a streaming cache, and edits of their streams.
+
+`streaming-llm` keeps attention sinks and a window (Xiao et al. 2024), `window` no sinks. `kvalign`
+has the entries of a window realigned by a trained aligner (KV-Align 2024).
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.aligners import Aligner
+from kvalign.aligners.kinds import often
 from kvalign.cache import segments
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import typed
 from kvalign.methods.base import STEPPERS, Method
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 
 if TYPE_CHECKING:  # guests
-    from kvalign.cache.edits import EncodedPart
+    from kvalign.cache.edits import EncodedPart, EntryPart
 
 
 class Cached(Method):
@@ -133,8 +141,6 @@ class Cached(Method):
         return max(self.cache.num_tokens, default=0)
 
     def edit(self, start: int, stop: int, *new: Tensor | EncodedPart) -> int:
-        from kvalign.methods.edits import edited_cache
-
         edited, num_lost = edited_cache(self, start, stop, new)
         if edited is not self.cache:
             self.cache, self._before_edit = edited, self.cache
@@ -220,3 +226,164 @@ class Cached(Method):
     def num_positions(self) -> int | None:
         """Number of possible original positions of an entry; None: no limit."""
         return self.spec.context_len
+
+
+class StreamingLLM(Cached):
+    """Sinks and a window.
+
+    Rotary keys keep their distances, ALiBi works by place, learned positions stay stale. On a
+    rotary model with `num_evicted="half"` this keeps and moves the same entries as llama.cpp's
+    context shift (`--context-shift`, `--keep` for the sinks; off by default since 2025). With a
+    smaller number it equals LLM Runtime's shift-RoPE-K (`n_discard`). Without rotary positions
+    llama.cpp shifts nothing, and its entries stay stale, too.
+    """
+
+    name = "streaming-llm"
+    about = (
+        "keeps sinks and a window; rotary keys keep their distances, learned positions become stale"
+    )
+
+    def realigner(self) -> Realigner | None:
+        return realigner_of(self.model)
+
+
+class Window(StreamingLLM):
+    """The last C entries and no sinks, the baseline of the StreamingLLM paper."""
+
+    name = "window"
+    about = "keeps the last entries, no sinks"
+    default_num_sinks = 0
+    fixed = ("num_sinks",)
+
+
+class KVAlign(Cached):
+    name = "kvalign"
+    about = (
+        "keeps sinks and a window; a trained aligner corrects keys and values for their new "
+        "positions"
+    )
+    takes_aligner = True
+
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):
+        if sizes.positions == "keep":
+            raise UserError(
+                "positions=keep leaves entries at their original positions, so there is "
+                "nothing to align: use method streaming-llm"
+            )
+        self.aligner = aligner
+        super().__init__(model, sizes)
+        aligner.check(self.model, sizes)
+        if sizes.realign_every > 1 and self.cache.realigner.frame(sizes, None) != sizes:
+            raise UserError("realign_every must be 1: a table on rotary keys moves nothing")
+        self.aligner_name = often(aligner.label, sizes.realign_every)
+
+    @property
+    def num_positions(self) -> int:
+        return self.aligner.config.chunk_len
+
+    def realigner(self) -> Realigner | None:
+        return realigner_of(self.model, self.aligner, self.sizes.cache_size)
+
+
+def edited_cache(
+    method: Cached, start: int, stop: int, new: Sequence[Tensor | EncodedPart]
+) -> tuple[FixedSizeCache, int]:
+    """Cache of a method whose tokens from `start` to before `stop` are replaced by others, and the
+    number of them that had been evicted before. The cache before stays as it was. Arguments and
+    errors as of `Method.edit`.
+    """
+    cache, sizes = _editable(method, start, stop), method.sizes
+    num_new = sum(_num_of(part, method) for part in new)
+    if cache.realigner.place_positions is not None and not all(isinstance(x, Tensor) for x in new):
+        raise UserError(
+            f"with cache_size {sizes.cache_size} this aligner squeezes positions, and a piece has "
+            "others: give its tokens, or a smaller cache_size"
+        )
+    num_kept, num_sinks = cache.num_kept, sizes.num_sinks
+    num_gone = method.num_tokens - num_kept  # between the sinks and the others
+    first, behind = (x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop))
+    num_lost = stop - start - (behind - first)
+    if num_gone and start < num_sinks:
+        raise UserError(
+            f"an edit must begin behind the {num_sinks} sinks once tokens have been evicted, got "
+            f"{start}"
+        )
+    if start == stop and not num_new:
+        return cache, 0
+    if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
+        num_gone, new = num_gone + num_new - num_lost, ()
+    elif num_gone:
+        num_gone = min(start - num_sinks, num_gone)
+    parts: list[Tensor | EntryPart] = [*new]
+    if cache.seen:
+        parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
+    edited = _cache_of(method, parts, num_gone)
+    if not edited.num_stored:
+        edited.reset()
+    return edited, num_lost
+
+
+def _cache_of(method: Cached, parts: Sequence[Tensor | EntryPart], num_gone: int) -> StreamingCache:
+    """New cache with all that is encoded in these parts, and the ids among them encoded after what
+    stands before them.
+    """
+    before, edited = method.cache, method.new_cache()
+    assert isinstance(edited, StreamingCache)
+    waiting: list[EntryPart] = []
+
+    def take() -> None:
+        if waiting:
+            edited.take(waiting, None if edited.seen else num_gone)
+        waiting.clear()
+
+    method.cache = edited
+    try:
+        for part in parts:
+            if isinstance(part, Tensor):
+                take()
+                method.feed(part)
+                continue
+            if edited.seen and not waiting and part.num:
+                waiting.append(edited.part(0, edited.num_kept))
+            if part.num or not edited.seen:
+                waiting.append(part)
+        take()
+    finally:
+        method.cache = before
+    return edited
+
+
+def _editable(method: Cached, start: int, stop: int) -> StreamingCache:
+    """The cache, if these tokens of it can be edited."""
+    cache, sizes = method.cache, method.sizes
+    start, stop = typed("start", start, int), typed("stop", stop, int)
+    if not sizes.is_oldest:
+        raise UserError(
+            f"policy {sizes.policy} with {sizes.positions} positions cannot be edited: entries of "
+            "a layer are of different tokens"
+        )
+    assert isinstance(cache, StreamingCache)
+    cache.check_editable()
+    if not 0 <= start <= stop <= method.num_tokens:
+        raise UserError(
+            f"start and stop must be tokens of the stream, which has {method.num_tokens}, got "
+            f"{start} and {stop}"
+        )
+    return cache
+
+
+def _num_of(new: Tensor | EncodedPart, method: Cached) -> int:
+    """Number of tokens of each row that an edit puts in."""
+    if isinstance(new, Tensor):
+        check_ids(new, method.model.config.vocab_size)
+        num_rows, num = new.shape
+    else:
+        num_rows, num = new.num_rows, new.num
+        most, last = method.num_positions, new.at + new.stop
+        if most is not None and last > most:
+            raise UserError(
+                f"entries of {last} positions do not fit the aligner, which has {most}: encode the "
+                "text in several pieces"
+            )
+    method.cache.check_input(num_rows, num)
+    return num

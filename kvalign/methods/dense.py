@@ -5,7 +5,7 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.cache.form import expect_tensor
+from kvalign.cache.layer import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method

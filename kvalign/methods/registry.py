@@ -1,5 +1,5 @@
-"""Names of the streaming methods, with one file and one line here each. The command line, reports
-and tests read this registry.
+"""Names of the streaming methods, with one line here each. The command line, reports and tests
+read this registry.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ METHODS: Registry[type[Method]] = Registry(
     "method",
     {
         "dense": "kvalign.methods.dense:Dense",
-        "window": "kvalign.methods.streaming_llm:Window",
-        "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
+        "window": "kvalign.methods.cached:Window",
+        "streaming-llm": "kvalign.methods.cached:StreamingLLM",
         "recompute": "kvalign.methods.reencoding:Recompute",
         "discard-half": "kvalign.methods.reencoding:DiscardHalf",
-        "kvalign": "kvalign.methods.kvalign:KVAlign",
+        "kvalign": "kvalign.methods.cached:KVAlign",
     },
 )
 """Method classes by their names on the command line."""

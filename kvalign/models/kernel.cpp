@@ -142,7 +142,7 @@ float softmax(float* scores, int64_t length) {
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8 };
 
-// Keys or values, as `kvalign/cache/form.py` says.
+// Keys or values, as `kvalign/cache/layer.py` says.
 template <int VECTORS, Kind KIND>
 struct Entries {
   static constexpr int64_t dim = 16 * VECTORS;

@@ -29,10 +29,9 @@ from transformers.utils import cached_file
 
 from kvalign import checkpoints
 from kvalign.foundation import progress
-from kvalign.foundation.device import AUTO, has_room, resolved
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_whole
-from kvalign.foundation.memory import size
+from kvalign.foundation.machine import AUTO, has_room, resolved, size
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, kernel, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of

@@ -14,13 +14,13 @@ OLDEST = "oldest"
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     {
-        OLDEST: "kvalign.policies.ours:Oldest",
-        "random": "kvalign.policies.ours:Random",
-        "key-norm": "kvalign.policies.ours:KeyNorm",
-        "keydiff": "kvalign.policies.ours:KeyDiff",
-        "tova": "kvalign.policies.ours:Tova",
-        "h2o": "kvalign.policies.ours:H2O",
-        "second-chance": "kvalign.policies.ours:SecondChance",
+        OLDEST: "kvalign.policies.base:Oldest",
+        "random": "kvalign.policies.base:Random",
+        "key-norm": "kvalign.policies.base:KeyNorm",
+        "keydiff": "kvalign.policies.base:KeyDiff",
+        "tova": "kvalign.policies.base:Tova",
+        "h2o": "kvalign.policies.base:H2O",
+        "second-chance": "kvalign.policies.base:SecondChance",
     },
 )
 """Policy classes by their names on the command line."""

@@ -1,10 +1,18 @@
-"""Base of every policy: score the entries of a layer. The one with the lowest score is evicted."""
+"""Base of every policy, and those that ship. A policy scores the entries of a layer, and the one
+with the lowest score is evicted. Ours look at entries (their order, their keys), or at attention:
+which entries queries have read.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
+
+HALF_LIVES = 16  # of a sum of attention, in as many steps as the cache has entries
+SHARE = 0.3  # of the mean attention: an entry with less received little
 
 
 @dataclass
@@ -57,3 +65,112 @@ class Policy(ABC):
     def worth(self, scores: Tensor) -> Tensor:
         """Order of eviction from the last scores [B, H, S], in the order of time: the scores."""
         return scores
+
+
+class Oldest(Policy):
+    """First in, first out, as in StreamingLLM."""
+
+    name = "oldest"
+    about = "evicts the oldest entry, the same in all layers and heads"
+
+    def score(self, seen: Seen) -> Tensor:
+        ranks = torch.arange(seen.keys.shape[2], device=seen.keys.device, dtype=torch.float32)
+        return ranks.expand(seen.keys.shape[:3])
+
+
+class Random(Policy):
+    """The baseline for other policies."""
+
+    name = "random"
+    about = "evicts a random entry, drawn by layer, head and length of the stream"
+
+    def score(self, seen: Seen) -> Tensor:
+        _, num_heads, num_entries, _ = seen.keys.shape
+        rows = []
+        for num_fed in seen.num_fed:
+            # Of the row alone: it draws the same in any company and after a restart.
+            generator = torch.Generator().manual_seed((num_fed << 12) + seen.layer)
+            num_own = min(num_fed, num_entries)
+            own = torch.rand(num_heads, num_own, generator=generator, dtype=torch.float32)
+            rows.append(pad(own, (num_entries - num_own, 0)))
+        return torch.stack(rows).to(seen.keys.device)
+
+
+class KeyNorm(Policy):
+    """Keys of small norm receive much attention (Devoto et al. 2024, arXiv:2406.11430).
+
+    Norms are compared to 11 bits. In the first layer of a rotary model all keys of a token have the
+    same norm except for rounding, which depends on neighbouring rows. Then the older one is
+    evicted.
+    """
+
+    name = "key-norm"
+    about = "evicts the entry whose key has the largest norm"
+
+    def score(self, seen: Seen) -> Tensor:
+        return -seen.keys.float().norm(dim=-1).half().float()
+
+
+class KeyDiff(Policy):
+    """Keys unlike the others receive much attention (Park et al. 2025, arXiv:2504.15364)."""
+
+    name = "keydiff"
+    about = "evicts the entry whose key is most like the mean of all keys"
+
+    def score(self, seen: Seen) -> Tensor:
+        keys = seen.keys.float()
+        mean = normalize(keys, dim=-1).mean(2, keepdim=True)
+        return -cosine_similarity(keys, mean, dim=-1)
+
+
+class Tova(Policy):
+    """The newest query decides, the same in all heads of a layer (Oren et al. 2024,
+    arXiv:2401.06104).
+    """
+
+    name = "tova"
+    about = "evicts the entry that the last token attends to least, by layer"
+    reads_weights = True
+
+    def score(self, seen: Seen) -> Tensor:
+        assert seen.weights is not None
+        last = seen.weights[:, :, -1]
+        return last.mean(1, keepdim=True).expand_as(last)
+
+
+class H2O(Policy):
+    """Heavy hitters stay (Zhang et al. 2023, arXiv:2306.14048).
+
+    The sum of attention decays by half in C / `HALF_LIVES` steps. Otherwise an entry with much
+    attention long ago would never be evicted. A new entry has received none yet, so the newest ones
+    are protected (`num_recent`).
+    """
+
+    name = "h2o"
+    about = "evicts the entry that received the least attention; old attention counts less"
+    reads_weights = accumulates = True
+
+    def score(self, seen: Seen) -> Tensor:
+        assert seen.weights is not None
+        num_new, decay = seen.weights.shape[2], 0.5 ** (HALF_LIVES / self.cache_size)
+        ages = torch.arange(num_new - 1, -1, -1, dtype=torch.float32, device=seen.weights.device)
+        drawn = decay**ages @ seen.weights
+        return pad(seen.before, (0, num_new)) * decay**num_new + drawn
+
+
+class SecondChance(H2O):
+    """The page replacement of that name, which skips recently used pages (Corbato 1968).
+
+    Attention is summed as in `h2o`, which evicts entries of any age for heavier ones. This policy
+    evicts only old ones, so it loses less of the entries that `oldest` would keep, and gains less
+    beyond.
+    """
+
+    name = "second-chance"
+    about = "evicts the oldest entry that receives little attention, or else the oldest"
+
+    def worth(self, scores: Tensor) -> Tensor:
+        num_entries = scores.shape[2]
+        ranks = torch.arange(num_entries, device=scores.device, dtype=torch.float32)
+        is_used = scores >= SHARE * scores.mean(-1, keepdim=True)
+        return ranks + num_entries * is_used

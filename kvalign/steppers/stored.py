@@ -7,26 +7,68 @@ models of one shape and with the same attributes.
 """
 
 import functools
+import hashlib
+import json
 import logging
+import platform
+import re
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor
+import transformers
+from filelock import FileLock
+from torch import Tensor, nn
+from torch.backends.cpu import get_cpu_capability
+from torch.export import Dim
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
+from kvalign.aligners.entries import KV
+from kvalign.cache import int8
+from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.int8 import InSight, is_read_by_kernel, places_of
+from kvalign.cache.int8 import InSight, Int8, is_read_by_kernel, key_bases, places_of
+from kvalign.cache.layer import Form
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json, sha256, write_json, write_together
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
-from kvalign.models.attention import install
-from kvalign.steppers import step_file
-from kvalign.steppers.compiled import Compiled, Snapshot, is_plain, stays
-from kvalign.steppers.step_file import Run, load_or_make, tensors_of
+from kvalign.models import attention, kernel, packed, rope
+from kvalign.models.architectures import rotation_of, spec_of
+from kvalign.models.fetched import cache_dir
+from kvalign.models.packed import GROUP
+from kvalign.models.rope import Rotation
+from kvalign.models.wrapped import in_eval_mode
+from kvalign.steppers.compiled import Compiled, Snapshot, has_compiler, is_plain, names_of, stays
 
 log = logging.getLogger(__name__)
 
+Run = Callable[[list[Tensor]], list[Tensor]]
+"""Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the places [B, S] of the
+entries that they see (`InSight`), and keys and values as each layer stores them, [B, H, S, width of
+the form]: logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may
+change; other attention is of one row, with a full cache. Where the kernel rotates keys of 8 bits,
+it is given their angles behind all others (`kvalign.models.kernel.attend`).
+"""
+
+NUM_KEPT = 16  # steps, of 5 MB; those that were used longest ago go
+_UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(GROUP)
+"""What inductor makes a constant for each packed product, and what it is."""
+_EXACT, _ROUNDED = 1e-3, 0.2
+"""By how much logits of a step may differ from the model's, relative to their standard deviation:
+in float32, where 1e-6 was found, and where products round their inputs to 8 bits, where one step
+beside a border goes the other way: 0.04 with SmolLM2 of 30 layers.
+"""
+OTHER_LOGITS = (
+    "a stored step is not taken: it gives other logits than this model, which was changed after it "
+    "was loaded, or the model of the step was; kvalign compile makes the step again"
+)
 CHANGED = "the model was changed: its stored step is no longer taken"
 EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms a step
 
@@ -47,7 +89,7 @@ class Stored(Stepper):
     """
 
     def __init__(self, model: PreTrainedModel, *, is_int8: bool, makes: bool = True):
-        install(model.config)
+        attention.install(model.config)
         self.model, self.is_int8, self.makes = model, is_int8, makes
         self.falls_back = makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
@@ -60,7 +102,7 @@ class Stored(Stepper):
     def ready(cls, method: Method) -> Self | None:
         if not isinstance(method, Cached) or not is_plain(method.cache):
             return None
-        if method.model.device.type != "cpu" or step_file.is_empty():
+        if method.model.device.type != "cpu" or is_empty():
             return None
         stepper = cls(method.model, is_int8=method.cache.stores_bare, makes=False)
         stepper._try(method, 1, method.sizes.num_sinks + 1)
@@ -158,3 +200,240 @@ class Stored(Stepper):
         self._cache = weakref.ref(cache)
         snapshot = self._snapshot
         return snapshot.holds() if self._num % EVERY == 0 else snapshot.code_holds()
+
+
+def folder() -> Path:
+    """Folder of compiled steps."""
+    return cache_dir() / "steps"
+
+
+def is_empty() -> bool:
+    """Return whether no step has been stored yet."""
+    return next(folder().glob("*.pt2"), None) is None
+
+
+class _Layer(CacheLayerMixin):
+    """Given slots, one of which is written; `seen` is for our kernel."""
+
+    def __init__(
+        self,
+        entries: KV,
+        form: Form,
+        slot: Tensor,
+        position_ids: Tensor,
+        all_at: Tensor,
+        seen: InSight | None,
+    ):
+        self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
+        self.form, self.slot, self.seen = form, slot, seen
+        self.at, self.all_at = position_ids[:, None], all_at
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stored = self.form.encode_at(KV(key_states, value_states), self.at)
+        for x, new in zip(self.entries, stored, strict=True):
+            x.index_copy_(2, self.slot, new)
+        if self.seen is None:
+            return self.form.decode_at(self.entries, self.all_at)
+        attention.mark(self.entries[0], partial(self.seen.attend, self.form))
+        return self.entries
+
+    def get_seq_length(self) -> int:
+        return self.length - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class _Step(nn.Module):
+    """Step as a function of tensors only."""
+
+    def __init__(self, model: PreTrainedModel, is_int8: bool = False):
+        super().__init__()
+        self.model, self.is_int8 = model, is_int8
+        self._layouts: list[str | None] = []
+        if not is_int8:
+            return
+        rotation, bases = rotation_of(model), key_bases(model)
+        for i in range(spec_of(model.config).num_layers):
+            one = None if rotation is None else rotation.at(i)
+            self._layouts.append(None if one is None else one.layout)
+            self.register_buffer(f"inv_freq_{i}", None if one is None else one.inv_freq)
+            self.register_buffer(f"base_{i}", bases.get(i))
+
+    def _form(self, layer_idx: int) -> Form:
+        if not self.is_int8:
+            return Form(self.model.dtype)
+        layout = self._layouts[layer_idx]
+        inv_freq, base = (getattr(self, f"{x}_{layer_idx}") for x in ("inv_freq", "base"))
+        rotation = None if layout is None else Rotation(inv_freq, layout=layout)
+        return Int8(self.model.dtype, rotation, base)
+
+    def forward(
+        self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
+    ) -> Tensor:
+        angles = entries[-1] if len(entries) % 2 else None
+        behind = (position_ids - places.amax(1, keepdim=True))[:, None]
+        is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
+        seen = InSight(places, behind, angles) if is_ours else None
+        for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
+            at = position_ids, places[:, None] + behind
+            layers.append(_Layer(KV(*pair), self._form(i), slot, *at, seen))
+        cache = Cache(layers=layers)
+        inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
+        return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits
+
+
+def load_or_make(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], makes: bool
+) -> Run | None:
+    """The file's step for this model and these inputs, if it gives the model's logits; else
+    compiled, if it `makes` one. None if there is none, or none is possible.
+    """
+    about = _about(model, inputs, weights)
+    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    file = folder() / f"{key}.pt2"
+    with in_eval_mode([*model.modules()]):
+        if (run := _load(file, weights)) is not None:
+            if _gives_logits_of(model, run, inputs):
+                return run
+            log.warning(OTHER_LOGITS)
+        if not makes or not has_compiler():
+            return None
+        try:
+            folder().mkdir(parents=True, exist_ok=True)
+            with FileLock(folder() / f".{key}.lock"):  # another start may be making it
+                run = _load(file, weights)
+                if run is None or not _gives_logits_of(model, run, inputs):
+                    run = _make(model, inputs, weights, file)
+                return run
+        except Exception as error:  # what export does not take, or a full disk
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            log.info("the step of this model cannot be stored: %s", why)
+            return None
+
+
+def _gives_logits_of(model: PreTrainedModel, run: Run, inputs: list[Tensor]) -> bool:
+    """Return whether a step gives the logits that the model gives now."""
+    copies = [x.detach() for x in inputs]  # which the step marks
+    expected = _Step(model, inputs[4].dtype == torch.int8)(*copies)
+    logits = run([*copies])[0]
+    is_exact = inputs[4].dtype == torch.float32 and packed.weights_of(model) == "float32"
+    most = _EXACT if is_exact else _ROUNDED
+    return bool((logits - expected).std() <= most * expected.std())
+
+
+@progress.shown_as("compile")
+def _make(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
+) -> Run | None:
+    """The step, once a file has it and it gives the model's logits."""
+    step, about = _Step(model, inputs[4].dtype == torch.int8), file.with_suffix(".json")
+    progress.phase("tracing the step, once; a minute or more, later starts load it")
+
+    def write(partial: Path) -> None:
+        package = partial / file.name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            may_change = _dims(model, inputs)
+            exported = torch.export.export(
+                step, tuple(inputs), strict=False, dynamic_shapes=may_change
+            )
+            progress.phase("compiling the step, once; a minute or more, later starts load it")
+            torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=str(package),
+                inductor_configs={
+                    "aot_inductor.package_constants_in_so": False,
+                    "cpp.threads": 1,  # products have several; what lies between them is too little
+                    **kernel.inductor_configs(),
+                },
+            )
+        write_json(partial / about.name, {"sha256": sha256(package), "torch": torch.__version__})
+        run = _load(package, weights)
+        if run is None or not _gives_logits_of(model, run, inputs):
+            raise RuntimeError("the compiled step gives other logits than the model")
+
+    write_together(file.parent, write, about.name)
+    forget_old()
+    return _load(file, weights)
+
+
+def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | None:
+    """The dimensions of the inputs that may change: the slots, and rows if there are several."""
+    if not is_read_by_kernel(model, inputs[4]):
+        return None
+    rows = {0: Dim("rows", min=2)} if len(inputs[0]) > 1 else {}
+    slots = Dim("slots", min=2)
+    of_entries = [rows | {2: slots}] * (len(inputs[4:]) // 2 * 2)
+    of_angles = [{2: Dim("places", min=2)}] * (len(inputs[4:]) % 2)
+    return rows, rows, {}, rows | {1: slots}, (*of_entries, *of_angles)
+
+
+def forget_old() -> None:
+    """Remove all files except those of the `NUM_KEPT` steps that were used last."""
+    for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-NUM_KEPT]:
+        for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
+            path.unlink(missing_ok=True)
+
+
+def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
+    """The step of a file; None where there is none, or it is damaged."""
+    try:
+        if read_json(file.with_suffix(".json"))["sha256"] != sha256(file):
+            return None
+        compiled = torch._inductor.aoti_load_package(str(file), run_single_threaded=True)
+        names = compiled.get_constant_fqns()
+        needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
+        compiled.load_constants(needed, check_full_update=True, user_managed=True)
+        file.touch()  # the newest are kept
+    except (UserError, KeyError, OSError, RuntimeError):
+        return None
+    return compiled.loader.boxed_run
+
+
+def _about(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """All that a compiled step depends on."""
+    config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
+    fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
+    modules = cache_layer, int8, rope, packed, kernel
+    sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
+    return {
+        "config": config,
+        "attention": model.config._attn_implementation,
+        "modules": [
+            (name, type(x).__qualname__, _numbers_of(x)) for name, x in model.named_modules()
+        ],
+        "weights": {name: (tuple(x.shape), x.dtype) for name, x in weights.items()},
+        "entries": [(of_one, x.dtype) for of_one, x in zip(fixed, inputs[4:], strict=True)],
+        "is_one": len(inputs[0]) == 1,
+        "versions": (torch.__version__, transformers.__version__),
+        "kernel": kernel.is_here(),
+        "sources": [sha256(path) for path in sources],
+        "cpu": (platform.machine(), torch.cpu.get_capabilities(), get_cpu_capability()),
+    }
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """A module's numbers and words, which a step contains."""
+    values = {name: vars(module)[name] for name in names_of(module) if name != "name_or_path"}
+    return {name: x for name, x in values.items() if isinstance(x, int | float | str | tuple)}
+
+
+def tensors_of(model: PreTrainedModel, is_int8: bool) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in a `_Step`."""
+    step = _Step(model, is_int8)
+    named = [
+        *step.named_parameters(remove_duplicate=False),
+        *step.named_buffers(remove_duplicate=False),
+    ]
+    return {name: x.detach() for name, x in named}

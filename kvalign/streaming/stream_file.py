@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.cache.form import expect_tensor
+from kvalign.cache.layer import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole

@@ -90,7 +90,7 @@ def test_wrong_use_is_one_line_and_code_2(argv, message, offline, tmp_path, monk
 def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
     """And --no-compile leaves it."""
     found = not_compiled(monkeypatch)
-    monkeypatch.setattr("kvalign.steppers.step_file.is_empty", lambda: False)
+    monkeypatch.setattr("kvalign.steppers.stored.is_empty", lambda: False)
     argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16", "--seed", "0"]
     texts = {}
     for flags in ((), ("--no-compile",)):

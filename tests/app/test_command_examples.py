@@ -59,7 +59,7 @@ def run_example(tmp_path_factory):
             patch.setattr(name, value)
         patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
         patch.setattr("kvalign.training.sweep.run_trials", one_trial)
-        patch.setattr("kvalign.steppers.step_file.cache_dir", lambda: folder / "cache")
+        patch.setattr("kvalign.steppers.stored.cache_dir", lambda: folder / "cache")
         patch.chdir(folder)
         yield run
 

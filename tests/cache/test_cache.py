@@ -12,7 +12,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
-from kvalign.methods.kvalign import KVAlign
+from kvalign.methods.cached import KVAlign
 from kvalign.models.architectures import spec_of
 
 

@@ -7,8 +7,8 @@ from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.form import Form
 from kvalign.cache.int8 import Int8
+from kvalign.cache.layer import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places

@@ -26,7 +26,7 @@ TUTORIALS = ("docs/tutorials/method.md", "docs/tutorials/policy.md")
 # What is added to a registry: its file, the entry before, the name, and where it is.
 CENTRED, TEXTS = "training.centred", "data_gen.python_texts"
 ENTRIES = [
-    ("methods/registry.py", "methods.streaming_llm:Window", "unmoved", "methods.unmoved:Unmoved"),
+    ("methods/registry.py", "methods.cached:Window", "unmoved", "methods.unmoved:Unmoved"),
     ("policies/__init__.py", "policies.ours:H2O", "value-norm", "policies.value_norm:ValueNorm"),
     (
         "aligners/kinds.py",

@@ -91,11 +91,11 @@ def test_the_page_of_models_says_what_layers_see():
 
 
 def test_an_excerpt_has_no_docstring_and_its_names_are_there():
-    shown = excerpt("kvalign.policies.ours.KeyNorm.score")
+    shown = excerpt("kvalign.policies.base.KeyNorm.score")
     assert shown.startswith(
-        "[`kvalign/policies/ours.py`](../kvalign/policies/ours.py), `KeyNorm.score`"
+        "[`kvalign/policies/base.py`](../kvalign/policies/base.py), `KeyNorm.score`"
     )
     assert "def score(" in shown and '"""' not in shown
-    for name in ("kvalign.policies.ours.KeyNorm.no", "kvalign.policies.no.KeyNorm"):
+    for name in ("kvalign.policies.base.KeyNorm.no", "kvalign.policies.no.KeyNorm"):
         with pytest.raises(UserError, match=name):
             excerpt(name)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from kvalign.app.commands.serve import ServeSettings
-from kvalign.models import template_trial
+from kvalign.streaming import turns
 
 TEXT = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 
@@ -17,4 +17,4 @@ def test_the_threat_model_says_who_is_trusted_with_what():
     assert model.count("Promised: ") >= 3 and model.count("Not promised: ") >= 2
     flags = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert flags and flags <= ServeSettings.flags()
-    assert f"{template_trial.SECONDS} s and {template_trial.MOST_BYTES >> 30} GB" in model
+    assert f"{turns.SECONDS} s and {turns.MOST_BYTES >> 30} GB" in model

@@ -5,19 +5,19 @@ import platform
 import psutil
 import pytest
 
-from kvalign.foundation import memory
+from kvalign.foundation import machine
 from kvalign.foundation.errors import UserError
 
 
 def test_what_fits_and_what_does_not(monkeypatch):
-    assert memory.free_bytes() > 10**6
-    memory.check_room(1, "weights")
+    assert machine.free_bytes() > 10**6
+    machine.check_room(1, "weights")
     with pytest.raises(
         UserError, match=r"^weights need 1e\+03 EB of memory, but only .* are free$"
     ):
-        memory.check_room(10**21, "weights")
-    monkeypatch.setattr(memory, "free_bytes", lambda: None)  # a system that does not tell
-    memory.check_room(10**21, "weights")
+        machine.check_room(10**21, "weights")
+    monkeypatch.setattr(machine, "free_bytes", lambda: None)  # a system that does not tell
+    machine.check_room(10**21, "weights")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is of glibc")
@@ -26,5 +26,5 @@ def test_what_lies_between_things_in_use_is_given_back():
     kept = blocks[::20]
     before = psutil.Process().memory_info().rss
     del blocks
-    memory.give_back()
+    machine.give_back()
     assert before - psutil.Process().memory_info().rss > 100e6 and len(kept) == 100

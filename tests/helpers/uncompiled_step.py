@@ -3,7 +3,7 @@
 import torch
 
 from kvalign.models import attention
-from kvalign.steppers import step_file, stored
+from kvalign.steppers import stored
 
 
 def not_compiled(monkeypatch, exported=False) -> list[int]:
@@ -14,9 +14,9 @@ def not_compiled(monkeypatch, exported=False) -> list[int]:
 
     def load(model, inputs, weights, makes):
         attention.install(model.config)
-        step = step_file._Step(model, inputs[4].dtype == torch.int8)
+        step = stored._Step(model, inputs[4].dtype == torch.int8)
         if exported:
-            dims = step_file._dims(model, inputs)
+            dims = stored._dims(model, inputs)
             step = torch.export.export(
                 step, tuple(inputs), strict=False, dynamic_shapes=dims
             ).module()

@@ -15,7 +15,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from kvalign import make_method
 from kvalign.models import attention, kernel, packed
 from kvalign.steppers import compiled as of_torch
-from kvalign.steppers import step_file
+from kvalign.steppers import stored as of_file
 from kvalign.steppers.compiled import Compiled
 from kvalign.steppers.stored import CHANGED
 
@@ -119,7 +119,7 @@ def test_rows_of_any_lengths_that_come_and_go_are_those_alone(sizes, monkeypatch
 def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeypatch):
     asked, attend = [], kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *x: asked.append(x) or attend(*x))
-    step, dim = step_file._Step(model), model.config.head_dim
+    step, dim = of_file._Step(model), model.config.head_dim
     at = torch.tensor([SIZE - 1]), torch.arange(SIZE)[None]
     token = torch.ones(1, 1).long(), torch.tensor([[SIZE]])
     inputs = [*token, *at, *torch.randn(6, 1, 2, SIZE, dim)]
@@ -199,7 +199,7 @@ def test_a_stream_feels_a_change_of_its_model(name, llama, monkeypatch, caplog):
 def made(monkeypatch):
     """Files of the steps that would be made."""
     made = []
-    monkeypatch.setattr(step_file, "_make", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(of_file, "_make", lambda *args: made.append(args[-1]))
     return made
 
 
@@ -218,15 +218,15 @@ def test_a_model_that_does_other_things_takes_no_step_of_a_clean_one(
     for token in tokens:
         assert torch.equal(taken.feed(token), eager.feed(token))
     lines = [record.message for record in caplog.records]
-    assert not taken.stepper.has(1) and lines.count(step_file.OTHER_LOGITS) == 1 and not made
+    assert not taken.stepper.has(1) and lines.count(of_file.OTHER_LOGITS) == 1 and not made
     assert not is_taken(llama) and len(made) == 1 and made[0].exists()
 
 
 @pytest.mark.parametrize(
     ("where", "other"),
     [
-        ("kvalign.steppers.step_file.torch.__version__", "1.0"),
-        ("kvalign.steppers.step_file.transformers.__version__", "1.0"),
+        ("kvalign.steppers.stored.torch.__version__", "1.0"),
+        ("kvalign.steppers.stored.transformers.__version__", "1.0"),
         ("torch.cpu.get_capabilities", lambda: 3),
     ],
 )

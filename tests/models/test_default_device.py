@@ -7,7 +7,7 @@ import torch
 from helpers import other_device
 
 from kvalign.app.commands.generate import GenerateSettings
-from kvalign.foundation import device
+from kvalign.foundation import machine
 from kvalign.models import loading, model_folder
 from kvalign.models.loading import load_model
 
@@ -99,5 +99,5 @@ def test_a_line_says_what_was_taken(gpu, in_half, capsys):
 def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
     for is_there, expected in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
-        assert device.resolved("auto") == expected
-    assert device.resolved("cpu") == "cpu"
+        assert machine.resolved("auto") == expected
+    assert machine.resolved("cpu") == "cpu"

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvalign import load_model, load_stream, make_method, stream, verify
-from kvalign.cache.form import Form
 from kvalign.cache.int8 import Int8
+from kvalign.cache.layer import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.subject import difference
 from kvalign.models import kernel, packed

@@ -136,7 +136,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from kvalign.eval.evaluations.latency.timing import key_of, measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
     from kvalign.eval.protocol.kept import kept, summary_of
-    from kvalign.foundation.device import resolved
+    from kvalign.foundation.machine import resolved
     from kvalign.foundation.runs import keeping
     from kvalign.models.packed import num_bytes
 

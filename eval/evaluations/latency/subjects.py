@@ -18,8 +18,8 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.protocol import FLOOR
 from kvalign.eval.protocol.grid import aligners_of, load
-from kvalign.foundation.device import resolved
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import resolved
 from kvalign.methods.base import Method, last_logits
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of

@@ -22,15 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from kvalign.aligners.entries import KV
 from kvalign.cache.realign import OnRead
 from kvalign.cache.sizes import OF_MEMORY
+from kvalign.cache.step import HOST
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.grid import sizes_of, title_of
-from kvalign.foundation.device import HOST, wait_for
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.memory import check_room
+from kvalign.foundation.machine import check_room, wait_for
 from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
 from kvalign.methods.base import Method

@@ -29,7 +29,7 @@ from kvalign.eval.protocol.grid import one_by_one, sizes_of
 from kvalign.eval.protocol.kept import key_of, read_losses, write_losses
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
-from kvalign.foundation.device import wait_for
+from kvalign.foundation.machine import wait_for
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel

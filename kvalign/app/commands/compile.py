@@ -32,7 +32,7 @@ def compile(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.methods import make_method
     from kvalign.models.loading import load_model
     from kvalign.models.packed import weights_of
-    from kvalign.steppers.step_file import folder
+    from kvalign.steppers.stored import folder
 
     loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
     method = make_method(

@@ -19,8 +19,9 @@ from packaging.requirements import Requirement
 
 from kvalign import checkpoints
 from kvalign.app import listing
-from kvalign.foundation import hub, memory
+from kvalign.foundation import hub
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import free_bytes, size
 from kvalign.foundation.settings import Settings
 from kvalign.models import fetched
 
@@ -146,7 +147,7 @@ def devices() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            yield Check(f"cuda:{index}", "ok", f"{device.name}, {memory.size(device.total_memory)}")
+            yield Check(f"cuda:{index}", "ok", f"{device.name}, {size(device.total_memory)}")
     elif torch.version.cuda:
         todo = "see if nvidia-smi lists one; cpu works without"
         yield Check("cuda", "missing", "torch sees no such device", todo)
@@ -162,9 +163,9 @@ def devices() -> Iterator[Check]:
 
 def machine() -> Iterator[Check]:
     disk = shutil.disk_usage(Path.cwd())
-    yield Check("disk", "ok", f"{memory.size(disk.free)} free here of {memory.size(disk.total)}")
-    if (num_bytes := memory.free_bytes()) is not None:
-        yield Check("memory", "ok", f"{memory.size(num_bytes)} free here")
+    yield Check("disk", "ok", f"{size(disk.free)} free here of {size(disk.total)}")
+    if (num_bytes := free_bytes()) is not None:
+        yield Check("memory", "ok", f"{size(num_bytes)} free here")
 
 
 def hub_and_cache() -> Iterator[Check]:
@@ -178,10 +179,10 @@ def hub_and_cache() -> Iterator[Check]:
         todo = "connect, or use folders and everything that is ok below"
         yield Check("hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
-        size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
+        used = size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
     except CacheNotFound:
-        size = "empty"
-    yield Check("cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
+        used = "empty"
+    yield Check("cache", "ok", f"{constants.HF_HUB_CACHE}: {used} (HF_HOME moves it)")
 
 
 def models() -> Iterator[Check]:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.turn import OUR_FAULT, AnswerRow, Turn, states_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.memory import give_back
+from kvalign.foundation.machine import give_back
 from kvalign.methods.base import Method
 from kvalign.streaming.loop import Batch
 

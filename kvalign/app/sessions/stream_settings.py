@@ -116,7 +116,7 @@ class StreamSettings(MethodSettings, ModelSettings):
 
     def load(self) -> LoadedModel:
         """The model and its tokenizer; an unknown method is refused before anything is loaded."""
-        from kvalign.foundation.device import AUTO as AUTO_DEVICE
+        from kvalign.foundation.machine import AUTO as AUTO_DEVICE
         from kvalign.models.loading import load_model
         from kvalign.models.packed import PACKED, weights_of
 

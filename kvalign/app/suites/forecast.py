@@ -164,7 +164,7 @@ def speeds(settings: Settings) -> tuple[float, float, str]:
     """
     import torch
 
-    from kvalign.foundation.device import resolved, wait_for
+    from kvalign.foundation.machine import resolved, wait_for
     from kvalign.methods import make_method
     from kvalign.models.loading import load_model
 

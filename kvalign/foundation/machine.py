@@ -1,13 +1,23 @@
-"""Free memory and disk space, and whether what is planned can fit."""
+"""This machine and its devices: which one `auto` is, what memory and disk space is free, whether
+what is planned can fit. A device works beside the program: a clock that is read before it has
+finished has measured only how long it took to ask.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvalign.foundation.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
+AUTO = "auto"
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -54,3 +64,34 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} EB"
+
+
+def resolved(device: str) -> str:
+    """Name of a device; `auto` is cuda if torch sees one, else the cpu."""
+    import torch
+
+    if device != AUTO:
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def is_on_card(device: torch.device) -> bool:
+    """Return whether a device has memory of its own, and says how much of it is free."""
+    return device.type == "cuda"
+
+
+def has_room(device: str | torch.device, num_bytes: int) -> bool:
+    """Return whether a device has so many bytes free; only CUDA's say so."""
+    import torch
+
+    if not is_on_card(torch.device(device)):
+        return True
+    return num_bytes <= torch.cuda.mem_get_info(device)[0]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device (cuda, mps, xpu, ...) has done all that it was asked; the CPU has."""
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize(device)
