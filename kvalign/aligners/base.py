@@ -246,7 +246,9 @@ class Aligner(
         shapes = {name: tuple(x.shape) for name, x in aligner.state_dict().items()}
         weights = read_weights(folder / WEIGHTS, shapes, where)
         aligner.load_state_dict(weights, strict=True, assign=True)
-        aligner.source, aligner.revision = str(model_id), _revision(folder)
+        is_snapshot = folder.parent.name == "snapshots"  # in the hub's cache
+        digest = folder.name if is_snapshot else sha256(folder / WEIGHTS)[:REVISION_LEN]
+        aligner.source, aligner.revision = str(model_id), digest
         return aligner.requires_grad_(False).eval()
 
 
@@ -257,14 +259,6 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
     return AlignerConfig(
         kind=kind, base_model=spec.name, embedding_fingerprint=fingerprint, **of_model, **fields
     )
-
-
-def _revision(folder: Path) -> str:
-    """Commit of a snapshot in the hub's cache; for any other folder the first digits of its
-    weights' SHA-256.
-    """
-    is_snapshot = folder.parent.name == "snapshots"
-    return folder.name if is_snapshot else sha256(folder / WEIGHTS)[:REVISION_LEN]
 
 
 def _no_aligner(name: str) -> str:

@@ -11,7 +11,7 @@ does not ask in which order. A cache that fills has only the slots that it has u
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -31,6 +31,9 @@ _SHORTEST = 64
 
 At = slice | Tensor
 """Positions of S entries: a slice, or [..., S] int64."""
+ReadTensor = Callable[..., Tensor]
+"""Of the name of a tensor of a saved state, its shape behind [B, H], its dtype and, unless it is to
+be on the model's, a device: the tensor."""
 
 
 class Form:
@@ -81,20 +84,6 @@ class Form:
     def without_position(self) -> Self:
         """Form of keys that have no position, where a position is not stored."""
         return self
-
-
-class ReadTensor(Protocol):
-    """Tensor of a saved state by name: [B, H, ...], then of this shape and dtype; on the model's
-    device, if no other is given.
-    """
-
-    def __call__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-    ) -> Tensor: ...
 
 
 class Part(ABC):

@@ -48,9 +48,9 @@ class Entry:
         return f"{self.text}{mark} ({self.more})" if self.more else self.text + mark
 
 
-def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
+def console_for(pipe_width: int = PIPE_WIDTH) -> Console:
     """Console as wide as COLUMNS says, the terminal is, or the default for files and pipes."""
-    console = Console(stderr=stderr, highlight=False)
+    console = Console(highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, pipe_width)
     return console

@@ -7,6 +7,7 @@ while without progress no time left is shown. Work that ends within a second sho
 without a count shows its phase and the time. `TQDM_DISABLE=1` turns everything off.
 """
 
+import functools
 import logging
 import os
 import sys
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 DELAY_S = 1.0
 LINE_S = 5.0  # from one line to the next, at least,
@@ -177,3 +180,9 @@ def phase(doing: str) -> None:
 def say(line: str) -> None:
     """Write a line to stderr, above the bar."""
     print(line, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, once."""
+    log.warning(message)

@@ -9,10 +9,13 @@ attention. An invariant is one file and one line here, and the command finds it,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import expect, typed
 
@@ -79,12 +82,8 @@ def verify(
     Raises:
         UserError: an unknown invariant, or `make` returns no cache.
     """
-    import math
-    from functools import partial
-
     import torch
 
-    from kvalign.foundation.errors import UserError
     from kvalign.invariants.stream import NotApplicableError
     from kvalign.invariants.subject import Outcome, Subject
 

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvalign.cache.sizes import GUESTS, SizesConfig
+from kvalign.cache.sizes import GUESTS, SizesConfig, default_size
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
+from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import typed
 from kvalign.methods.registry import AUTO, METHODS, check_name
 
@@ -71,7 +72,7 @@ def make_method(
         TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
-    from kvalign.methods.choice import choose, warn_if_stale, warn_once
+    from kvalign.methods.choice import choose, warn_if_stale
     from kvalign.models.wrapped import unwrapped
 
     inner = unwrapped(model)
@@ -94,8 +95,6 @@ def make_method(
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:
-        from kvalign.cache.sizes import default_size
-
         cache_size, why_size = default_size(
             inner,
             longest=loaded.config.chunk_len - 1 if loaded else None,

@@ -75,12 +75,6 @@ STEPPERS: Registry[type[Stepper]] = Registry(
 """Steppers, those first that are taken first."""
 
 
-def ready_stepper(method: Method) -> Stepper | None:
-    """The first stepper for a method that compiles nothing."""
-    of_each = (STEPPERS[name].ready(method) for name in STEPPERS)
-    return next((stepper for stepper in of_each if stepper is not None), None)
-
-
 def last_logits(call: Any, ids: Tensor, cache: Any, **inputs: Any) -> Tensor:
     """Logits [B, V] float32 after the last of ids [B, T], by a call of a model or of its like."""
     out = call(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs)
@@ -270,7 +264,8 @@ class Method(NotPickled, ABC):
         """Take the fastest stepper that needs no compiling: on CUDA a captured step, on a CPU one
         that an earlier start has stored.
         """
-        self.stepper = ready_stepper(self) or self.stepper
+        of_each = (STEPPERS[name].ready(self) for name in STEPPERS)
+        self.stepper = next(filter(None, of_each), self.stepper)
         return self
 
     @property

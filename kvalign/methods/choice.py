@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import shlex
 from pathlib import Path
@@ -18,12 +16,11 @@ from kvalign.aligners.kinds import note_of_use
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
+from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import has_fingerprint
-
-log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
@@ -102,14 +99,9 @@ def aligners_at_hand(
     return list(dict.fromkeys(str(one) for one in names if one))
 
 
-def obstacles(
-    model: PreTrainedModel,
-    *,
-    cache_size: int | None = None,
-    aligner: Aligner | str | Path | None = None,
-) -> dict[str, str]:
+def obstacles(model: PreTrainedModel, *, cache_size: int | None = None) -> dict[str, str]:
     """Methods that cannot be used on a model, with reasons; arguments as of `choose`."""
-    lack = "" if aligner is not None else lack_of_aligner(model, cache_size)
+    lack = lack_of_aligner(model, cache_size)
     return {name: lack for name, cls in METHODS.items() if cls.takes_aligner and lack}
 
 
@@ -189,12 +181,6 @@ def warn_if_too_long(method: Method, num_tokens: int) -> None:
             f"{num} of the input's {num_tokens} tokens do not fit in the cache of "
             f"{method.sizes.cache_size} and are forgotten: a larger cache keeps more"
         )
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning, once."""
-    log.warning(message)
 
 
 def _shipped(model: PreTrainedModel, cache_size: int | None = None) -> str | None:

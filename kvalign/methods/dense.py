@@ -56,16 +56,13 @@ class Dense(Method):
                 )
             num_rows, spec = len(state["0.keys"]) if length else 0, self.spec
             shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
-            read = (
-                [
-                    expect_tensor(state, f"{i}.{name}", shape, self.model.dtype)
-                    for name in ("keys", "values")
-                ]
-                for i in range(spec.num_layers)
-            )
-            self.cache = DynamicCache(
-                [(x.to(self.model.device), y.to(self.model.device)) for x, y in read]
-            )
+
+            def read(name: str) -> Tensor:
+                x = expect_tensor(state, name, shape, self.model.dtype)
+                return x.to(self.model.device)
+
+            pairs = [(read(f"{i}.keys"), read(f"{i}.values")) for i in range(spec.num_layers)]
+            self.cache = DynamicCache(pairs)
 
     def compile(self, **options: Any) -> Self:
         raise UserError("dense cannot be compiled: its steps grow with the stream")

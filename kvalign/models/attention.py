@@ -123,10 +123,7 @@ def _masking(name: str) -> Callable[..., Any]:
                 return None  # OPT has a mask of its own for these; marks hide the other slots
             if name == "sdpa" and padding is None and window is None:
                 return None  # as sdpa_mask does, except in a graph that is compiled
-            own = None
-        else:
-            own = _mask.get()
-        if own is not None:
+        elif (own := _mask.get()) is not None:
             return own
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
 

@@ -18,10 +18,8 @@ model and in its instructed siblings, so it fits all of them by intent. It asks 
 of the embedding, which they share.
 """
 
-import functools
 import hashlib
 import io
-import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -38,11 +36,10 @@ from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
+from kvalign.foundation.progress import warn_once
 from kvalign.models import loading, model_folder
 from kvalign.models.packed import PackedLinear, embedded
 from kvalign.models.weights import opened
-
-log = logging.getLogger(__name__)
 
 FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
@@ -122,13 +119,11 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     )
 
 
-@functools.cache
 def say_weak() -> None:
     """Say, once, that what 0.2 wrote is known by its embedding alone."""
-    log.warning(
-        "what kvalign 0.2 saved says of its model only %d embedding weights: whether the other "
-        "weights are still the same cannot be tested until it is saved again",
-        FINGERPRINT_LEN,
+    warn_once(
+        f"what kvalign 0.2 saved says of its model only {FINGERPRINT_LEN} embedding weights: "
+        "whether the other weights are still the same cannot be tested until it is saved again"
     )
 
 

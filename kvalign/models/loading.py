@@ -90,7 +90,7 @@ def load_model(
     if (kept := request.read()) is not None:
         model, tokenizer = kept, model_folder.tokenizer_of(name, source)
     else:
-        model, tokenizer = _read(name, source, config, device, dtype, weights, is_auto)
+        model, tokenizer = _read(name, request, is_auto)
         request.keep(model)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
@@ -103,15 +103,10 @@ def load_model(
 
 
 def _read(
-    name: str,
-    source: str,
-    config: PretrainedConfig,
-    device: str,
-    dtype: str | None,
-    weights: str | None,
-    is_auto: bool,
+    name: str, request: "Request", is_auto: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model that is read from its files, on its device and packed, and its tokenizer."""
+    config, source, device, dtype, weights = request
     is_gguf = model_folder.gguf_file(source) is not None
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     of_file = dtype or (stored if stored in DTYPES and not is_gguf else DTYPES[0])

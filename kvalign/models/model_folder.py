@@ -66,23 +66,25 @@ def read(
     Args:
         device_map: of accelerate: where weights go as they are read; None: to the CPU.
     """
+    how: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype)}
     if file := gguf_file(source):
-        return _read_gguf(file, config, dtype), tokenizer_of(name, source)
+        return _read_gguf(file, **how), tokenizer_of(name, source)
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            output_loading_info=True,
-            device_map=device_map,
-            **_local(source),
-        )
-        if missing := sorted(report["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
+        how |= {"use_safetensors": True, "device_map": device_map}
+        model = _pretrained(source, **how, **_local(source))
     return model, tokenizer_of(name, source)
+
+
+def _pretrained(source: str | Path, **how: Any) -> PreTrainedModel:
+    """A model of transformers; UserError if its files lack weights."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, **how
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
+    return model
 
 
 def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
@@ -245,19 +247,11 @@ def _gguf_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def _read_gguf(path: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+def _read_gguf(path: Path, **how: Any) -> PreTrainedModel:
     """The model of a file, with its weights unpacked."""
     with _explain_gguf(path):
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            config=config,
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-            **_in_gguf_folder(path),
-        )
-        if missing := sorted(report["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
+        how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = _pretrained(path.parent, **how, **_in_gguf_folder(path))
     # A plain model, which can be saved.
     model.hf_quantizer = model.quantization_method = None
     model.is_quantized = False

@@ -2,8 +2,6 @@
 autograd's modes. Only this module unwraps it, and it streams without dropout.
 """
 
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -14,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
-
-log = logging.getLogger(__name__)
+from kvalign.foundation.progress import warn_once
 
 _ATTRIBUTES = ("_orig_mod", "module", "model")
 """Names of the inner model in `torch.compile`, wrappers like DDP, and PEFT."""
@@ -53,7 +50,10 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     trained = [*filter(attrgetter("training"), modules)]
     if trained:
-        _say()
+        warn_once(
+            "the model is in training mode, at least in part: a stream runs it in eval mode, "
+            "without dropout, and then restores the mode (model.eval() avoids this line)"
+        )
     for module in trained:
         module.training = False
     try:
@@ -72,11 +72,3 @@ def no_autograd_modes() -> Iterator[None]:
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@functools.cache
-def _say() -> None:
-    log.warning(
-        "the model is in training mode, at least in part: a stream runs it in eval mode, without "
-        "dropout, and then restores the mode (model.eval() avoids this line)"
-    )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.models.attention import install
 from kvalign.models.wrapped import in_eval_mode
@@ -162,7 +163,7 @@ class Compiled(Stepper):
     def __call__(self, **inputs: Any) -> Any:
         if self._snapshot.code_holds():
             return self.compiled(**inputs)
-        _say()
+        warn_once(OTHER_CODE)
         return self.model(**inputs)
 
 
@@ -178,11 +179,6 @@ def has_compiler() -> bool:
         log.warning(NO_COMPILER)
         return False
     return True
-
-
-@functools.cache
-def _say() -> None:
-    log.warning(OTHER_CODE)
 
 
 def is_plain(cache: Any) -> TypeGuard[StreamingCache]:

@@ -147,7 +147,7 @@ class StopStrings:
 
     def __init__(self, strings: tuple[str, ...]):
         self._strings, self._tail, self.has_stopped = strings, "", False
-        self._longest = max(map(len, strings), default=1)
+        self._longest = max(map(len, strings))
 
     def read(self, piece: str) -> str:
         """Return the text that can be shown now: up to the first stop string."""

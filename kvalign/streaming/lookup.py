@@ -89,8 +89,8 @@ class Ahead(NamedTuple):
 
 
 def read_ahead(method: Cached, ids: Tensor) -> Tensor:
-    """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
-    `reads_ahead`, with at most `most_at_once` of them.
+    """Read the first of ids [1, T] and the others, which are guessed, in the same pass: at most
+    `most_at_once`.
 
     The cache is then as if only the first had been fed. `take_ahead` makes a guess count; any other
     token lets go of them.
@@ -130,14 +130,11 @@ def most_at_once(cache: StreamingCache) -> int:
     return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
 
 
-def reads_ahead(method: Method) -> bool:
-    """Return whether reading ahead gives the same result as decode steps, and can be undone."""
-    return isinstance(method, Cached) and method.is_exact and not method.sizes.memory
-
-
 def check_lookup(method: Method) -> None:
-    """Raise UserError unless a method can undo guesses."""
-    if not reads_ahead(method):
+    """Raise UserError unless reading ahead gives the same result as decode steps, and can be
+    undone.
+    """
+    if not isinstance(method, Cached) or not method.is_exact or method.sizes.memory:
         raise UserError(
             f"lookup does not work with {method.in_words}, which cannot undo a wrong guess: use "
             "kvalign with tables, streaming-llm or window, without a memory or another policy"

@@ -112,14 +112,10 @@ class Piece:
         """Write it, the whole piece, to a safetensors file; see `load_piece`."""
         file = Path(typed("path", path, Path))
         check_output(file, "file", "path")
-        about, tensors = self.info.model_dump_json(), _named(self.entries)
-        tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        about, each = self.info.model_dump_json(), enumerate(self.entries)
+        tensors = {f"{i}.{j}": x.cpu().contiguous() for i, kv in each for j, x in enumerate(kv)}
         metadata = {"format": _FORMAT, "piece": about, "sha256": checksum(about, tensors)}
         write_whole(file, lambda partial: save_file(tensors, partial, metadata))
-
-
-def _named(entries: Sequence[KV]) -> dict[str, Tensor]:
-    return {f"{i}.{j}": x for i, pair in enumerate(entries) for j, x in enumerate(pair)}
 
 
 def ids_of(part: list[int] | Piece) -> Sequence[int]:

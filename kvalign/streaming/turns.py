@@ -127,12 +127,21 @@ def opening_len(
     tokenizer: PreTrainedTokenizerBase,
     system: str | None,
     *,
+    goes_on: bool = False,
     special_tokens: bool = False,
     template: Mapping[str, Any] | None = None,
     tools: Tools = None,
 ) -> int:
-    """Number of tokens before the user's first word: the opening, which sinks should keep."""
-    return _num_alike(tokenizer, True, system, special_tokens, template, tools)
+    """Number of tokens before the user's first word: the opening, which sinks should keep; of a
+    turn that `goes_on`, those that introduce it.
+    """
+    how: dict[str, Any] = dict(special_tokens=special_tokens, template=template, tools=tools)
+    one, other = (
+        message_ids(tokenizer, [_message("user", word)], goes_on=goes_on, system=system, **how)
+        for word in ("?", "0")
+    )
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in alike)
 
 
 def word_starts(
@@ -148,8 +157,10 @@ def word_starts(
     Args:
         turns: number of tokens before each; for the first of a conversation 0.
     """
-    num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
-    num_asking = _num_alike(tokenizer, False, system, special_tokens)
+    num_opening, num_asking = (
+        opening_len(tokenizer, system, goes_on=goes_on, special_tokens=special_tokens)
+        for goes_on in (False, True)
+    )
     return [turn + (num_asking if turn else num_opening) for turn in turns]
 
 
@@ -182,29 +193,6 @@ def evict_turns(
     fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
     num = next(fits, len(begins) - 1)
     return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
-
-
-def _num_alike(
-    tokenizer: PreTrainedTokenizerBase,
-    is_first: bool,
-    system: str | None,
-    special_tokens: bool,
-    template: Mapping[str, Any] | None = None,
-    tools: Tools = None,
-) -> int:
-    """Tokens of a turn before the user's first word."""
-    how: dict[str, Any] = {
-        "goes_on": not is_first,
-        "special_tokens": special_tokens,
-        "template": template,
-        "tools": tools,
-    }
-    one, other = (
-        message_ids(tokenizer, [_message("user", turn)], system=system, **how)
-        for turn in ("?", "0")
-    )
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in alike)
 
 
 def messages_text(

@@ -14,10 +14,10 @@ import kvalign
 from kvalign import checkpoints
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.progress import warn_once
 from kvalign.memory import plan
 from kvalign.memory.plan import FILE, PLANS, RecallPlan, in_cache
 from kvalign.methods import make_method
-from kvalign.methods.choice import warn_once
 from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file

@@ -77,7 +77,7 @@ SEEN = ("a forward", "weights in place")
 def test_a_compiled_stream_feels_a_change_at_its_next_step(name, ids, monkeypatch, caplog):
     """PyTorch sees most changes, and compiles again; a model with other hooks is not compiled."""
     torch.compiler.reset()
-    compiled._say.cache_clear()
+    compiled.warn_once.cache_clear()
     model, ids = copy.deepcopy(tiny_model("llama")), ids[:1]
     plain, method = (make("streaming-llm", model) for _ in range(2))
     method.compile(backend="eager")
@@ -146,7 +146,7 @@ DROPOUT = dict.fromkeys(("attention_dropout", "attn_pdrop", "hidden_dropout", "d
 @pytest.mark.parametrize(("name", "kind"), one_of_each(METHODS, ("gpt2", "llama", "bloom")))
 def test_a_model_in_training_mode_streams_without_dropout(name, kind, ids, caplog):
     """Also while it is scored; afterwards each part of it is in the mode in which it was."""
-    wrapped._say.cache_clear()
+    wrapped.warn_once.cache_clear()
     model, ids = tiny_model(kind, **DROPOUT), ids[:1, :60]
 
     def found():

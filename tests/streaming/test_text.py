@@ -163,7 +163,7 @@ def test_a_stream_of_0_2_is_known_by_its_embedding_until_it_is_saved_again(gpt2,
     begin(gpt2).save(path)
     fingerprint = [*identity.embedding_fingerprint(gpt2.model)]
     change_stream(path, lambda t, a: a.update(identity=None, embedding_fingerprint=fingerprint))
-    identity.say_weak.cache_clear()
+    identity.warn_once.cache_clear()
     for _ in range(2):
         again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
     (line,) = [x.message for x in caplog.records if x.levelname == "WARNING"]

@@ -190,7 +190,7 @@ def test_an_aligner_of_other_weights_is_not_finished(tmp_path, capfd, caplog, li
     for part in config["training"].values():
         del part["data"]["identity"]
     (out / "config.json").write_text(json.dumps(config))
-    identity.say_weak.cache_clear()
+    identity.warn_once.cache_clear()
     assert main(train) == 0
     assert "already has this, finished: nothing to do" in capfd.readouterr().err
     assert "says of its model only 16 embedding weights" in caplog.text
