@@ -45,11 +45,10 @@ class TableAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
-        self.key, self.value = (_floats(shape) for _ in range(2))
-        self.key_scale, self.value_scale = (_floats(shape[:-1]) for _ in range(2))
-        for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
-            nn.init.zeros_(means)
-            nn.init.ones_(scales)
+        means = torch.zeros(shape, dtype=torch.float32)
+        scales = torch.ones(shape[:-1], dtype=torch.float32)
+        self.key, self.value = nn.Parameter(means), nn.Parameter(means.clone())
+        self.key_scale, self.value_scale = nn.Parameter(scales), nn.Parameter(scales.clone())
 
     def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
@@ -91,7 +90,3 @@ def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KV:
         (keys - tables.key_means) / tables.key_scales[..., None],
         (values - tables.value_means) / tables.value_scales[..., None],
     )
-
-
-def _floats(shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32))

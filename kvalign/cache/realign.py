@@ -46,9 +46,6 @@ class Rotating(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len)
 
-    def place(self, layer: int, stored: KV, move: Move) -> KV:
-        return rotated(self.rotation, layer, stored, move.shift)
-
 
 class FromBirth(Realigner):
     """Realignment from the original form. Keys of a rotary model are rotated back to position 0,
@@ -175,10 +172,6 @@ class OnRead(Realigner):
         mean = self.rotation.at(layer).shift(mean, -positions_of(at))
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
-
-    def place(self, layer: int, stored: KV, move: Move) -> KV:
-        """Stored keys of a rotary model, at positions that are moved back."""
-        return rotated(self.rotation, layer, stored, move.shift)
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table

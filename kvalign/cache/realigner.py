@@ -81,11 +81,13 @@ class Realigner:
         return new
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
-        """Entries [B, H, S, D] after the sinks at new positions, from their stored form."""
-        return stored
+        """Entries [B, H, S, D] after the sinks at new positions, from their stored form: as they
+        are, but for the rotation of keys.
+        """
+        return rotated(self.rotation, layer, stored, move.shift)
 
     def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
-        """Same as `place`, before the rotation."""
+        """Same, without the rotation."""
         return stored
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:

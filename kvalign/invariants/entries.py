@@ -15,7 +15,7 @@ from kvalign.aligners.entries import cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realign import OnRead
 from kvalign.cache.realigner import LONG_RUN, Realigner, rotated
-from kvalign.invariants.stream import NotApplicableError, Stream, Watched, matches
+from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Measured, Subject, difference, first_layer, invariant, once
 
 FIRST_INPUT = 5
@@ -107,16 +107,10 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
     return max(faults)
 
 
-def tokens_of(watched: Watched) -> list[int | None]:
-    """Tokens of the entries that the last token of the first row found."""
-    values = watched.entries[0][1][0, :, : watched.num_read]
-    return matches(values, watched.originals()[1][0, :, :-1])
-
-
 def _num_sinks(watched: Watched) -> int:
     """Return how many of the first tokens are all present; 0 if that is unknown."""
     try:
-        tokens = set(tokens_of(watched))
+        tokens = set(watched.tokens())
     except NotApplicableError:
         return 0
     return next(n for n in range(len(tokens) + 1) if n not in tokens)
@@ -176,7 +170,7 @@ def kept(subject: Subject) -> Measured:
         apart = (values[:, : len(tokens)] - originals[:, tokens]).abs().amax((0, 2))
         num_other = int((apart > subject.same * originals.abs().max()).sum())
         return Measured(num_other, 0, f"{len(tokens)} {which}")
-    by_entry, num_sinks = tokens_of(watched), aged.num_sinks or 0
+    by_entry, num_sinks = watched.tokens(), aged.num_sinks or 0
     tokens = [token for token in by_entry if token is not None]
     if not tokens:
         raise NotApplicableError("values are changed")

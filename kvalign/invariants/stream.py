@@ -15,8 +15,8 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.step import Step, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods.base import Method
 from kvalign.methods.reencoding import Reencoding
+from kvalign.methods.base import Method
 from kvalign.models.architectures import spec_of
 
 SAME = 1e-4  # of their size, by which values that are the same may be apart
@@ -81,6 +81,11 @@ class Watched:
         """The entries [B, H, N, D] of all tokens, as they were passed in."""
         return cat(self.births[layer])
 
+    def tokens(self, row: int = 0) -> list[int | None]:
+        """Tokens of the entries that a row's last token found, by their values."""
+        values = self.entries[0][1][row, :, : self.num_read]
+        return matches(values, self.originals()[1][row, :, :-1])
+
 
 class Stream:
     """Rows of tokens that a model reads with a cache, or with one of the methods."""
@@ -142,16 +147,14 @@ class Stream:
         Each has the value with which it was passed in.
         """
         assert self.watched is not None
-        values = self.watched.entries[0][1][row, :, : self.watched.num_read]
         if self.watched.index:
             index = self.watched.index[row]
             if index is None:
                 raise NotApplicableError("its layers or heads keep different tokens")
-            if len(index) != values.shape[1]:
+            if len(index) != self.watched.num_read:
                 raise NotApplicableError("its entries are not those that it reports")
             return index
-        originals = self.watched.originals()[1][row, :, :-1]
-        tokens = matches(values, originals)
+        tokens = self.watched.tokens(row)
         if None in tokens:
             raise NotApplicableError("values are changed, so its tokens cannot be identified")
         return sorted(token for token in tokens if token is not None)

@@ -374,8 +374,9 @@ class Recall:
         """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
         has it stored in the slots of the entries that give way.
         """
-        if realigner.strategy == "read" and self.places.are_ranks:
-            return matches.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
+        if realigner.strategy == "read" and not (self.places.by_age or self.places.is_free):
+            # They lie where the entries lie that give way, and attention gives slots their places.
+            return matches.entries.map(lambda x: x.squeeze(2))
         placed = self.place_without_rotation(layer, batch, matches)
         if self.placer.rotation is not None:
             away = self.places.beyond(matches.ages) + self.places.near

@@ -94,11 +94,6 @@ class RecallPlaces:
         return (self.sizes.cache_size / ages.float()).clamp(LEAST_SHARE, 1).log()
 
     @property
-    def are_ranks(self) -> bool:
-        """Return whether what is taken back lies where the entries lie that give way."""
-        return not self.by_age and not self.is_free
-
-    @property
     def near(self) -> int:
         """Tokens from right before the window to the query."""
         return self.sizes.num_in_sight + 1
