@@ -11,8 +11,8 @@ from .methods import make_cache as make_cache
 from .methods import make_method as make_method
 from .methods.registry import METHODS as METHODS
 from .models import load_model as load_model
+from .streaming.batch import stream_batch as stream_batch
 from .streaming.generation import stream_generate as stream_generate
-from .streaming.loop import stream_batch as stream_batch
 from .streaming.loop import stream_tokens as stream_tokens
 from .streaming.pieces import Piece as Piece
 from .streaming.pieces import encode as encode

@@ -137,7 +137,7 @@ def watch(
         Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps of the mean
             weight of an entry in each bin (`in_bins`).
     """
-    from kvalign.methods.reencoding import Reencoding
+    from kvalign.methods.as_encoded import Reencoding
 
     method = readable(method)
     method.reset()

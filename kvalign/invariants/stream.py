@@ -15,7 +15,7 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.step import Step, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods.reencoding import Reencoding
+from kvalign.methods.as_encoded import Reencoding
 from kvalign.methods.base import Method
 from kvalign.models.architectures import spec_of
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 METHODS: Registry[type[Method]] = Registry(
     "method",
     {
-        "dense": "kvalign.methods.dense:Dense",
+        "dense": "kvalign.methods.as_encoded:Dense",
         "window": "kvalign.methods.cached:Window",
         "streaming-llm": "kvalign.methods.cached:StreamingLLM",
-        "recompute": "kvalign.methods.reencoding:Recompute",
-        "discard-half": "kvalign.methods.reencoding:DiscardHalf",
+        "recompute": "kvalign.methods.as_encoded:Recompute",
+        "discard-half": "kvalign.methods.as_encoded:DiscardHalf",
         "kvalign": "kvalign.methods.cached:KVAlign",
     },
 )

@@ -27,7 +27,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.foundation.settings import check_output, typed
-from kvalign.methods.dense import Dense
+from kvalign.methods.as_encoded import Dense
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded, prefix_ids

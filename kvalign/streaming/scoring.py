@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy, pad
 from kvalign.cache import segments
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import expect
+from kvalign.methods.as_encoded import Reencoding
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
-from kvalign.methods.reencoding import Reencoding
 from kvalign.models.input_ids import check_ids
 from kvalign.models.weights import check_finite
 
