@@ -20,12 +20,14 @@ class Whole:
     def check(self) -> None:
         """Raise UserError if an exception or Ctrl-C interrupted a change."""
         if not (self._is_whole or self.is_changing):
-            raise _interrupted()
+            raise UserError(
+                "this stream was interrupted within a step and cannot continue: reset() it, or "
+                "load a saved one"
+            )
 
     def begin(self) -> None:
         """Begin a change whose failure nobody reports; UserError as of `check`."""
-        if not self._is_whole:
-            raise _interrupted()
+        self.check()
         self._is_whole = False
 
     def end(self) -> None:
@@ -53,13 +55,6 @@ class Whole:
             raise
         finally:
             self.is_changing = False
-
-
-def _interrupted() -> UserError:
-    return UserError(
-        "this stream was interrupted within a step and cannot continue: reset() it, or load a "
-        "saved one"
-    )
 
 
 class NotPickled:

@@ -33,49 +33,6 @@ from kvalign.foundation.escape import check_text
 from kvalign.foundation.settings import typed
 from kvalign.models.input_ids import ids_of, masked, special_of, unused_in
 
-SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
-_REFUSED = 3  # an exit code
-
-# A template that fails there fails in time, which is all that is asked of it.
-_PROGRAM = f"""
-import json, sys, time
-from transformers.utils.chat_template_utils import render_jinja_template
-
-try:
-    import resource
-    seconds = int(time.process_time()) + 1 + {SECONDS}
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
-except (ImportError, OSError, ValueError):
-    pass
-
-template, values = json.load(sys.stdin)
-system, user, answer, result = (
-    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
-)
-tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
-call = dict(type="function", function=dict(name="f", arguments={{}}))
-calls = dict(role="assistant", content="", tool_calls=[call])
-talks = ([user], [system, user], [user, answer, user])
-of_tools = ([user], [system, user], [user, calls, result])
-for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
-    for to_answer in (True, False):
-        try:
-            (text,), _ = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=to_answer,
-                **values,
-            )
-        except MemoryError:
-            sys.exit({_REFUSED})
-        except Exception:
-            continue
-        if len(text) > {MOST_CHARACTERS}:
-            sys.exit({_REFUSED})
-"""
-
 Tools = Sequence[Mapping[str, Any]] | None
 """Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
 
@@ -359,6 +316,50 @@ def _render(
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the chat template of this model fails: {reason:.300}") from None
     return text
+
+
+SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
+_REFUSED = 3  # an exit code
+
+# A template that fails there fails in time, which is all that is asked of it.
+_PROGRAM = f"""
+import json, sys, time
+from transformers.utils.chat_template_utils import render_jinja_template
+
+try:
+    import resource
+    seconds = int(time.process_time()) + 1 + {SECONDS}
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
+except (ImportError, OSError, ValueError):
+    pass
+
+template, values = json.load(sys.stdin)
+system, user, answer, result = (
+    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
+)
+tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
+call = dict(type="function", function=dict(name="f", arguments={{}}))
+calls = dict(role="assistant", content="", tool_calls=[call])
+talks = ([user], [system, user], [user, answer, user])
+of_tools = ([user], [system, user], [user, calls, result])
+for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
+    for to_answer in (True, False):
+        try:
+            (text,), _ = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=to_answer,
+                **values,
+            )
+        except MemoryError:
+            sys.exit({_REFUSED})
+        except Exception:
+            continue
+        if len(text) > {MOST_CHARACTERS}:
+            sys.exit({_REFUSED})
+"""
 
 
 def fault_of(template: object, values: Mapping[str, object]) -> str:
