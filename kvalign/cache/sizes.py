@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
@@ -266,13 +266,6 @@ _LEAST = 128  # of a machine without memory; what then does not fit is said wher
 _SHARE = 1 / 4  # of the memory that is free, for the caches of all streams
 
 
-class DefaultSize(NamedTuple):
-    """Default cache_size, and the reason for it in words."""
-
-    cache_size: int
-    why: str
-
-
 def default_size(
     model: PreTrainedModel,
     *,
@@ -280,10 +273,10 @@ def default_size(
     realign_every: int | None = None,
     num_streams: int = 1,
     cache_dtype: str | None = None,
-) -> DefaultSize:
-    """The smallest of four limits: the context length, the aligner's largest cache, a quarter of
-    the free memory, and `LARGEST_DEFAULT`. For the shipped mini models `OF_A_MINI` is a fifth, so
-    that they evict something.
+) -> tuple[int, str]:
+    """Default cache_size, and the reason for it in words: the smallest of four limits, the context
+    length, the aligner's largest cache, a quarter of the free memory, and `LARGEST_DEFAULT`. For
+    the shipped mini models `OF_A_MINI` is a fifth, so that they evict something.
 
     Args:
         longest: the aligner's largest cache; None: any.
@@ -292,25 +285,19 @@ def default_size(
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
-    limits = [DefaultSize(LARGEST_DEFAULT, "the largest default")]
+    limits = [(LARGEST_DEFAULT, "the largest default")]
     if spec.context_len is not None:
         room = spec.context_len - 1 - run_on
-        limits.append(DefaultSize(room, f"the context length {spec.context_len}"))
+        limits.append((room, f"the context length {spec.context_len}"))
     if longest is not None:
-        limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
-    if model.device.type == "cuda":
-        import torch
-
-        free: int | None = torch.cuda.mem_get_info(model.device)[0]
-    else:
-        free = free_bytes()
-    if free is not None:
+        limits.append((longest - run_on, "the largest cache of its aligner"))
+    if (free := free_bytes(model.device)) is not None:
         of_a_vector = spec.head_dim * model.dtype.itemsize
         if cache_dtype == "int8":
             of_a_vector = GUESTS["int8"](model.dtype).width(spec.head_dim)
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
         most = int(free * _SHARE / num_streams / of_an_entry)
-        limits.append(DefaultSize(max(most, _LEAST), "a quarter of the free memory"))
+        limits.append((max(most, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
-        limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))
+        limits.append((OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)

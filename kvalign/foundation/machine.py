@@ -21,8 +21,14 @@ AUTO = "auto"
 _MEMINFO = Path("/proc/meminfo")
 
 
-def free_bytes() -> int | None:
-    """Free bytes of memory; None if the system does not report them."""
+def free_bytes(device: torch.device | None = None) -> int | None:
+    """Free bytes of memory, or of a device that has its own and says how much of it is free; None
+    if the system does not report them.
+    """
+    if device is not None and is_on_card(device):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
     try:
         if _MEMINFO.exists():
             lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
@@ -84,9 +90,8 @@ def has_room(device: str | torch.device, num_bytes: int) -> bool:
     """Return whether a device has so many bytes free; only CUDA's say so."""
     import torch
 
-    if not is_on_card(torch.device(device)):
-        return True
-    return num_bytes <= torch.cuda.mem_get_info(device)[0]
+    device = torch.device(device)
+    return not is_on_card(device) or num_bytes <= torch.cuda.mem_get_info(device)[0]
 
 
 def wait_for(device: torch.device) -> None:

@@ -20,15 +20,15 @@ def test_it_is_the_context_length_less_the_new_token(models):
 
 def test_it_leaves_room_for_positions_that_run_on(models):
     for realign_every in (1, 2, 16):
-        size = default_size(models["gpt2"], realign_every=realign_every).cache_size
+        size = default_size(models["gpt2"], realign_every=realign_every)[0]
         sizes = kvalign.CacheSizes(size, realign_every=realign_every)
         sizes.check_fits(kvalign.models.spec_of(models["gpt2"].config))
         assert sizes.last_position == CONTEXT_LEN - 1
 
 
 def test_it_is_at_most_what_the_aligner_is_for(models):
-    assert default_size(models["gpt2"], longest=20).cache_size == 20
-    assert default_size(models["gpt2"], longest=20, realign_every=4).cache_size == 17
+    assert default_size(models["gpt2"], longest=20)[0] == 20
+    assert default_size(models["gpt2"], longest=20, realign_every=4)[0] == 17
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,14 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
 def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monkeypatch):
     """An entry of the tiny llama: 3 layers, 2 heads of 8, keys and values in 4 bytes: 384 bytes."""
     model = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=context_len)
-    monkeypatch.setattr(module, "free_bytes", lambda: free)
-    found = default_size(model, num_streams=num_streams)
-    assert (found.cache_size, found.why) == (size, why)
+    monkeypatch.setattr(module, "free_bytes", lambda device: free)
+    assert default_size(model, num_streams=num_streams) == (size, why)
 
 
 def test_more_entries_of_8_bits_fit(monkeypatch):
     """An entry of the tiny llama takes 144 bytes: 8 numbers and a scale where 8 floats were."""
     model = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=100_000)
-    monkeypatch.setattr(module, "free_bytes", lambda: 400_000)
+    monkeypatch.setattr(module, "free_bytes", lambda device: 400_000)
     for changes, size in (({}, 260), (dict(cache_dtype="int8"), 694)):
         assert make_method("streaming-llm", model, **changes).sizes.cache_size == size
 
