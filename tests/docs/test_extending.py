@@ -27,7 +27,7 @@ TUTORIALS = ("docs/tutorials/method.md", "docs/tutorials/policy.md")
 CENTRED, TEXTS = "training.centred", "data_gen.python_texts"
 ENTRIES = [
     ("methods/registry.py", "methods.cached:Window", "unmoved", "methods.unmoved:Unmoved"),
-    ("policies/__init__.py", "policies.ours:H2O", "value-norm", "policies.value_norm:ValueNorm"),
+    ("policies/__init__.py", "policies.base:H2O", "value-norm", "policies.value_norm:ValueNorm"),
     (
         "aligners/kinds.py",
         "aligners.table:TableAligner",
