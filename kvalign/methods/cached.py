@@ -1,4 +1,4 @@
-"""Methods that keep entries in a streaming cache, and edits of their streams.
+"""Methods that keep entries in a streaming cache.
 
 `streaming-llm` keeps attention sinks and a window (Xiao et al. 2024), `window` no sinks. `kvalign`
 has the entries of a window realigned by a trained aligner (KV-Align 2024).
@@ -24,13 +24,12 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import GUESTS, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import typed
 from kvalign.methods.base import STEPPERS, Method
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 
 if TYPE_CHECKING:  # guests
-    from kvalign.cache.edits import EncodedPart, EntryPart
+    from kvalign.cache.edits import EncodedPart
 
 
 class Cached(Method):
@@ -141,6 +140,8 @@ class Cached(Method):
         return max(self.cache.num_tokens, default=0)
 
     def edit(self, start: int, stop: int, *new: Tensor | EncodedPart) -> int:
+        from kvalign.methods.edits import edited_cache
+
         edited, num_lost = edited_cache(self, start, stop, new)
         if edited is not self.cache:
             self.cache, self._before_edit = edited, self.cache
@@ -283,107 +284,3 @@ class KVAlign(Cached):
 
     def realigner(self) -> Realigner | None:
         return realigner_of(self.model, self.aligner, self.sizes.cache_size)
-
-
-def edited_cache(
-    method: Cached, start: int, stop: int, new: Sequence[Tensor | EncodedPart]
-) -> tuple[FixedSizeCache, int]:
-    """Cache of a method whose tokens from `start` to before `stop` are replaced by others, and the
-    number of them that had been evicted before. The cache before stays as it was. Arguments and
-    errors as of `Method.edit`.
-    """
-    cache, sizes = _editable(method, start, stop), method.sizes
-    num_new = sum(_num_of(part, method) for part in new)
-    if cache.realigner.place_positions is not None and not all(isinstance(x, Tensor) for x in new):
-        raise UserError(
-            f"with cache_size {sizes.cache_size} this aligner squeezes positions, and a piece has "
-            "others: give its tokens, or a smaller cache_size"
-        )
-    num_kept, num_sinks = cache.num_kept, sizes.num_sinks
-    num_gone = method.num_tokens - num_kept  # between the sinks and the others
-    first, behind = (x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop))
-    num_lost = stop - start - (behind - first)
-    if num_gone and start < num_sinks:
-        raise UserError(
-            f"an edit must begin behind the {num_sinks} sinks once tokens have been evicted, got "
-            f"{start}"
-        )
-    if start == stop and not num_new:
-        return cache, 0
-    if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
-        num_gone, new = num_gone + num_new - num_lost, ()
-    elif num_gone:
-        num_gone = min(start - num_sinks, num_gone)
-    parts: list[Tensor | EntryPart] = [*new]
-    if cache.seen:
-        parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
-    edited = _cache_of(method, parts, num_gone)
-    if not edited.num_stored:
-        edited.reset()
-    return edited, num_lost
-
-
-def _cache_of(method: Cached, parts: Sequence[Tensor | EntryPart], num_gone: int) -> StreamingCache:
-    """New cache with all that is encoded in these parts, and the ids among them encoded after what
-    stands before them.
-    """
-    before, edited = method.cache, method.new_cache()
-    assert isinstance(edited, StreamingCache)
-    waiting: list[EntryPart] = []
-
-    def take() -> None:
-        if waiting:
-            edited.take(waiting, None if edited.seen else num_gone)
-        waiting.clear()
-
-    method.cache = edited
-    try:
-        for part in parts:
-            if isinstance(part, Tensor):
-                take()
-                method.feed(part)
-                continue
-            if edited.seen and not waiting and part.num:
-                waiting.append(edited.part(0, edited.num_kept))
-            if part.num or not edited.seen:
-                waiting.append(part)
-        take()
-    finally:
-        method.cache = before
-    return edited
-
-
-def _editable(method: Cached, start: int, stop: int) -> StreamingCache:
-    """The cache, if these tokens of it can be edited."""
-    cache, sizes = method.cache, method.sizes
-    start, stop = typed("start", start, int), typed("stop", stop, int)
-    if not sizes.is_oldest:
-        raise UserError(
-            f"policy {sizes.policy} with {sizes.positions} positions cannot be edited: entries of "
-            "a layer are of different tokens"
-        )
-    assert isinstance(cache, StreamingCache)
-    cache.check_editable()
-    if not 0 <= start <= stop <= method.num_tokens:
-        raise UserError(
-            f"start and stop must be tokens of the stream, which has {method.num_tokens}, got "
-            f"{start} and {stop}"
-        )
-    return cache
-
-
-def _num_of(new: Tensor | EncodedPart, method: Cached) -> int:
-    """Number of tokens of each row that an edit puts in."""
-    if isinstance(new, Tensor):
-        check_ids(new, method.model.config.vocab_size)
-        num_rows, num = new.shape
-    else:
-        num_rows, num = new.num_rows, new.num
-        most, last = method.num_positions, new.at + new.stop
-        if most is not None and last > most:
-            raise UserError(
-                f"entries of {last} positions do not fit the aligner, which has {most}: encode the "
-                "text in several pieces"
-            )
-    method.cache.check_input(num_rows, num)
-    return num
