@@ -21,6 +21,8 @@ MOST_AT_ONCE = 7
 NUM_AFTER = 24  # tokens fed after a change of rows
 
 Feed = Callable[[Tensor], Tensor]
+Change = tuple[list[int], Callable[[Stream], None]]
+"""Rows by their numbers before, and what makes a stream one of these rows."""
 
 
 def _apart(one: Feed, other: Feed, parts: Iterable[Tensor]) -> float:
@@ -101,11 +103,11 @@ def evicting_chunks(subject: Subject) -> Measured:
 )
 def reorder(subject: Subject) -> Measured:
     order, some = [2, 0, 0], [2, 1]
-    worst = _difference_of_rows(
-        subject, 3, order, lambda stream: stream.take_rows(order, "reorder_cache")
-    )
-    worst = max(worst, _difference_of_rows(subject, 3, some, lambda stream: stream.take_rows(some)))
-    return Measured(worst, subject.exact)
+    ways: list[Change] = [
+        (order, lambda stream: stream.take_rows(order, "reorder_cache")),
+        (some, lambda stream: stream.take_rows(some)),
+    ]
+    return Measured(_difference_of_rows(subject, 3, *ways), subject.exact)
 
 
 @invariant(
@@ -113,8 +115,8 @@ def reorder(subject: Subject) -> Measured:
     look_at="batch_repeat_interleave: each row follows itself (0 0 1 1), and sinks too",
 )
 def repeat(subject: Subject) -> Measured:
-    worst = _difference_of_rows(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2))
-    return Measured(worst, subject.exact)
+    twice = [0, 0, 1, 1], lambda stream: stream.repeat(2)
+    return Measured(_difference_of_rows(subject, 2, twice), subject.exact)
 
 
 @invariant(
@@ -128,27 +130,31 @@ def save(subject: Subject) -> Measured:
     return Measured(_apart(again.feed, stream.feed, _parts(after)), subject.exact)
 
 
-def _difference_of_rows(
-    subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
-) -> float:
-    """Return the difference of rows from a stream that was left alone."""
+def _difference_of_rows(subject: Subject, num_rows: int, *ways: Change) -> float:
+    """Return the difference of rows that were changed, in one way or another, from those of a
+    stream that was left alone.
+    """
     before, after = _before_and_after(subject, num_rows)
-    stream, same = subject.stream(), subject.stream()
-    for one in (stream, same):
+    streams = [subject.stream() for _ in (None, *ways)]
+    for one in streams:
         one.feed_singly(before)
-    try:
-        change(stream)
-    except NotImplementedError as error:
-        raise NotApplicableError(f"it does not support that: {error}".rstrip(": ")) from error
-    except AttributeError as error:
-        if error.name not in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
-            raise
-        raise NotApplicableError(f"it has no {error.name}") from error
-    return _apart(
-        lambda token: stream.feed(token[order]),
-        lambda token: same.feed(token)[order],
-        _parts(after),
-    )
+    same, *changed = streams
+    for stream, (_, change) in zip(changed, ways, strict=True):
+        try:
+            change(stream)
+        except NotImplementedError as error:
+            raise NotApplicableError(f"it does not support that: {error}".rstrip(": ")) from error
+        except AttributeError as error:
+            names = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+            if error.name not in names:
+                raise
+            raise NotApplicableError(f"it has no {error.name}") from error
+    worst = 0.0
+    for token in _parts(after):
+        expected = same.feed(token)
+        for stream, (order, _) in zip(changed, ways, strict=True):
+            worst = max(worst, difference(stream.feed(token[order]), expected[order]))
+    return worst
 
 
 def _before_and_after(subject: Subject, num_rows: int) -> tuple[Tensor, Tensor]:
