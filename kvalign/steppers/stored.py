@@ -351,6 +351,8 @@ def _make(
                 package_path=str(package),
                 inductor_configs={
                     "aot_inductor.package_constants_in_so": False,
+                    # Headers are compiled apart in longer than one step takes with them.
+                    "aot_inductor.precompile_headers": False,
                     "cpp.threads": 1,  # products have several; what lies between them is too little
                     **kernel.inductor_configs(),
                 },

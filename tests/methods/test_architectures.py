@@ -57,11 +57,11 @@ def band(model, num):
 def test_a_window_is_one_pass_in_a_band(case, made, ids):
     """Far beyond the context length, all positions computed anew, no rotation of ours."""
     model = made(case)
-    num = 60 if case in ("codegen", "gptj") else 80  # their tables of angles end
+    num = 60 if case in ("codegen", "gptj") else 70  # their tables of angles end
     ids, positions = ids[:, :num], torch.arange(num).expand(2, -1)
     plain = model(input_ids=ids, attention_mask=band(model, num), position_ids=positions).logits
-    streamed = step(make("window", model), ids, 1)
-    assert torch.allclose(streamed, plain.transpose(0, 1), atol=1e-4)
+    streamed = step(make("window", model), ids, CACHE_SIZE)
+    assert torch.allclose(streamed, plain.transpose(0, 1)[CACHE_SIZE - 1 :], atol=1e-4)
 
 
 def depths(model):
@@ -83,7 +83,7 @@ def test_one_layer_streams_exactly(case, num_evicted, made, ids):
     for depth in depths(made(case)):
         model = tiny(case, **depth)
         streamed, encoded = (
-            step(make(name, model, **sizes), ids[:, :50], CACHE_SIZE + 1)
+            step(make(name, model, **sizes), ids[:, :40], CACHE_SIZE + 1)
             for name in ("streaming-llm", "recompute")
         )
         assert torch.allclose(streamed, encoded, atol=1e-4), depth
@@ -108,7 +108,7 @@ def test_tables_are_read_as_they_are_written(case, made, ids):
     written.places_by = read.cache.realigner.moving
     written.reset()
     written.is_exact = False
-    found, expected = (step(x, ids[:, :50], CACHE_SIZE + 1) for x in (read, written))
+    found, expected = (step(x, ids[:, :40], CACHE_SIZE + 1) for x in (read, written))
     assert torch.allclose(found, expected, atol=1e-4)
 
 
@@ -124,6 +124,6 @@ THIRDS += [("lfm2", third) for third in ROWS if ("lfm2", third) not in THIRDS]
 def test_it_keeps_to_the_invariants(case, third, made):
     name = STREAMING[CASES.index(case) % len(STREAMING)]
     changes = dict(invariants=third.split(), num_steps=30)
-    outcomes = kvalign.verify(made(case), lambda x: stream(name, x, cache_size=12), **changes)
+    outcomes = kvalign.verify(made(case), lambda x: stream(name, x, cache_size=8), **changes)
     assert not [x for x in outcomes if x.state == "failed"]
     assert any(x.state == "passed" for x in outcomes)
