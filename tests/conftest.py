@@ -108,7 +108,7 @@ def short_runs(monkeypatch):
     """Rotary keys whose positions run on for 24 steps, not for 256: `verify` streams beyond."""
     for module in ("kvalign.cache.realigner", "kvalign.invariants.entries"):
         monkeypatch.setattr(f"{module}.LONG_RUN", 24)
-    monkeypatch.setattr("kvalign.invariants.feeding.NUM_AFTER", 12)
+    monkeypatch.setattr("kvalign.invariants.feeding.NUM_AFTER", 8)
     monkeypatch.setattr("kvalign.invariants.long_run.STRETCH", 16)
 
 

@@ -38,7 +38,7 @@ def positions(monkeypatch):
 def test_positions_stay_within_the_context_where_it_leaves_room(
     kind, cache_size, models, ids, positions
 ):
-    told = positions(models[kind])
+    told, ids = positions(models[kind]), ids[:, :100]
     method = make("streaming-llm", models[kind], cache_size=cache_size)
     for i in range(ids.shape[1]):
         method.feed(ids[:, i : i + 1])
@@ -60,7 +60,7 @@ def test_ropes_that_change_with_the_length_do_not(rope, num_evicted, room, ids, 
     length = spec_of(model.config).context_len
     assert length == (CONTEXT_LEN if rope == "dynamic" else 32)
     before = model.base_model.rotary_emb.inv_freq.clone()
-    sizes = dict(cache_size=length - room, num_sinks=4, num_evicted=num_evicted)
+    sizes, ids = dict(cache_size=length - room, num_sinks=4, num_evicted=num_evicted), ids[:, :100]
     oracle = step(make("recompute", model, **sizes), ids, length - room + 1)
     told = positions(model)
     streamed = step(make("streaming-llm", model, **sizes), ids, length - room + 1)
@@ -82,6 +82,6 @@ def test_rows_that_come_and_go_return_each_from_its_own_positions():
     model = tiny_model("llama", rope_parameters=SCALINGS["dynamic"])
     method = make("streaming-llm", model, cache_size=55)
     assert isinstance(method.cache.realigner, FromBirth)
-    when = dict(num_steps=60, leave=12, join=30, look=lambda one: one.cache.index().tolist())
+    when = dict(num_steps=40, leave=12, join=24, look=lambda one: one.cache.index().tolist())
     batch, rows, held = come_and_go(method, (6, 70, 17, 90), (2, 1), **when)
     assert [batch.cache.index(i).tolist() for i in range(3)] == [held[row] for row in rows]

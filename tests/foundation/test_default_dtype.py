@@ -29,7 +29,7 @@ def test_streams_and_losses(kind, way, models, ids, other_default):
         method = kvalign.make_method(
             "kvalign", model, cache_size=20, aligner=tables(model, 0.3), **WAYS[way]
         )
-        return step(method, ids[:1, :60], 30), kvalign.score(method, ids[:1, :60])
+        return step(method, ids[:1, :45], 30), kvalign.score(method, ids[:1, :45])
 
     expected = found()
     other_default()

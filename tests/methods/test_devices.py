@@ -12,7 +12,7 @@ from helpers.methods import WAYS, made
 from helpers.other_device import NAME, moved
 from helpers.tiny_models import tiny_model
 
-from kvalign import load_model, load_stream, stream, verify
+from kvalign import load_stream, stream, verify
 from kvalign.memory import memories
 from kvalign.streaming.sampling import Sampling
 
@@ -102,7 +102,7 @@ def test_rows_join_where_one_card_has_no_room(is_int8, ids, monkeypatch):
 
 @pytest.mark.slow
 def test_verify_knows_a_memory_elsewhere(place):
-    make_it = partial(made, "streaming-llm", cache_size=8, memory=20)
+    make_it = partial(made, "streaming-llm", cache_size=5, num_sinks=1, memory=12)
     names = ("stored", "recalled", "all-recalled")
     model = moved(tiny_model("llama", num_hidden_layers=1))
     found = verify(model, make_it, num_steps=30, invariants=names)
@@ -127,12 +127,12 @@ def test_tensors_of_two_devices_do_not_mix():
         ("llama-mini", "streaming-llm", dict(memory=60)),
     ],
 )
-def test_a_text_is_written_as_here(name, method, how, tmp_path, monkeypatch):
+def test_a_text_is_written_as_here(name, method, how, minis, tmp_path, monkeypatch):
     """Also after it was saved there, and loaded here, where no random numbers go on."""
     new = Sampling.generator  # the device has no random numbers of its own
     monkeypatch.setattr(memories, "is_on_card", lambda device: device.type == NAME)
     monkeypatch.setattr(Sampling, "generator", lambda self, _, row=0: new(self, "cpu", row))
-    loaded = load_model(name)
+    loaded = minis[name]
     there = moved(copy.deepcopy(loaded.model))
     how = dict(method=method, cache_size=12, max_new_tokens=14, do_sample=False, seed=0) | how
     expected, written = (

@@ -24,7 +24,7 @@ from kvalign.streaming.turns import message_ids
 
 TEXTS = st.text(st.sampled_from("the ern.\n 0é😀'`"), min_size=1, max_size=30)
 EXAMPLES = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 AS_IT_IS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
