@@ -47,9 +47,7 @@ def of_each_family(
     return covering(itertools.product(names, KINDS), *features, but=but)
 
 
-def one_of_each(
-    *axes: Iterable[Any], but: Iterable[tuple[Any, ...]] = ()
-) -> list[tuple[Any, ...]]:
+def one_of_each(*axes: Iterable[Any], but: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
     """Rows of the product of `axes` with every value of each, as evenly as may be, beside `but`."""
     aspects = [lambda *case, i=i: case[i] for i in range(len(axes))]
     return covering(itertools.product(*axes), *aspects, but=but)

@@ -291,7 +291,7 @@ def test_a_planted_bug_is_found_where_it_is(bug, monkeypatch):
     rows = {row, *more, *others[[*PLANTED].index(bug) % 6 :: 6], *(MEMORY if memory else ())}
     outcomes = outcomes_of(
         tiny_model("llama", num_hidden_layers=1),
-        lambda model: make("streaming-llm", model, cache_size=12 if row in LONG else SIZE, **memory),
+        lambda model: make("streaming-llm", model, cache_size=SIZE + 4 * (row in LONG), **memory),
         [*rows],
     )
     failing = [name for name, state in states(outcomes).items() if state == "failed"]

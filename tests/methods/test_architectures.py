@@ -112,7 +112,7 @@ def test_tables_are_read_as_they_are_written(case, made, ids):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-ROWS = ["dense masks kept", "moves positions", "rows", "chunks", "reorder", "save"]
+ROWS = ["dense masks kept", "rows moves positions", "chunks", "reorder", "save"]
 PARTS = [*one_of_each(CASES, ROWS)]
 """Of each architecture a part of the quick ones of `kvalign verify`; of one with states, all."""
 PARTS += [("lfm2", part) for part in ROWS if ("lfm2", part) not in PARTS]

@@ -86,11 +86,6 @@ def test_of_learned_positions_and_attention_of_its_own(monkeypatch):
     assert differ(tiny("gpt_neo")) < 1e-5
 
 
-def test_a_step_reads_and_writes_entries_of_8_bits(monkeypatch):
-    not_compiled(monkeypatch)
-    assert differ(tiny(num_hidden_layers=1), cache_dtype="int8") < 0.01
-
-
 OF_ROWS = [{}, dict(num_evicted=3), dict(cache_dtype="int8")]
 
 

@@ -202,11 +202,12 @@ def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_runs")
 def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     names = ["dense", "rows", "chunks", "evicting-chunks", "repeat", "save"]
     outcomes = verify(
         mini.model,
-        lambda model: make_method("streaming-llm", model, cache_size=16),
+        lambda model: make_method("streaming-llm", model, cache_size=8),
         num_steps=16,
         invariants=names,
     )
