@@ -289,11 +289,9 @@ def test_a_planted_bug_is_found_where_it_is(bug, monkeypatch):
     memory = dict(memory=40) if row in MEMORY else {}
     others = [name for name in SHORT if memory or name not in MEMORY]
     rows = {row, *more, *others[[*PLANTED].index(bug) % 6 :: 6], *(MEMORY if memory else ())}
-    outcomes = outcomes_of(
-        tiny_model("llama", num_hidden_layers=1),
-        lambda model: make("streaming-llm", model, cache_size=SIZE + 4 * (row in LONG), **memory),
-        [*rows],
-    )
+    sizes = dict(cache_size=SIZE + 4 * (row in LONG), **memory)
+    model = tiny_model("llama", num_hidden_layers=1)
+    outcomes = outcomes_of(model, lambda model: make("streaming-llm", model, **sizes), [*rows])
     failing = [name for name, state in states(outcomes).items() if state == "failed"]
     assert row in failing and outcomes[row].look_at == INVARIANTS[row].look_at
     assert set(failing) <= {row, *more}

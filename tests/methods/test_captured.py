@@ -24,6 +24,7 @@ from kvalign.steppers.captured import NOT_RECORDED, ON_HOST, Captured, Graph, Re
 NUM_STEPS, RUN = 70, 20
 """Over three frames, of so many positions, and six laps."""
 
+MEMORY = {"memory": 12}
 KINDS = {
     "rotary": ("llama", "streaming-llm", None, {}),
     "rotary window": ("llama", "window", None, {}),
@@ -32,9 +33,6 @@ KINDS = {
     "int8": ("llama", "streaming-llm", None, {"cache_dtype": "int8"}),
     "several evicted": ("llama", "streaming-llm", None, {"num_evicted": 3}),
     "rotary, several rows": ("llama", "streaming-llm", None, {}),
-}
-MEMORY = {"memory": 12}
-WITH_MEMORY = {
     "memory": ("llama", "streaming-llm", None, MEMORY),
     "memory of 8 bits": ("llama", "streaming-llm", None, MEMORY | {"cache_dtype": "int8"}),
     "memory by rank": ("gpt2", "kvalign", tables, MEMORY),
@@ -42,8 +40,8 @@ WITH_MEMORY = {
     "memory with tables": ("llama", "kvalign", tables, MEMORY),
     "memory of several rows": ("llama", "streaming-llm", None, MEMORY),
 }
-FILLING = ("rotary", "learned with tables", "int8", "several evicted", "rotary, several rows")
-FILLING += (*WITH_MEMORY,)
+FULL = [kind for kind in KINDS if "memory" not in kind]
+FILLING = [kind for kind in KINDS if kind not in ("rotary window", "rotary with tables")]
 FAST = ("rotary", "learned with tables", "memory")
 
 
@@ -64,9 +62,8 @@ class Tape(TorchDispatchMode):
     def __call__(self, _):
         now = {}
         for func, *given, out in self.ops:
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: now.get(id(x), x), given)
-            news = tree_leaves(func(*args, **kwargs))
-            now.update(zip(map(id, tree_leaves(out)), news, strict=True))
+            args, kwargs = tree_map_only(torch.Tensor, lambda x, now=now: now.get(id(x), x), given)
+            now |= zip(map(id, tree_leaves(out)), tree_leaves(func(*args, **kwargs)), strict=True)
         return now[id(self.result)]
 
 
@@ -96,7 +93,7 @@ def captured(name, model, **sizes):
 
 
 def of_kind(kind):
-    model_kind, name, make_aligner, sizes = (KINDS | WITH_MEMORY)[kind]
+    model_kind, name, make_aligner, sizes = KINDS[kind]
     model, sizes = tiny_model(model_kind), {"cache_size": 12} | sizes
     if make_aligner is not None:
         sizes = sizes | {"aligner": make_aligner(model, 0.3)}
@@ -104,7 +101,7 @@ def of_kind(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in KINDS]
+    "kind", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in FULL]
 )
 @torch.no_grad()
 def test_a_step_that_was_recorded_once_is_every_step(kind, monkeypatch):
@@ -129,18 +126,14 @@ def memory_on_card(monkeypatch):
 )
 @torch.no_grad()
 def test_a_cache_that_fills_is_captured(kind, memory_on_card, monkeypatch):
-    """Its slots without an entry are hidden. With a memory on the card, but for steps whose queries
-    do not find as much as they take back.
-    """
+    """Its slots without an entry are hidden; queries of a memory must find all they take back."""
     monkeypatch.setattr("kvalign.memory.memory.SEGMENT_LEN", 7)  # which is the spare room of slots
     (eager, found), recorder, _ = side_by_side(kind, 6, 54)
     torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
-    assert recorder.num == 2 and recorder.num_made >= (16 if kind in WITH_MEMORY else 50)
+    assert recorder.num == 2 and recorder.num_made >= (16 if "memory" in kind else 50)
 
 
-@pytest.mark.parametrize(
-    "kind", ["rotary", "learned with tables", "memory by rank", "memory of 8 bits"]
-)
+@pytest.mark.parametrize("kind", [*FAST[:2], "memory by rank", "memory of 8 bits"])
 @torch.no_grad()
 def test_nothing_in_a_captured_step_waits_for_the_host(kind, monkeypatch):
     """On a device that refuses what a CUDA graph cannot record, while one is recorded."""

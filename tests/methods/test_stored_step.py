@@ -22,7 +22,6 @@ from kvalign.steppers.stored import CHANGED
 SIZE, NUM = 16, 110  # several laps of the ring, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)
 
-
 needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
 

@@ -208,7 +208,6 @@ def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     outcomes = verify(
         mini.model,
         lambda model: make_method("streaming-llm", model, cache_size=8),
-        num_steps=16,
         invariants=names,
     )
     assert [outcome.state for outcome in outcomes] == ["passed"] * len(names)
