@@ -19,6 +19,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from kvalign import checkpoints
@@ -155,8 +156,9 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
 
 def num_weights(config: PretrainedConfig) -> int:
     """Return the number of weights of a model with this config."""
-    with torch.device("meta"):
+    with no_init_weights(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
     return sum(x.numel() for x in model.parameters())
 
 
