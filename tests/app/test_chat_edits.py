@@ -7,6 +7,7 @@ from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import begins_of
 from kvalign.foundation.errors import UserError
 
+MODEL = "llama-mini"
 TURNS = ("the king", "a ship of the navy", "what is it ?")
 
 

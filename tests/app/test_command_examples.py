@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
+from helpers import smaller as less
 from helpers.published_files import random_network
-from helpers.smaller import INSIDE, UNDRAWN, examples, one_trial, output_of, run_cell, smaller
 from helpers.uncompiled_step import not_compiled
 
 from kvalign import checkpoints
@@ -21,12 +21,16 @@ from kvalign.eval.evaluations.perplexity.imported import MODES
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
 OF_NETWORK = [*KINDS].index("network")  # the example of train that judge reads
 SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
+# Less than pages need: one cache size to judge by, one of the methods that a suite has.
+LEAST = less.SMALLER | {(x, "chunk_len"): 32 for x in ("train", "gen-data")}
+LEAST |= {("gen-data", "num_tokens"): 1024, ("verify", "invariants"): ("dense",)}
+LEAST |= {(f"eval {x}", "methods"): ("kvalign",) for x in ("readability", "streameval", "chat")}
 pytestmark = pytest.mark.slow
 EXAMPLES = [
     pytest.param(command, number, id=shlex.join(words)[:60])
     for command in COMMANDS
     if command not in SERVED
-    for number, words in enumerate(examples(command))
+    for number, words in enumerate(less.examples(command))
 ]
 
 
@@ -48,17 +52,19 @@ def run_example(tmp_path_factory):
             with pytest.MonkeyPatch.context() as only_here:
                 if command == "compile":  # test_stored_step.py has compilers work
                     not_compiled(only_here)
-                outputs[command, number] = output_of(smaller(examples(command)[number]))
+                words = less.smaller(less.examples(command)[number], LEAST)
+                outputs[command, number] = less.output_of(words)
         return outputs[command, number]
 
     folder = tmp_path_factory.mktemp("examples")
     write_published(folder)
     write_losses(folder / "nglls_gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (INSIDE | UNDRAWN).items():
+        for name, value in (less.INSIDE | less.UNDRAWN).items():
             patch.setattr(name, value)
-        patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
-        patch.setattr("kvalign.training.sweep.run_trials", one_trial)
+        patch.setattr("kvalign.training.judge.NUM_ROWS", 2)
+        patch.setattr("kvalign.app.suites.suite.run_cell", less.run_cell)
+        patch.setattr("kvalign.training.sweep.run_trials", less.one_trial)
         patch.setattr("kvalign.steppers.stored.cache_dir", lambda: folder / "cache")
         patch.chdir(folder)
         yield run
@@ -86,8 +92,8 @@ def test_an_example_runs(command, number, run_example):
 
 def test_an_aligner_that_was_trained_streams(run_example):
     """Its folder is named as `kvalign train` was told."""
-    (words,) = (words for words in examples("train") if "table" in words)
-    run_example("train", examples("train").index(words))
+    (words,) = (words for words in less.examples("train") if "table" in words)
+    run_example("train", less.examples("train").index(words))
     aligner = words[words.index("--out") + 1]
     words = ["--prompt", "It", "--cache-size", "20", "--max-new-tokens", "30"]
-    output_of(["generate", "--aligner", aligner, *words])
+    less.output_of(["generate", "--aligner", aligner, *words])

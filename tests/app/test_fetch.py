@@ -121,14 +121,13 @@ def test_what_is_not_the_known_file_is_not_kept(
 )
 def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     capital = "What is the capital of France?"
-    turns = [capital, "Why does it rain?", "Explain what a cache is.", capital]
+    turns = [capital, "Why does it rain?", capital]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
     words = ["--method", "streaming-llm", "--cache-size", "64", "--max-new-tokens", "40"]
     words += ["--weights", "float32"]  # of its first words two are nearly as likely
     assert main(["chat", "--model", NAME, "--no-do-sample", *words, "--json"]) == 0
-    first, *between, last = json.loads(capsys.readouterr().out)["answers"]
-    assert "Paris" in first["text"] and "Paris" in last["text"]
-    assert sum(answer["num_tokens"] for answer in between) > 64
+    first, _, last = json.loads(capsys.readouterr().out)["answers"]
+    assert "Paris" in first["text"] and "Paris" in last["text"] and last["num_forgotten_turns"]
 
 
 def test_chat_takes_what_was_fetched_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):

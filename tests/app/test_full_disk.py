@@ -19,8 +19,8 @@ from helpers.smaller import run_cell
 
 from kvalign.app.cli.main import main
 
-ROOM = 2000  # bytes of a file
-PERPLEXITY = "eval perplexity --methods window --cache-sizes 16 --num-tokens 200"
+ROOM = 1000  # bytes of a file
+PERPLEXITY = "eval perplexity --methods window --cache-sizes 16 --num-tokens 20"
 COMMANDS = {
     "report": "report results",
     "kept losses": f"{PERPLEXITY} --keep o",

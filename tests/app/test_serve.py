@@ -22,7 +22,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import opening_len
 
 GREEDY = dict(temperature=0, max_tokens=12)
-SERVED = dict(cache_size=48, max_streams=8)
+SERVED = dict(cache_size=48, max_streams=8, method="streaming-llm")
 
 
 def say(client, text, session=None, **more):
@@ -51,9 +51,9 @@ def test_several_prompts_and_answers(client):
 @pytest.mark.slow
 def test_what_an_answer_repeats_may_be_looked_up(client, loaded):
     """Answers are the same, alone and beside others, in sessions that go on."""
-    asked = dict(max_tokens=40, temperature=0)
+    asked = dict(max_tokens=24, temperature=0)
     prompts = ["The king. The king. The", "In the year"]
-    with serving(loaded, cache_size=48, max_streams=8, lookup=8) as one, one.client() as other:
+    with serving(loaded, lookup=8, **SERVED) as one, one.client() as other:
         for turn in ("Who? Who?", "And the other? Who?"):
             texts = [content(say(x, turn, "talk-looked-up", **asked)) for x in (client, other)]
             assert texts[0] == texts[1] != ""

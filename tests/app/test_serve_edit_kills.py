@@ -17,7 +17,7 @@ from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.methods import make_method
 
-EDIT = dict(cache_size=250, edit=True)
+EDIT = dict(cache_size=250, edit=True, method="streaming-llm")
 
 
 def begun(service, messages):

@@ -12,6 +12,7 @@ from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
 
 ASKED = dict(model="gpt2-mini", max_tokens=6, temperature=0)
+EDITED = dict(edit=True, method="streaming-llm")
 TALK = [*edited_talks.TALK, "Who was the captain ?"]
 
 
@@ -31,7 +32,7 @@ def talk(client, texts=TALK):
 
 
 def test_a_changed_message_is_edited_and_the_rest_is_kept(loaded):
-    with serving(loaded, cache_size=250, edit=True) as server, server.client() as client:
+    with serving(loaded, **EDITED, cache_size=250) as server, server.client() as client:
         messages = talk(client)
         # The second turn is left out.
         shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
@@ -49,7 +50,7 @@ def test_a_changed_message_is_edited_and_the_rest_is_kept(loaded):
         assert said(client, [{"role": "user", "content": "Another talk ?"}])[2:] == (0, 0)
 
 
-@pytest.mark.parametrize("how", [dict(cache_size=250), dict(cache_size=60, edit=True)], ids=str)
+@pytest.mark.parametrize("how", [dict(cache_size=250), EDITED | dict(cache_size=60)], ids=str)
 def test_without_edits_and_what_was_evicted_is_not_edited(how, loaded):
     with serving(loaded, **how) as server, server.client() as client:
         messages = talk(client)

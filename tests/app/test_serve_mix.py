@@ -9,19 +9,19 @@ from helpers.mixed_requests import CHAT, TEXT, Mix
 from helpers.patience import PATIENCE_S, until
 from helpers.served import serving
 
-from kvalign.models.loading import load_model
+MODEL = "llama-mini"
 
 
 @pytest.mark.slow
-def test_a_mix_of_requests(tmp_path):
+def test_a_mix_of_requests(loaded, tmp_path):
     async def ask_all(address):
         async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             mix = Mix(client, "llama-mini", seed=0)
-            await mix.run(2)
+            await mix.run(0.5)
         return mix
 
     limits = dict(cache_size=48, max_sessions=3, max_unnamed=3, sessions=tmp_path, memory=60)
-    with serving(load_model("llama-mini"), **limits) as server:
+    with serving(loaded, **limits) as server:
         mix = asyncio.run(ask_all(server.address))
         assert not mix.wrong, mix.wrong
         kinds = {name.partition(" ")[0] for name in mix.found}
@@ -30,7 +30,7 @@ def test_a_mix_of_requests(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_answered_leaves_nothing(tmp_path):
+def test_what_is_answered_leaves_nothing(loaded, tmp_path):
     """Without the garbage collector, which may come hundreds of answers later."""
 
     async def ask_some(server, name):
@@ -44,7 +44,7 @@ def test_what_is_answered_leaves_nothing(tmp_path):
         until(lambda: not server.service.engine._batches)
 
     limits = dict(cache_size=48, memory=60, max_sessions=3, max_unnamed=0, sessions=tmp_path)
-    with serving(load_model("llama-mini"), **limits) as server, no_collections():
+    with serving(loaded, **limits) as server, no_collections():
         asyncio.run(ask_some(server, "a"))
         before = live_bytes()
         asyncio.run(ask_some(server, "b"))

@@ -18,11 +18,13 @@ from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
 
+MODEL = "llama-mini"
+
 
 def ask(server, said, session=None, **headers):
     """The reply to messages, or to one turn; headers by their names, with `_`."""
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    asked = dict(model="gpt2-mini", messages=messages, max_tokens=6, temperature=0)
+    asked = dict(model=MODEL, messages=messages, max_tokens=6, temperature=0)
     if session:
         asked["session"] = session
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
@@ -62,12 +64,12 @@ def files(folder):
 def test_sessions_of_other_weights_are_refused(loaded, tmp_path):
     """The embedding is the same, one number of another weight is not."""
     other = copy.deepcopy(loaded.model)
-    other.transformer.h[3].mlp.c_proj.weight.data[5, 6] += 1
+    other.model.layers[1].mlp.down_proj.weight.data[5, 6] += 1
     settings = dict(cache_size=48, sessions=tmp_path)
     with serving(loaded, **settings) as server:
         text(ask(server, "Who?", "a"))
     with pytest.raises(UserError, match="session of another model .*weights of this model differ"):
-        Service(ServeSettings(model="gpt2-mini", **settings), replace(loaded, model=other))
+        Service(ServeSettings(model=MODEL, **settings), replace(loaded, model=other))
 
 
 @pytest.mark.slow
@@ -215,7 +217,7 @@ def test_an_answer_that_cannot_be_kept_names_no_path(loaded, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_sessions_survive_kills(tmp_path):
-    more = ("--memory", "500")
-    found = attack_sessions(tmp_path / "talks", 1, random.Random(0), num_sessions=4, more=more)
+    how = dict(num_sessions=3, memory=500)
+    found = attack_sessions(tmp_path / "talks", 1, random.Random(0), **how)
     nothing: dict = {"corrupt": [], "lost": [], "left_over": []}
     assert found == {"command": "serve", "kills": 1, "same_result": True, **nothing}

@@ -16,7 +16,7 @@ METHODS = [
     {"method": "streaming-llm", "num_evicted": "3"},
     {"method": "kvalign", "memory": 20},
 ]
-TURNS = ("Who lived there?", "Why was that?", "And what became of the king in the end?", "So?")
+TURNS = ("Who lived there?", "And what became of the king in the end?", "So?")
 
 
 def ask(client, model, said, session, **more):

@@ -24,10 +24,10 @@ SUITE = """
 title: two cells
 cells:
   - name: short
-    command: eval perplexity --methods window --cache-sizes 16 --num-tokens 20
+    command: eval perplexity --methods window --cache-sizes 16 --num-tokens 10
   - name: long
     command: >-
-      eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 30
+      eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 12
       --keep {out}/losses
 """
 
@@ -130,7 +130,7 @@ def test_another_model_leaves_the_aligners_of_a_suite_behind():
 
 @pytest.mark.slow
 def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
-    (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 30", "--num-tokens 99999999"))
+    (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 12", "--num-tokens 99999999"))
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
     error = capfd.readouterr().err
     assert (

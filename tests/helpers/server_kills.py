@@ -8,11 +8,13 @@ from typing import Any
 import openai
 from load import served, turn_of
 
+from helpers.served import serving
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import LOCK
+from kvalign.models.loading import load_model
 from kvalign.streaming import memory_file, stream_file
 
-SERVED = ("gpt2-mini", "--cache-size", "48")
+MODEL = "gpt2-mini"
 
 
 async def _hold(address, name, said, until_turn):
@@ -22,9 +24,9 @@ async def _hold(address, name, said, until_turn):
     async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
         while len(said) < 2 * until_turn:
             asked = {"role": "user", "content": turn_of(int(name[1:]), len(said) // 2)}
-            how = dict(max_tokens=12, temperature=0, extra_body={"session": name})
+            how = dict(max_tokens=8, temperature=0, extra_body={"session": name})
             create = client.chat.completions.create
-            reply = await create(model=SERVED[0], messages=[*said, asked], **how)
+            reply = await create(model=MODEL, messages=[*said, asked], **how)
             if said:
                 assert reply.usage.prompt_tokens_details.cached_tokens > 0
             said += [asked, {"role": "assistant", "content": reply.choices[0].message.content}]
@@ -38,7 +40,7 @@ async def _hold_all(talks, address, until_turn, process=None, num_more=0):
         for name, said in talks.items()
     ]
     while process is not None and sum(map(len, talks.values())) < enough:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.005)
         assert not any(task.done() for task in tasks)
     if process is not None:
         process.kill()
@@ -64,20 +66,22 @@ def attack_sessions(
     num_kills: int,
     rng: random.Random,
     num_sessions: int = 16,
-    more: tuple[str, ...] = (),
+    **more: Any,
 ) -> dict[str, Any]:
     """Kill a server that keeps its sessions in a folder so many times, while all of them are held;
-    `more` is said to it.
+    `more` are settings of it. The last that goes on with them is in this process.
 
     Returns:
         kills, files corrupt, sessions lost or left over, and whether all said the same as sessions
         that were left alone.
     """
-    flags, talks = (*more, "--sessions", str(folder)), {f"s{i}": [] for i in range(num_sessions)}
+    settings: dict[str, Any] = {"cache_size": 48, "sessions": folder, **more}
+    flags = [f"--{name.replace('_', '-')}={x}" for name, x in settings.items()]
+    talks: dict[str, list] = {f"s{i}": [] for i in range(num_sessions)}
     found: dict[str, Any] = {"command": "serve", "kills": 0, "corrupt": [], "lost": []}
     names = set[str]()
     for _ in range(num_kills):
-        with served(*SERVED, *flags) as (address, process):
+        with served(MODEL, *flags) as (address, process):
             if not names:
                 asyncio.run(_hold_all(talks, address, 1))
                 names = {path.name for path in folder.glob("[!.]*.safetensors")}
@@ -90,8 +94,8 @@ def attack_sessions(
         found["lost"] += sorted(names - {path.name for path in there})
     num_turns = max(map(len, talks.values())) // 2 + 1
     undisturbed: dict[str, list] = {f"u{i}": [] for i in range(num_sessions)}
-    with served(*SERVED, *flags) as (address, _):
-        asyncio.run(_hold_all(talks, address, num_turns))
+    with serving(load_model(MODEL), **settings) as server:
+        asyncio.run(_hold_all(talks, address := f"{server.address}/v1", num_turns))
         expected = names | {name for one in names for name in _memory_of(folder / one)}
         found["left_over"] = sorted({path.name for path in folder.iterdir()} ^ {LOCK, *expected})
         asyncio.run(_hold_all(undisturbed, address, num_turns))

@@ -1,9 +1,12 @@
-"""Tiny random models of every architecture, built in memory."""
+"""Tiny random models of every architecture, built in memory; shipped ones with fewer layers."""
+
+from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvalign.models.architectures import REGISTERED
+from kvalign.models.architectures import REGISTERED, spec_of
+from kvalign.models.loading import LoadedModel
 
 VOCAB, CONTEXT_LEN = 96, 64
 
@@ -85,3 +88,13 @@ def tiny_model(kind: str, **changes) -> PreTrainedModel:
             if parameter.ndim > 1:
                 parameter.mul_(6)
     return model.requires_grad_(False)
+
+
+def first_layers(loaded: LoadedModel, num: int) -> LoadedModel:
+    """The same model, cut in place: a step takes as much less. No aligner is for it."""
+    model, inner = loaded.model, loaded.model.base_model
+    name = "h" if hasattr(inner, "h") else "layers"
+    setattr(inner, name, getattr(inner, name)[:num].eval())
+    model.config.num_hidden_layers = num
+    model.config.name_or_path = f"{num} layers of {loaded.spec.name}"
+    return replace(loaded, spec=spec_of(model.config, loaded.spec.name))
