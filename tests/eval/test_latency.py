@@ -90,6 +90,7 @@ def test_figures_are_those_of_the_clock(run, loaded, monkeypatch):
     slow_down(BareStep)
     time = SimpleNamespace(perf_counter=lambda: clock.now)
     monkeypatch.setattr("kvalign.eval.evaluations.latency.timing.time", time)
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing._peak_mb", lambda *about: 1.0)
     flags = ["--cache-sizes", "12", "--batch-sizes", "2", "--num-trials", "3", "--trial-len", "4"]
     rows = run(*flags, "--methods", "window,streaming-llm")["rows"]
     prompts = [len(loaded.tokenizer(turns[0])["input_ids"]) for turns in conversations("own")]
@@ -124,7 +125,8 @@ def test_whole_periods_are_timed(run_tiny, clock):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
-def test_a_step_with_a_memory_is_compared_with_one_without(run):
+def test_a_step_with_a_memory_is_compared_with_one_without(run, monkeypatch):
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing._peak_mb", lambda *about: 1.0)
     flags = "--model llama-mini --methods streaming-llm --cache-sizes 32 --memory 0,200"
     *_, none, some = run(*flags.split())["rows"]
     assert none["memory_ratio"] == 1 and some["recall_places"] == "age"

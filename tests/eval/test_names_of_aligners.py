@@ -21,10 +21,10 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 
 SHORT = {
-    "perplexity": dict(num_tokens=40, reference="recompute"),
+    "perplexity": dict(num_tokens=20, reference="recompute"),
     "latency": dict(num_trials=1, trial_len=2, reference="recompute"),
-    "readability": dict(max_new_tokens=12, no_repeat_ngram_sizes=0, num_prompts=2),
-    "streameval": dict(num_lines=10, distances=(0, 5)),
+    "readability": dict(max_new_tokens=10, no_repeat_ngram_sizes=0, num_prompts=2),
+    "streameval": dict(num_lines=4, query_every=2, distances=(0, 2)),
     "recall": dict(num_questions=4),
     "needle": dict(distances=(0, 1), num_needles=2, num_streams=1, gap=10),
     "told": dict(talk=(0, 1), num_conversations=1),
@@ -33,7 +33,7 @@ SHORT = {
         **dict(num_before=8, num_after=3, num_future=3),
     ),
     "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
-    "chat": dict(num_turns=2, max_new_tokens=12),
+    "chat": dict(num_turns=2, max_new_tokens=10),
 }
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n != "perplexity" else ()) for n in SHORT]
 NAMES = ["a-table", "b-table"]
@@ -91,6 +91,7 @@ def test_each_evaluation_is_tried():
 def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch, undrawn):
     if name == "recall":
         loaded = replace(loaded, tokenizer=load_model("recall-gpt2").tokenizer)
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing._peak_mb", lambda *about: 1.0)
     settings = dict(methods=("kvalign", "recompute"), cache_sizes=(16, 20)) | SHORT[name]
     document = getattr(kvalign.eval, name)(loaded=loaded, aligner=folders, **settings)
     document = json.loads(json.dumps(document, default=float))  # as it is read from a file

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.tiny_models import CONTEXT_LEN, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, first_layers, tiny_model
 
 import kvalign.eval
 from kvalign.app.cli.main import main
@@ -15,9 +15,10 @@ from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.judging import dense_perplexity
 from kvalign.eval.judging.chunks import judged
 from kvalign.eval.judging.words import RULES, SHA256, load_words
+from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
-SHORT = ["eval", "readability", "--cache-sizes", "24", "--max-new-tokens", "24", "--json"]
+SHORT = ["eval", "readability", "--cache-sizes", "12", "--max-new-tokens", "24", "--json"]
 
 GOOD = "The island was settled by people who came from the sea, and they lived there. " * 3
 
@@ -42,15 +43,19 @@ def test_passages_are_what_generate_writes(capsys):
             assert row[name] == value
         assert row["dense_perplexity"] > 1 and row["num_tokens"] == 24
     row = found["rows"][3]  # 2-grams are not repeated, prompt included
-    argv = ["generate", "--method", "streaming-llm", "--cache-size", "24", "--max-new-tokens", "24"]
+    argv = ["generate", "--method", "streaming-llm", "--cache-size", "12", "--max-new-tokens", "24"]
     argv += ["--no-repeat-ngram-size", "2", "--seed", "0", "--prompt", found["prompts"][1]]
     assert run_json(capsys, *argv, "--json")["text"] == row["text"]
 
 
 @pytest.mark.slow
-def test_runs_with_other_seeds_give_an_interval(capsys):
+def test_runs_with_other_seeds_give_an_interval(capsys, tmp_path):
     """Each is what its seed alone writes; the page shows those of the first."""
+    shallow = first_layers(load_model("gpt2-mini"), 2)
+    for part in (shallow.model, shallow.tokenizer):
+        part.save_pretrained(tmp_path)
     argv = [*SHORT, "--methods", "window", "--no-repeat-ngram-sizes", "0", "--num-prompts", "2"]
+    argv += ["--model", str(tmp_path)]
     few, alone = (run_json(capsys, *argv, "--seed", seed) for seed in ("3", "12"))
     found = run_json(capsys, *argv, "--seed", "3", "--num-seeds", "10")
     assert [row["seed"] for row in found["rows"]] == 2 * [*range(3, 13)]
@@ -73,8 +78,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_is_written_beside_what_is_there(folder, capsys):
-    argv = ["eval", "readability", "--methods", "window,streaming-llm", "--cache-sizes", "24"]
-    argv += ["--max-new-tokens", "12"]
+    argv = ["eval", "readability", "--methods", "window", "--cache-sizes", "24"]
+    argv += ["--max-new-tokens", "4"]
     for name in ("readability", "readability-2"):
         assert main(argv) == 0
         assert capsys.readouterr().out.endswith(f"report: {name}/report.html\n")

@@ -82,8 +82,9 @@ def test_teacher_forcing_is_greedy_decoding(loaded):
     """The right answers are replaced by what greedy decoding writes: as it is, with the last token
     wrong, with the first one wrong, and not at all.
     """
-    method = make_method("streaming-llm", loaded.model, cache_size=48)
-    stream = encode(pieces(12, 3, 1, 0), loaded.tokenizer)
+    model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=100)
+    method = make_method("streaming-llm", model, cache_size=48)
+    stream = encode(pieces(8, 2, 1, 0), loaded.tokenizer)
     expected = []
     for i, one in enumerate(stream):
         if one.piece.distance is None:
@@ -128,7 +129,7 @@ def feed_as_scored(method, one):
 @pytest.mark.slow
 def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
     """Against what the methods really hold when an answer begins."""
-    stream = encode(pieces(12, 4, 0, 0), loaded.tokenizer)
+    stream = encode(pieces(6, 3, 0, 0), loaded.tokenizer)
     query = queries(stream)[-1]
     places = range(query.answer_start)
     tokens = [replace(query, start=i, answer_start=i + 1, answer_end=i + 1) for i in places]
