@@ -8,10 +8,10 @@ from helpers.served import serving
 from helpers.tiny_models import first_layers
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def started_at_once():
-    """Certificates, which no client here needs, are read once. No template is tried in a process of
-    its own: tests/models/test_hostile_models.py has those that fail there.
+    """Certificates, which no client here needs, are read once a file. No template is tried in a
+    process of its own: tests/models/test_hostile_models.py, later, has those that fail there.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvalign.streaming.turns.fault_of", lambda *about: "")
