@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from helpers.patience import PATIENCE_S
+from load import served
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Chat, Completion, parsed
-
-SERVED = dict(cache_size=48)
 
 
 def filled(before, piece, after, size=10**6):
@@ -56,11 +55,12 @@ def test_the_first_fault_ends_it(what):
 
 
 @pytest.mark.slow
-def test_health_is_told_while_they_are_read(server):
+def test_health_is_told_while_they_are_read():
     """Two rounds of 8: one that is waited for takes a half."""
     asked = dict(content=MANY["messages: {}"][1], headers={"Content-Type": "application/json"})
     with (
-        httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client,
+        served("gpt2-mini", "--cache-size", "48") as (address, _),
+        httpx.Client(base_url=address.removesuffix("/v1"), timeout=PATIENCE_S) as client,
         ThreadPoolExecutor(8) as pool,
     ):
         client.get("/health")

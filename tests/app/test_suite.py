@@ -1,6 +1,9 @@
-"""Suites: commands checked first, finished cells kept, overrides, the shipped files."""
+"""Suites: commands checked first, finished cells kept, overrides, the shipped files; how long
+one will take is said before it starts.
+"""
 
 import contextlib
+import dataclasses
 import io
 import json
 import shlex
@@ -16,8 +19,10 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.app.listing import suites
+from kvalign.app.suites import forecast
 from kvalign.app.suites.forecast import DATA_SET, lacks_of
 from kvalign.app.suites.suite import parse_suite, read_suite
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.report import parse_suite_text, read
 
 SUITE = """
@@ -225,3 +230,37 @@ def test_shipped_suites_are_understood(name):
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
     assert bool(paper.tables) == name.startswith("paper")
+
+
+def steps_of(name, variables=""):
+    return {x.name: x.settings for x in parse_suite(read_suite(name), name, "", variables)}
+
+
+def test_steps_and_tokens_are_those_of_the_commands():
+    works = {name: forecast.work_of(x) for name, x in steps_of("paper-distilgpt2").items()}
+    # Window, streaming-llm and discard-half step once, and each of three aligners twice.
+    read = 33 + 65 + 129 + 256
+    assert works["perplexity-wikitext"] == (4 * 20_000 * (3 + 3 * 2), 20_000 * read)
+    assert works["latency"] == (4 * 3 * 5000 * (3 + 2 * 2), 3 * 5000 * read)
+    assert works["readability"] == (10_000 * (3 + 2 * 2), 10_000 * 65)
+    assert works["caches"] == (0, 50_000 // 32 * 256 * 2)
+    stepwise = PerplexitySettings(methods=("window",), num_tokens=100, stepwise=True)
+    assert forecast.work_of(stepwise) == (100, 0)
+    assert forecast.work_of(dataclasses.replace(stepwise, stepwise=False)) == (0, 100)
+
+
+def test_a_long_suite_says_its_hours_and_a_short_one_nothing(monkeypatch):
+    monkeypatch.setattr(forecast, "speeds", lambda settings: (0.036, 0.0, "cpu"))
+    long = steps_of("paper-distilgpt2")
+    num_steps = sum(forecast.work_of(settings)[0] for settings in long.values())
+    line = forecast.estimate(long)
+    assert line.startswith(f"about {num_steps / 1e5:.1f} hours on cpu, without the training of net")
+    assert forecast.estimate(steps_of("quick")) == forecast.estimate({}) == ""
+
+
+def test_what_is_measured_is_a_step_and_a_token(tmp_path):
+    (settings, *_) = steps_of("quick").values()
+    step_s, token_s, device = forecast.speeds(settings)
+    assert 0 < token_s < step_s < 10 and device in ("cpu", "cuda")
+    missing = steps_of("paper-distilgpt2", f"model={tmp_path}")
+    assert forecast.estimate(missing) == ""

@@ -7,8 +7,10 @@ import pytest
 from helpers.doc_pages import ROOT, blocks, lines_of
 
 from kvalign.app.cli.main import main
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import FAMILIES
+from kvalign.streaming import turns
 
 PACKAGES = ("kvalign", "training", "eval", "data_gen", "docs", "examples")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/results").glob("*.md")]
@@ -85,3 +87,16 @@ def test_a_release_is_told_in_40_lines():
     assert all(len(release.strip().splitlines()) <= 40 for release in releases)
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version and any(release.startswith(f"[{version[1]}] - ") for release in releases)
+
+
+def test_the_threat_model_says_who_is_trusted_with_what():
+    """All who have a part, and nothing that is not there."""
+    text = (ROOT / "SECURITY.md").read_text()
+    model = text.partition("## Threat model")[2].partition("\n## ")[0]
+    assert model and model.count("\n") <= 60
+    for who in ("Folders of models", "Files of streams", "Prompts, messages", "Clients"):
+        assert f"**{who}" in model
+    assert model.count("Promised: ") >= 3 and model.count("Not promised: ") >= 2
+    flags = set(re.findall(r"`(--[a-z-]+)", text))
+    assert flags and flags <= ServeSettings.flags()
+    assert f"{turns.SECONDS} s and {turns.MOST_BYTES >> 30} GB" in model

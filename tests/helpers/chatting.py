@@ -2,6 +2,7 @@
 
 import json
 
+from kvalign import load_stream
 from kvalign.app.cli.main import main
 
 SMALL = ["--model", "gpt2-mini", "--cache-size", "40", "--max-new-tokens", "12", "--seed", "0"]
@@ -17,6 +18,4 @@ def answers(capsys):
 
 
 def said(path, loaded):
-    from kvalign import load_stream
-
     return load_stream(path, loaded.model, loaded.tokenizer)

@@ -1,13 +1,18 @@
-"""Which device and dtype a model gets without a flag; `other_device` stands for a GPU."""
+"""Which device and dtype a model gets without a flag; `other_device` stands for a GPU. Memory that
+cannot be had is said before it is asked for.
+"""
 
 import logging
+import platform
 
+import psutil
 import pytest
 import torch
 from helpers import other_device
 
 from kvalign.app.commands.generate import GenerateSettings
 from kvalign.foundation import machine
+from kvalign.foundation.errors import UserError
 from kvalign.models import loading, model_folder
 from kvalign.models.loading import load_model
 
@@ -101,3 +106,23 @@ def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
         assert machine.resolved("auto") == expected
     assert machine.resolved("cpu") == "cpu"
+
+
+def test_what_fits_and_what_does_not(monkeypatch):
+    assert machine.free_bytes() > 10**6
+    machine.check_room(1, "weights")
+    said = r"^weights need 1e\+03 EB of memory, but only .* are free$"
+    with pytest.raises(UserError, match=said):
+        machine.check_room(10**21, "weights")
+    monkeypatch.setattr(machine, "free_bytes", lambda: None)  # a system that does not tell
+    machine.check_room(10**21, "weights")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is of glibc")
+def test_what_lies_between_things_in_use_is_given_back():
+    blocks = [b"x" * 100_000 for _ in range(2000)]
+    kept = blocks[::20]
+    before = psutil.Process().memory_info().rss
+    del blocks
+    machine.give_back()
+    assert before - psutil.Process().memory_info().rss > 100e6 and len(kept) == 100

@@ -1,0 +1,114 @@
+"""Scripts that stand alone: on a GPU (here the CPU), of a memory, under fire, the core's size."""
+
+import dataclasses
+import importlib.util
+import json
+import random
+
+import pytest
+from helpers import writing_commands as under_fire
+
+from kvalign.app.cli import catalogue
+from kvalign.streaming.answer import StopStrings
+from scripts import faults, gpu, memory_endurance, memory_layers
+from scripts.core_size import GUESTS, calls_of, calls_of_step, circles, lines_of_core
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["weights of int8", "float32, tables", "bfloat16, window", "segments, window", "float32, 1 r"],
+)
+def test_the_cpu_gives_what_the_cpu_gives(begin, monkeypatch, capsys):
+    found = next(one for one in gpu.checks() if one[0].startswith(begin))
+    monkeypatch.setattr(gpu, "checks", lambda: [found])
+    assert gpu.run("cpu", minutes=1) == 0
+    assert ": passed: " in capsys.readouterr().out
+
+
+def test_a_text_is_that_of_the_cpu():
+    assert gpu.text("llama-mini", "streaming-llm", {}, "cpu", num_tokens=20).endswith(" tokens")
+
+
+@pytest.mark.slow
+def test_a_short_stream_is_sound(capsys):
+    short = memory_endurance.MemoryEnduranceSettings(num_tokens=12_000, memory=2000, max_slope=1e7)
+    assert memory_endurance.run(short) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["oldest"] == found["oldest_held"] == 2044
+    assert found["num_taken"] > 90_000 and not found["faults"]
+
+
+@pytest.mark.parametrize(("sets", "asked"), [(None, 6), ("0-5 0,4-5 3", 3)])
+def test_a_line_for_each_set(sets, asked, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("The island was first settled by people of the island. " * 20)
+    corpus = f"text:{tmp_path / 't.txt'}"
+    small = dict(cache_size=16, num_tokens=96, sets=sets)
+    memory_layers.run(memory_layers.MemoryLayersSettings(corpus=corpus, **small))
+    first, *lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert len(lines) == asked
+    gained = first["no memory"] - first["all layers"]
+    for line in lines:
+        assert line["share"] * gained == pytest.approx(first["no memory"] - line["loss"], abs=1e-5)
+    if sets:
+        assert [line["layers"] for line in lines] == sets.split()
+        assert lines[0]["share"] == pytest.approx(1)
+    else:
+        assert [line["without"] for line in lines] == [*range(6)]
+
+
+def test_each_command_is_under_fire_or_writes_nothing():
+    attacked = [command.words for command in under_fire.COMMANDS]
+    for name in catalogue.COMMANDS:
+        is_attacked = any(words.startswith(name) for words in attacked) or name == "serve"
+        assert is_attacked != (name in under_fire.NOT_HERE), name
+        kinds = catalogue.Command(name).all_settings().values()
+        fields = (field for kind in kinds for field in dataclasses.fields(kind))
+        if any(field.metadata.get("writes") for field in fields):
+            assert is_attacked or name.startswith("eval ")  # which all write in one way
+
+
+FICKLE = """
+import json, os, time
+os.makedirs("out", exist_ok=True)
+with open("out/a.json", "w") as file:
+    json.dump(time.time(), file)
+time.sleep(0.5)
+"""
+
+
+def test_a_finished_file_that_changes_is_lost(tmp_path):
+    command = under_fire.Command("fickle", "", ("*.json",), str, python=("-c", FICKLE))
+    found = faults.attack(command, 4, tmp_path, random.Random(0))
+    assert found["kills"] == 4 and str(tmp_path / "fickle-fire" / "out" / "a.json") in found["lost"]
+
+
+@pytest.mark.slow
+def test_a_command_survives_kills(capsys):
+    """One by the clock, one before a write."""
+    assert faults.main(["--num-kills", "2", "--commands", "chat"]) == 0
+    assert capsys.readouterr().out.endswith("2 kills, 0 corrupt, 0 lost, 0 left over\n")
+
+
+def test_calls_are_counted_by_function():
+    stops = StopStrings(("end",))
+    calls = calls_of(lambda: [stops.read("an "), stops.read("island"), stops.rest()])
+    module = "kvalign.streaming.answer"
+    assert calls[module, "StopStrings.read"] == 2 and calls[module, "StopStrings.rest"] == 1
+    assert calls_of(lambda: sorted("island")).total() == 0
+
+
+def test_a_step_takes_one_token_and_calls_each_layer():
+    calls = calls_of_step("gpt2-mini", "streaming-llm", num_steps=1)
+    assert calls["kvalign.streaming.loop", "Row.take"] == 1
+    assert calls["kvalign.cache.layer", "StreamingLayer.update"] == 6
+
+
+@pytest.mark.slow
+def test_guests_are_modules_and_the_core_loads_none():
+    assert all(importlib.util.find_spec(f"kvalign.{guest}") for guest in GUESTS)
+    lines = lines_of_core()
+    assert not lines["guests"] and lines["cache"] and lines["streaming"]
+
+
+def test_there_is_no_circle_of_imports():
+    assert circles() == []
