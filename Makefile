@@ -37,9 +37,9 @@ smollm2: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not ($(SLOW))"
 
-# In the order of the files: the longest are not among the last. Two workers more than the cores: many wait for processes.
+# In the order of the files: the longest are not among the last. A worker more than the cores: many wait for processes.
 test-all: .venv/installed
-	workers=$$($(BIN)/python -c "import os; print((os.cpu_count() or 1) + 2)") && \
+	workers=$$($(BIN)/python -c "import os; print((os.cpu_count() or 1) + 1)") && \
 	  PYTEST_XDIST_AUTO_NUM_WORKERS=$$workers $(PYTEST) --no-loadscope-reorder
 
 test-slow: .venv/installed
