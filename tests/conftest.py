@@ -106,8 +106,8 @@ def undrawn(monkeypatch):
 @pytest.fixture
 def short_runs(monkeypatch):
     """Rotary keys whose positions run on for 24 steps, not for 256: `verify` streams beyond."""
-    for module in ("kvalign.cache.realigner", "kvalign.invariants.entries"):
-        monkeypatch.setattr(f"{module}.LONG_RUN", 24)
+    for module in ("invariants.entries", "cache.realigner"):  # the first imports from the second
+        monkeypatch.setattr(f"kvalign.{module}.LONG_RUN", 24)
     monkeypatch.setattr("kvalign.invariants.feeding.NUM_AFTER", 8)
     monkeypatch.setattr("kvalign.invariants.long_run.STRETCH", 16)
 

@@ -1,6 +1,4 @@
-"""Suites: commands checked first, finished cells kept, overrides, the shipped files; how long
-one will take is said before it starts.
-"""
+"""Suites: commands checked first, finished cells kept, overrides, the shipped files, their time."""
 
 import contextlib
 import dataclasses
