@@ -10,6 +10,7 @@ import threading
 import httpx
 import openai
 import pytest
+from helpers.byte_fallback import byte_fallback_model
 from helpers.patience import PATIENCE_S, until
 from helpers.served import serving
 from helpers.smaller import example
@@ -72,6 +73,26 @@ def test_stop_strings_are_not_shown(client):
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
     chunks = client.completions.create(**asked, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_a_stop_string_may_be_a_special_token():
+    """Which no text shows: here, and in a stream of the same tokens."""
+    loaded = byte_fallback_model()
+    how = dict(cache_size=24, method="streaming-llm", stop_at_end=False)
+    tokenizer, prompt = loaded.tokenizer, "hello"
+    free = dict(seed=3, top_k=0, max_new_tokens=400, **how)
+    stream = kvalign.stream(loaded.model, tokenizer, prompt, **free)
+    whole = "".join(stream)
+    number = stream.token_ids.index(tokenizer.eos_token_id)
+    end = tokenizer.eos_token
+    stopped = kvalign.stream(loaded.model, tokenizer, prompt, stop_strings=end, **free)
+    text = "".join(stopped)
+    assert stopped.token_ids == stream.token_ids[: number + 1] and stopped.has_ended
+    assert whole.startswith(text) and end not in text
+    with serving(loaded, **how) as server, server.client() as client:
+        asked = dict(model="tiny", prompt=prompt, max_tokens=400, seed=3, temperature=1, top_p=1)
+        choice = client.completions.create(**asked, stop=end, extra_body={"top_k": 0}).choices[0]
+    assert choice.text == text and choice.finish_reason == "stop"
 
 
 def test_all_messages_go_on_with_a_session_that_a_header_may_name(client):
