@@ -46,7 +46,7 @@ from kvalign.foundation.machine import check_room, resolved
 from kvalign.foundation.runs import ResumableRun, defer_signals, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.identity import identity_of
-from kvalign.models.input_ids import prefix_ids, with_prefix
+from kvalign.models.input_ids import num_ids, prefix_ids, with_prefix
 from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
@@ -130,7 +130,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     else:
         mix = open_mix(settings, tokenizer, work_dir)
         if settings.repeat_share or settings.rename_share:
-            mix = ContextRows(mix, settings, len(tokenizer))
+            mix = ContextRows(mix, settings, num_ids(tokenizer))
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text

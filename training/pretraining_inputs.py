@@ -29,6 +29,7 @@ from kvalign.data_gen.facts import END, recall_tokenizer
 from kvalign.foundation import progress
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import write_together, write_whole
+from kvalign.models.input_ids import num_ids
 from kvalign.models.loading import load_model
 from kvalign.training.settings import HEAD_DIM, PretrainSettings
 
@@ -41,7 +42,7 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     """Random model of the given shape; heads of 64 dimensions, Llama with half as many for KV."""
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
     common = dict(
-        vocab_size=len(tokenizer),
+        vocab_size=num_ids(tokenizer),
         max_position_embeddings=settings.context_len,
         hidden_size=hidden,
         num_hidden_layers=settings.num_layers,
@@ -200,7 +201,7 @@ def open_mix(
     mix = parse_mix(settings.corpus)
     vocabulary = tokenizer.get_vocab()
     fingerprint = hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest()
-    dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
+    dtype = np.uint16 if num_ids(tokenizer) <= 1 << 16 else np.uint32
     ids = []
     for spec in mix:
         name = hashlib.sha256(f"{spec} {fingerprint}".encode()).hexdigest()[:16]

@@ -54,7 +54,28 @@ def encoded(
             f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: does "
             "the tokenizer belong to the model?"
         )
+    if not isinstance(text, str) and (unknown := {*ids} & {*unknown_ids(tokenizer, size)}):
+        raise UserError(f"token {min(unknown)} is not in the tokenizer, which has no text for it")
     return ids
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of ids up to a tokenizer's last token; it has fewer tokens if it has holes."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def unknown_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Sequence[int]:
+    """The tokens below `vocab_size` that a tokenizer does not have. Models have more logits than
+    tokens (Qwen2.5: 151 936 of 151 665), and vocabularies have holes.
+    """
+    return _unknown_ids(tokenizer, len(tokenizer), vocab_size)
+
+
+@lru_cache(maxsize=4)
+def _unknown_ids(
+    tokenizer: PreTrainedTokenizerBase, num_tokens: int, vocab_size: int
+) -> Sequence[int]:
+    return sorted({*range(vocab_size)} - {*tokenizer.get_vocab().values()})
 
 
 def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
@@ -174,7 +195,7 @@ def encoder_of_masked(
     its token ids.
     """
     splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
-    own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
+    own = {name: token for token, name in placeholders.items()}
 
     def encode(text: str) -> list[int]:
         pieces, position = [], 0
@@ -184,7 +205,9 @@ def encoder_of_masked(
         whole = "".join([*pieces, text[position:]])
         for mask, stands_for in masks.items():
             whole = whole.replace(mask, stands_for)
-        return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=False).ids]
+        found = splitter.encode(whole, add_special_tokens=False)
+        # By their words: in a vocabulary with holes they have the numbers of other tokens.
+        return [own.get(x.strip(), i) for x, i in zip(found.tokens, found.ids, strict=True)]
 
     return encode
 

@@ -31,17 +31,18 @@ def special_names(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """Return what a token writes in the middle of a text, in UTF-8; a part of a character is its
-    bytes, a special token its name.
+    bytes, a special token its name. A token that the tokenizer does not have is `<unused-ID>`.
     """
-    name = str(tokenizer.convert_ids_to_tokens(token))
-    if token in tokenizer.all_special_ids:
-        return name.encode()
-    if byte := _BYTE.fullmatch(name):
+    backend, characters = tokenizer.backend_tokenizer, _byte_of()
+    name, decoder = backend.id_to_token(token), str(backend.decoder)
+    if name is None:
+        return f"<unused-{token}>".encode()
+    once, twice = (backend.decode([token] * num, skip_special_tokens=True) for num in (1, 2))
+    if "ByteLevel" in decoder and set(name) <= characters.keys():
+        return bytes(characters[one] for one in name) if twice else name.encode()
+    if "ByteFallback" in decoder and (byte := _BYTE.fullmatch(name)):
         return bytes([int(byte[1], 16)])
-    characters = _byte_of()
-    if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder) and set(name) <= characters.keys():
-        return bytes(characters[one] for one in name)
-    return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+    return (twice.removeprefix(once) or name).encode()
 
 
 class Decoder:
@@ -171,7 +172,7 @@ class Answer:
 
 
 class StopStrings:
-    """Search for texts in a text that comes in pieces, with its special tokens, which are not shown,
+    """Search for texts in a text that comes in pieces, with its special tokens, which are hidden,
     and without them. The possible beginning of one is held back; once one was found, it
     `has_stopped`.
     """

@@ -20,7 +20,7 @@ from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
-from kvalign.models.input_ids import check_fast, encoded
+from kvalign.models.input_ids import check_fast, encoded, unknown_ids
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.loop import Batch, Row, begin
 from kvalign.streaming.sampling import Sampling, StreamConfig
@@ -64,16 +64,19 @@ def stream_batch(
         prompts: texts of any lengths; each is read when there is a free row.
         method, cache_size: as in `kvalign.make_method`.
         max_rows: most rows in one step; a row that ends makes room for the next prompt. None: all.
-        config: as in `kvalign.stream`; without max_new_tokens a row ends when the model ends it.
+        config: as in `kvalign.stream`; without max_new_tokens a row ends when the model ends it
+            (`stop_at_end`), unless that is given, too.
 
     Yields:
         The number of the row, and the next piece of its text.
 
     Raises:
-        UserError: as in `kvalign.stream`, or an empty prompt.
+        UserError: as in `kvalign.stream`; an empty prompt; no max_new_tokens for a model of which
+            no token ends a text.
         KeywordError: an unknown setting, with the nearest known one.
     """
-    sampling, rest = Sampling.of(stream_batch, config)
+    has_limit = config.get("max_new_tokens") is not None or "stop_at_end" in config
+    sampling, rest = Sampling.of(stream_batch, {"stop_at_end": not has_limit, **config})
     if sampling.lookup:
         raise UserError("lookup is for one stream: rows of a batch are stepped together")
     check_fast(tokenizer)
@@ -84,6 +87,9 @@ def stream_batch(
     num_streams = max_rows or 1
     streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
     ends = end_ids(streaming.model, tokenizer) if sampling.stop_at_end else []
+    if not (has_limit or ends or sampling.stop_strings):
+        raise UserError("no token of this model ends a text: give max_new_tokens")
+    unknown = unknown_ids(tokenizer, streaming.model.config.vocab_size)
     waiting, batch = enumerate(prompts), Batch[_AnswerRow](streaming)
     while True:
         new: list[tuple[_AnswerRow, Method]] = []
@@ -96,7 +102,7 @@ def stream_batch(
                 raise UserError(f"prompt {number} is empty: give at least one token")
             warn_if_too_long(streaming, len(ids))
             alone, of_row = streaming.new(), torch.tensor([ids], device=streaming.model.device)
-            row = _AnswerRow(of_row, **sampling.of_row(of_row.device, number))
+            row = _AnswerRow(of_row, **sampling.of_row(of_row.device, number, unknown))
             row.number, row.answer = number, Answer(tokenizer, ids, sampling, ends)
             row.room = math.inf if alone.tokens_left is None else alone.tokens_left + 1
             row.take(begin(alone, of_row), streaming)

@@ -259,7 +259,7 @@ def stream_tokens(
     row = _Texts(ids, processors, do_sample, generator, lookup)
     row.method, row.criteria = method, criteria
     row.ends = torch.tensor([*eos_token_ids], dtype=torch.int64, device=prompt.device)
-    row.pad = min(eos_token_ids, default=0) if pad_token_id is None else pad_token_id
+    row.pad = next(iter(eos_token_ids), 0) if pad_token_id is None else pad_token_id
     if eos_token_ids or criteria:
         row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:

@@ -10,6 +10,18 @@ import transformers
 from torch import Tensor
 
 
+class KnownTokens(transformers.LogitsProcessor):
+    """No token is drawn for which the tokenizer has no text: `unknown`, which are below V."""
+
+    def __init__(self, unknown: Sequence[int]):
+        self.unknown = torch.tensor(unknown)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, V] after ids [B, T]."""
+        self.unknown = self.unknown.to(scores.device)
+        return scores.index_fill(1, self.unknown, -torch.inf)
+
+
 class NoRepeatedNGrams(transformers.LogitsProcessor):
     """Same result as `NoRepeatNGramLogitsProcessor` of transformers."""
 

@@ -164,21 +164,26 @@ class Sampling:
         self,
         num_before: int | None = None,
         earlier: Iterable[Sequence[int]] = (),
+        unknown: Sequence[int] = (),
     ) -> transformers.LogitsProcessorList:
         """Processors of transformers, in its order, for one stream from its beginning.
 
         Args:
             num_before, earlier: as of `RecentPenalty`.
+            unknown: tokens that are never drawn (`kvalign.models.input_ids.unknown_ids`).
         """
         import transformers
 
         from kvalign.streaming.processors import (
+            KnownTokens,
             NoRepeatedNGrams,
             RecentPenalty,
             RepetitionPenalty,
         )
 
         processors = transformers.LogitsProcessorList()
+        if unknown:
+            processors.append(KnownTokens(unknown))
         penalty, window = self.repetition_penalty, self.repetition_window
         if self.has_penalty and window:
             processors.append(RecentPenalty(penalty, window, num_before, earlier))
@@ -205,12 +210,14 @@ class Sampling:
         assert self.seed is not None
         return torch.Generator(device).manual_seed(self.seed + row)
 
-    def of_row(self, device: torch.device, row: int = 0) -> dict[str, Any]:
-        """Arguments of `Row` for row i of a batch."""
+    def of_row(
+        self, device: torch.device, row: int = 0, unknown: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Arguments of `Row` for row i of a batch; `unknown` as of `processors`."""
         looks_back = self.has_penalty or self.no_repeat_ngram_size
         draws = (self.is_greedy, *(getattr(self, name) for name in DRAWS))
         return {
-            "processors": self.processors(),
+            "processors": self.processors(unknown=unknown),
             "do_sample": not self.is_greedy,
             "generator": self.generator(device, row),
             "draws": None if looks_back else draws,

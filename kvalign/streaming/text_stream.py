@@ -27,7 +27,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.choice import aligners_at_hand, warn_if_too_long
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models.architectures import spec_of
-from kvalign.models.input_ids import check_fast, encoded, prefix_ids
+from kvalign.models.input_ids import check_fast, encoded, prefix_ids, unknown_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
@@ -73,6 +73,7 @@ class TextStream(NotPickled):
             check_lookup(method)
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
         self.end_ids = end_ids(method.model, tokenizer) if sampling.stop_at_end else []
+        self._unknown = unknown_ids(tokenizer, method.model.config.vocab_size)
         self.generator = sampling.generator(method.model.device)
         self.notes: dict[str, str] = {}
         self.reset()
@@ -360,7 +361,7 @@ class TextStream(NotPickled):
         return stream_tokens(
             self.method,
             ids[:, self.num_fed :],
-            processors=self.sampling.processors(len(of) - num_new, earlier),
+            processors=self.sampling.processors(len(of) - num_new, earlier, self._unknown),
             do_sample=not self.sampling.is_greedy,
             eos_token_ids=self.end_ids,
             generator=self.generator,

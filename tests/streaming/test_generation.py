@@ -34,6 +34,16 @@ def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
         assert (row[stop + 1 :] == 95).all()
 
 
+def test_ended_rows_are_padded_as_by_transformers(models, ids):
+    """Without a token to pad with, by the first of several that end."""
+    how = dict(do_sample=False, max_new_tokens=12, pad_token_id=None)
+    end = int(models["gpt2"].generate(ids[:2, :9], **how, eos_token_id=None)[0, 13])
+    how |= dict(eos_token_id=[end, 0])
+    theirs = models["gpt2"].generate(ids[:2, :9], **how)
+    ours = models["gpt2"].generate(ids[:2, :9], **STREAMED | how | dict(cache_size=30))
+    assert torch.equal(ours, theirs) and end > 0 and (theirs[0, 14:] == end).all()
+
+
 @pytest.mark.parametrize("name", STREAMING)
 def test_two_parts_of_a_stream_are_one(name, models, ids):
     """The second part begins with the token that was not fed; processors see both."""

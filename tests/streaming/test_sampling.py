@@ -4,12 +4,14 @@ repeats a stream.
 
 from dataclasses import fields
 
+import pytest
 import torch
 import transformers
 from transformers import GenerationConfig
 
 import kvalign
 from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.foundation.errors import UserError
 from kvalign.streaming.processors import RecentPenalty
 from kvalign.streaming.sampling import OF_MODEL, Sampling
 
@@ -106,3 +108,22 @@ def test_a_text_ends_with_its_first_stop_string(loaded, tmp_path):
     for row, piece in batch:
         texts[row] += piece
     assert texts[0] == text and len(texts[1]) > 20
+
+
+def test_rows_without_a_limit_end_where_the_model_ends_them(loaded, monkeypatch):
+    """So that every prompt has its turn; of a model that ends no text they need a limit."""
+    prompts, how = [PROMPT, "In", "The king"], dict(cache_size=24, seed=2)
+    ends = [ids_of(loaded, **how | dict(seed=seed))[seed] for seed in (2, 3, 4)]
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", ends)
+    texts = dict.fromkeys(range(3), "")
+    of_model = loaded.model, loaded.tokenizer
+    for row, piece in kvalign.stream_batch(*of_model, prompts, max_rows=2, **how):
+        texts[row] += piece
+        assert len(texts[row]) < 10_000
+    for row, prompt in enumerate(prompts):
+        alone = kvalign.stream(*of_model, prompt, stop_at_end=True, **how | dict(seed=2 + row))
+        assert "".join(alone) == texts[row] and alone.has_ended
+    monkeypatch.setattr("kvalign.streaming.batch.end_ids", lambda *of_model: [])
+    with pytest.raises(UserError, match="^no token of this model ends a text: give max_new_tok"):
+        next(kvalign.stream_batch(*of_model, prompts, **how))
+    assert next(kvalign.stream_batch(*of_model, prompts, stop_at_end=False, **how))

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.wire import Chat
+from kvalign.models.input_ids import num_ids
 from kvalign.streaming.turns import call_text
 
 if TYPE_CHECKING:
@@ -280,4 +281,4 @@ class Constraints:
     def _tokenizer(self) -> "LLTokenizer":
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self._own, n_vocab=len(self._own), eos_token=self._ends)
+        return from_tokenizer(self._own, n_vocab=num_ids(self._own), eos_token=self._ends)

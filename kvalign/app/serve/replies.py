@@ -73,7 +73,8 @@ class TextForm:
         """Return the logprobs of tokens; None without one."""
         if not tokens:
             return None
-        tops = [{_text(spelled): value for spelled, value in one.top} for one in tokens]
+        # Parts of characters have one text: the likeliest of them is told.
+        tops = [{_text(x): value for x, value in reversed(one.top)} for one in tokens]
         return {
             "tokens": [one.text for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],

@@ -20,6 +20,7 @@ from kvalign.app.serve.prompts import Change
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
+from kvalign.models.input_ids import unknown_ids
 from kvalign.streaming.answer import Answer, token_bytes
 from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
@@ -38,7 +39,7 @@ class TokenLogprob:
     spelled: bytes
     logprob: float  # nats
     top: tuple[tuple[bytes, float], ...]  # the likeliest first
-    offset: int  # characters of the answer's tokens before it
+    offset: int  # characters of the answer's text before it
 
     @property
     def text(self) -> str:
@@ -72,7 +73,8 @@ class AnswerRow(Row):
         constraint: Callable[[int], LogitsProcessor] | None = None,
     ):
         before, device = ids.tolist(), method.model.device
-        drawing = sampling.of_row(device, draw)
+        unknown = unknown_ids(tokenizer, method.model.config.vocab_size)
+        drawing = sampling.of_row(device, draw, unknown)
         if constraint is not None:  # before what chooses among the likeliest
             drawing["processors"].insert(0, constraint(len(before)))
             drawing["draws"] = None
@@ -84,7 +86,7 @@ class AnswerRow(Row):
         self._answer = Answer(tokenizer, before, sampling, ends)
         self.token_ids = self._answer.token_ids
         self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
-        self._num_said = 0  # characters of the tokens whose logprobs were told
+        self._num_said = 0  # characters of its tokens so far
 
     @property
     def finish(self) -> str:
@@ -108,9 +110,9 @@ class AnswerRow(Row):
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         """Append the next token and show its text."""
         super().append(token, token_ids, logits)
-        _, text = self._answer.take(token_ids[0])
+        piece, text = self._answer.take(token_ids[0])
         self.text += text
-        logprobs = self._logprobs_of(logits, token_ids[0])
+        logprobs = self._logprobs_of(logits, token_ids[0], piece)
         if text or logprobs:
             self._put(Piece(self.index, text, logprobs))
 
@@ -119,10 +121,12 @@ class AnswerRow(Row):
         log.error("a token could not be taken", exc_info=error)
         self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
 
-    def _logprobs_of(self, logits: Tensor, token: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs_of(self, logits: Tensor, token: int, piece: str) -> tuple[TokenLogprob, ...]:
         """A token with its logprob, if that is wanted: by the model's own logits [1, V], before
-        sampling changes them.
+        sampling changes them. `piece` is what it adds to the text, less where it is a part of a
+        character, and more where it follows one that no token completes.
         """
+        self._num_said += len(piece)
         if self._num_top is None or token in self._ends:
             return ()
         logprobs = logits[0].float().log_softmax(-1)
@@ -130,9 +134,8 @@ class AnswerRow(Row):
         best = zip(tokens.tolist(), values.tolist(), strict=True)
         top = [(token_bytes(self._tokenizer, one), value) for one, value in best]
         spelled = token_bytes(self._tokenizer, token)
-        entry = TokenLogprob(spelled, float(logprobs[token]), tuple(top), self._num_said)
-        self._num_said += len(entry.text)
-        return (entry,)
+        start = self._num_said - min(len(spelled.decode(errors="replace")), len(piece))
+        return (TokenLogprob(spelled, float(logprobs[token]), tuple(top), start),)
 
 
 @dataclass(eq=False)
