@@ -2,8 +2,8 @@
 memory is taken, and transformers prints nothing itself.
 
 A GGUF file, the format of llama.cpp, has a model's weights, usually quantised, its sizes and its
-tokenizer. transformers reads it with the packages of `kvalign[gguf]`. Quantised weights are
-unpacked, so the model works like any other.
+tokenizer (`gguf_tokenizer.py`). transformers reads it with the packages of `kvalign[gguf]`.
+Quantised weights are unpacked, so the model works like any other.
 """
 
 import importlib.util
@@ -38,6 +38,7 @@ _READERS = ("gguf", "accelerate")  # what transformers' reader imports
 _SINCE = "5.18"  # of transformers; before, it made other tokenizers of some files
 # Tensors and fields by which a file scales its RoPE.
 _SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _SCALING = (".rope.scaling.type", ".rope.scale_linear")
 
 
@@ -69,7 +70,8 @@ def read(
     """
     how: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype)}
     if file := gguf_file(source):
-        return _read_gguf(file, **how), tokenizer_of(name, source)
+        tokenizer = tokenizer_of(name, source)  # refused before the weights are read
+        return _read_gguf(file, **how), tokenizer
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
@@ -91,8 +93,10 @@ def _pretrained(source: str | Path, **how: Any) -> PreTrainedModel:
 def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with its chat template."""
     if file := gguf_file(source):
+        from kvalign.models.gguf_tokenizer import tokenizer_of_gguf
+
         with _explain_gguf(file):
-            return transformers.AutoTokenizer.from_pretrained(file.parent, **_in_gguf_folder(file))
+            return tokenizer_of_gguf(file)
     with _explain_errors(name, source):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
@@ -243,6 +247,9 @@ def _gguf_config(path: Path) -> PretrainedConfig:
         scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
         scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
         config = transformers.AutoConfig.from_pretrained(path.parent, **_in_gguf_folder(path))
+        ends = [file.fields[x].contents() for x in _ENDS if x in file.fields]
+        if len({*ends}) > 1:
+            config.eos_token_id = [*dict.fromkeys(ends)]
         rope = getattr(config, "rope_parameters", None) or {}
         if scaled and rope.get("rope_type", "default") == "default":
             raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")

@@ -1,6 +1,8 @@
 """GGUF files of tiny models, written by the gguf package as llama.cpp's converter would."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "th e", "Ġ the")
 TOKENS = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+TOKENIZER = {
+    "model": "gpt2",
+    "pre": "default",
+    "tokens": TOKENS,
+    "token_type": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
+    "merges": list(MERGES),
+    "bos_token_id": TOKENS.index("<|im_start|>"),
+    "eos_token_id": TOKENS.index("<|im_end|>"),
+    "unknown_token_id": TOKENS.index("<|endoftext|>"),
+    "add_bos_token": False,
+}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -30,15 +43,19 @@ def write_gguf(
     architecture: str = "",
     scaling: str = "",
     leave_out: str = "",
+    tokenizer: Mapping[str, Any] | None = None,
+    name: str = "tiny",
 ) -> dict[str, torch.Tensor]:
     """Write a Llama or a Qwen.
 
     Args:
-        model: its vocabulary is `TOKENS`.
+        model: its vocabulary is that of the tokenizer.
         quantised: what matrices are quantised to, as Q8_0, if not all is in float32.
         architecture: what the file says it is, if not what it is.
         scaling: a RoPE scaling for it to name.
         leave_out: what the names of tensors to leave out begin with.
+        tokenizer: settings, by their names after `tokenizer.ggml.`.
+        name: what the file calls the model.
 
     Returns:
         the weights that are in the file, unpacked, by transformers' names.
@@ -47,7 +64,7 @@ def write_gguf(
 
     config = model.config
     writer = gguf.GGUFWriter(path, architecture or config.model_type)
-    writer.add_name("tiny")
+    writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -58,18 +75,12 @@ def write_gguf(
         writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(len(TOKENS))
+    writer.add_vocab_size(config.vocab_size)
     if scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(list(MERGES))
-    writer.add_bos_token_id(TOKENS.index("<|im_start|>"))
-    writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
-    writer.add_unk_token_id(TOKENS.index("<|endoftext|>"))
-    writer.add_add_bos_token(False)
+    for key, value in (TOKENIZER if tokenizer is None else tokenizer).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
     writer.add_chat_template(TEMPLATE)
     family = gguf.MODEL_ARCH[config.model_type.upper()]
     names = gguf.get_tensor_name_map(family, config.num_hidden_layers)
