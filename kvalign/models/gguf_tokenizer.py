@@ -37,8 +37,9 @@ _READ = (
 # Of other kinds, of tokens that are only named, of texts in pairs, of how a text is shown.
 _WITHOUT_EFFECT = (
     *("precompiled_charsmap", "remove_extra_whitespaces", "token_type_count", "add_sep_token"),
-    *("normalizer.lowercase", "normalizer.strip_accents", "clean_spaces", "hf_json"),
-    *(f"{name}_token_id" for name in ("seperator", "separator", "cls", "mask", "prefix", "suffix")),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
+    "seperator_token_id",  # codespell:ignore seperator
+    *(f"{name}_token_id" for name in ("separator", "cls", "mask", "prefix", "suffix")),
     *(f"{name}_token_id" for name in ("middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad")),
     *(f"{name}_token_id" for name in ("fim_rep", "fim_sep")),
 )
@@ -91,7 +92,7 @@ _OF_DEEPSEEK = (
     + _LINES,
 )
 _OF_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"  # noqa: RUF001
-_PRES = {
+_SPLITS = {
     "default": Pre([r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]),
     "gpt-2 phi-2 mpt olmo jais exaone4 gigachat a.x-4.0 mellum trillion granite-docling": Pre(
         [_GPT2]
@@ -112,7 +113,7 @@ _PRES = {
     "bloom poro-chat gpt3-finnish": Pre([_OF_BLOOM]),
     "viking": Pre([_OF_BLOOM, _DIGITS]),
 }
-PRES = {name: pre for names, pre in _PRES.items() for name in names.split()}
+SPLITS = {name: pre for names, pre in _SPLITS.items() for name in names.split()}
 
 
 class _Vocabulary(NamedTuple):
@@ -215,9 +216,9 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
 
 
 def _pre_of(name: str) -> Pre:
-    if name not in PRES:
+    if name not in SPLITS:
         raise UserError(f"its {_OURS}pre is {name!r:.80}, which is not read")
-    return PRES[name]
+    return SPLITS[name]
 
 
 def _of_type(file: _Vocabulary, *types: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from kvalign import load_model
 from kvalign.foundation.errors import UserError
-from kvalign.models.gguf_tokenizer import PRES, tokenizer_of_gguf
+from kvalign.models.gguf_tokenizer import SPLITS, tokenizer_of_gguf
 from kvalign.models.input_ids import ids_of, prefix_ids, unknown_ids
 from kvalign.streaming.answer import special_names, token_bytes
 from kvalign.streaming.turns import end_ids
@@ -42,8 +42,8 @@ def test_tokens_are_llama_cpp_s(name, tmp_path):
 
 
 def test_all_expressions_are_tried():
-    tried = [PRES[name] for name in CASES if name in PRES]
-    assert all(pre in tried for pre in PRES.values())
+    tried = [SPLITS[name] for name in CASES if name in SPLITS]
+    assert all(pre in tried for pre in SPLITS.values())
 
 
 def test_what_is_shown_and_what_is_not(tmp_path):

@@ -41,7 +41,7 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 IN_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 NORMAL, UNKNOWN, CONTROL_TYPE, SHOWN_TYPE, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 LONGEST = 12  # characters of a token
-PRES = (
+SPLITS = (
     *(
         "default",
         "gpt-2",
@@ -126,7 +126,7 @@ def of_scores(**more: Any) -> dict[str, Any]:
 
 
 CASES = {
-    **{pre: of_bytes(pre) for pre in PRES},
+    **{pre: of_bytes(pre) for pre in SPLITS},
     "no pre": {x: y for x, y in of_bytes("").items() if x != "pre"},
     "begin and end": of_bytes("gpt-2", add_bos_token=True, add_eos_token=True),
     "no begin": of_bytes("llama-bpe", add_bos_token=False),
