@@ -13,12 +13,10 @@ PURPOSES = {
     "recall-llama": "for kvalign eval recall; writes no text",
 }
 MODELS = tuple(PURPOSES)
-WRITERS = tuple(name for name, purpose in PURPOSES.items() if purpose == "writes text")
 ALIGNERS = (
     "kvalign-gpt2-mini-table",
     "kvalign-gpt2-mini-table-kl",
     "kvalign-gpt2-mini-table-network",
-    "kvalign-gpt2-mini-anchored",
     "kvalign-gpt2-mini-network",
     "kvalign-gpt2-mini-network-tuned",
     "kvalign-gpt2-mini-network-rollout",

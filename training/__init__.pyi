@@ -1,5 +1,4 @@
 from .judge import judge_aligner as judge_aligner
-from .kinds import train_anchored as train_anchored
 from .kinds import train_network as train_network
 from .kinds import train_table as train_table
 from .kinds import train_table_network as train_table_network

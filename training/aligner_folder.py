@@ -12,11 +12,10 @@ import torch
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
 from kvalign.foundation.errors import ExistsError
-from kvalign.foundation.files import write_json, write_together
+from kvalign.foundation.files import write_together
 from kvalign.foundation.machine import check_room
 from kvalign.foundation.settings import Settings, check_output
 from kvalign.memory.plan import FILE as PLAN
-from kvalign.memory.plan import RecallPlan
 
 OVERWRITE = "give --overwrite or another --out"
 IDENTITY = "identity"
@@ -68,17 +67,7 @@ def record_of(
     return record | {"versions": {name: version(name) for name in packages}}
 
 
-def save(aligner: Aligner, out: Path, plan: RecallPlan | None = None) -> None:
-    """Write the aligner's files, its card and the plan of its memory; the config is last and marks
-    them as complete.
-    """
-    aligner.eval().requires_grad_(False)
-
-    def write(folder: Path) -> None:
-        aligner.save_pretrained(folder)
-        if plan is not None:
-            write_json(folder / PLAN, plan.model_dump(mode="json"))
-
-    if plan is None:
-        (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
-    write_together(out, write, last=CONFIG)
+def save(aligner: Aligner, out: Path) -> None:
+    """Write the aligner's files and its card; the config is last and marks them as complete."""
+    (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
+    write_together(out, aligner.eval().requires_grad_(False).save_pretrained, last=CONFIG)

@@ -20,7 +20,6 @@ from kvalign.foundation.settings import (
     MOST_RATE,
     MOST_ROWS,
     MOST_SIZE,
-    Settings,
     keywords_of,
     option,
 )
@@ -37,7 +36,6 @@ TRAINERS: Registry[Callable[..., dict[str, dict[str, Any]]]] = Registry(
         "network": "kvalign.training.kinds:train_network",
         "table": "kvalign.training.kinds:train_table",
         "table-network": "kvalign.training.kinds:train_table_network",
-        "anchored": "kvalign.training.kinds:train_anchored",
     },
 )
 """Functions under `keywords_of` by the names in `kvalign.aligners.KINDS`."""
@@ -48,20 +46,7 @@ def _size(name: str, help: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSizes(Settings):
-    """Sizes of realignment networks, with the names of an aligner's config."""
-
-    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
-    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
-    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
-    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
-    position_dim: int = _size("position_dim", "size of the position embedding")
-    layer_dim: int = _size("layer_dim", "size of the layer embedding")
-    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings(NetworkSizes, TrainSettings):
+class NetworkSettings(TrainSettings):
     """Train the paper's networks on recorded caches; run the same command again to resume.
 
     kvalign train table needs a model and text instead: it takes a minute and no recording, and its
@@ -72,6 +57,13 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     """
 
     aligner_kind = "network"
+    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
+    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
+    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
+    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
+    position_dim: int = _size("position_dim", "size of the position embedding")
+    layer_dim: int = _size("layer_dim", "size of the layer embedding")
+    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
     data: Path | None = option(
         None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
     )
@@ -130,7 +122,7 @@ class TableSettings(TextSettings):
     """Train position tables, the mean and the scale of keys and values at each position, on text.
 
     It takes a minute, and errors do not accumulate. The paper's networks are trained on recorded
-    caches (kvalign gen-data). Other kinds: kvalign train network, table-network or anchored.
+    caches (kvalign gen-data). Other kinds: kvalign train network or table-network.
 
     Example:
         kvalign train table --num-tokens 20000 --chunk-len 64 --out my-aligner
@@ -205,39 +197,6 @@ def train_table_network(
     `train_table` does.
     """
     from kvalign.training.table_run import fit
-    from kvalign.training.text_run import train_on_text
-
-    return train_on_text(fit, settings, loaded)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnchoredSettings(NetworkSizes, TableSettings):
-    """Train position tables on text, then a network that adds to them.
-
-    With --objective mse the network is trained on pairs of encodings. With kl and nll it is trained
-    on streams, through the frozen model. The tables are estimated, or come from --init.
-
-    Example:
-        kvalign train anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
-    """
-
-    aligner_kind = "anchored"
-    objective: str = option(
-        "mse",
-        help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "
-        "the text; kl: divergence from the LM that re-encodes at each step",
-        choices=("mse", "nll", "kl"),
-    )
-
-
-@keywords_of(AnchoredSettings)
-def train_anchored(
-    settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
-) -> dict[str, dict[str, Any]]:
-    """Train position tables and networks beside them, and save the aligner in `out`, as
-    `train_table` does; only the tables decide `used`.
-    """
-    from kvalign.training.anchored_run import fit
     from kvalign.training.text_run import train_on_text
 
     return train_on_text(fit, settings, loaded)

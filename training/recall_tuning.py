@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.aligners import Aligner, TableAligner
+from kvalign.aligners import Aligner
 from kvalign.data_gen import facts
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import NAMES
@@ -105,24 +105,6 @@ def tune_memory(
     return {"file": str(file), "plan": written, "rows": written["measured"]["rows"]}
 
 
-def plan_of_training(
-    aligner: Aligner, loaded: LoadedModel, text: Sequence[int], command: str
-) -> RecallPlan | None:
-    """Return the plan of an aligner that was just trained, measured on held-out text; None where
-    nothing can be measured, with a line that says why.
-    """
-    of_command, sizes = TuneMemorySettings(), usual_sizes(aligner.config.chunk_len)
-    try:
-        text = text[: 2 * AWAY * sizes[-1]]
-        streams = streams_of(text, sizes, loaded, of_command.num_questions)
-        plan = measured("kvalign", loaded, aligner, streams, of_command.memory, (), command)
-    except UserError as error:
-        progress.say(f"what a memory gives back was not measured: {error}")
-        return None
-    progress.say(f"a memory gives back to layers {plan.recall_layers}, by {plan.recall_places}")
-    return plan
-
-
 def default_file(model: str, aligner: Aligner | None) -> Path:
     """File in which the plan of a model with an aligner is kept."""
     folder = None if aligner is None else folder_of(aligner)
@@ -199,9 +181,8 @@ def measured(
     upper, quieter = named(of_all[half:]), named(of_all[:half], ":-2")
     by_ear = f"{quieter},{upper}", named(of_all, ":-0.5"), named(of_all, ":0.5")
     ways = [usual.model_copy(update={"recall_layers": x}) for x in (upper, *by_ear, *layers)]
-    if spec.family != "learned" or isinstance(aligner, TableAligner):
-        other = "rank" if usual.recall_places == "age" else "age"
-        ways.append(usual.model_copy(update={"recall_places": other}))
+    other = "rank" if usual.recall_places == "age" else "age"
+    ways.append(usual.model_copy(update={"recall_places": other}))
     progress.expect(
         (2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens computed"
     )

@@ -32,7 +32,6 @@ from kvalign.training.aligner_folder import (
     save,
 )
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
-from kvalign.training.recall_tuning import plan_of_training
 from kvalign.training.settings import TextSettings, device_of
 from kvalign.training.text import Text, read
 
@@ -137,14 +136,11 @@ def train_on_text(
         kvs, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
     aligner.config = config = config.model_copy(update={"num_sinks": num_sinks})
-    plan = None
-    if settings.judge and kvs:
-        plan = plan_of_training(aligner, loaded, text.val[0].tolist(), record["command"])
     progress.phase("saving")
     record["seconds"] = round(time.perf_counter() - start, 1)
     results = {kv: {**errors[kv], **record, "used": kv in kvs} for kv in settings.kvs}
     aligner.config = config.model_copy(update={"training": results})
-    save(aligner.cpu(), out, plan)
+    save(aligner.cpu(), out)
     return results
 
 

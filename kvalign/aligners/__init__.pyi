@@ -3,7 +3,6 @@ from .base import AlignerConfig as AlignerConfig
 from .base import Move as Move
 from .base import new_config as new_config
 from .kinds import KINDS as KINDS
-from .network import AnchoredAligner as AnchoredAligner
 from .network import NetworkAligner as NetworkAligner
 from .network import RealignNet as RealignNet
 from .network import TableNetworkAligner as TableNetworkAligner

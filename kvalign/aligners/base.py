@@ -28,7 +28,7 @@ from kvalign.aligners.kinds import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
-from kvalign.foundation.names import nearest
+from kvalign.foundation.names import REMOVED, nearest, unknown
 from kvalign.foundation.settings import typed
 from kvalign.models import fetched
 from kvalign.models.architectures import Family, ModelSpec, spec_of
@@ -111,14 +111,11 @@ class Move:
             on.
         now: [S] int64, the positions after the move: first, first + 1, ...; for a table alone, [B,
             H, S] of any positions.
-        births: [B, H, S] or [S] int64, the original positions, if some entries may still be there;
-            None: all have moved.
     """
 
     shift: int
     first: int
     now: Tensor
-    births: Tensor | None = None
 
 
 class Aligner(
@@ -262,6 +259,8 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 
 
 def _no_aligner(name: str) -> str:
+    if name in REMOVED:
+        return unknown("aligner", name, checkpoints.ALIGNERS)
     if hub.is_path(name):
         return f"no aligner {name!r}: there is no such folder"
     near = nearest(name, checkpoints.ALIGNERS)

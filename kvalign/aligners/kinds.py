@@ -15,7 +15,6 @@ KINDS: Registry[Any] = Registry(
         "network": "kvalign.aligners.network:NetworkAligner",
         "table": "kvalign.aligners.table:TableAligner",
         "table-network": "kvalign.aligners.network:TableNetworkAligner",
-        "anchored": "kvalign.aligners.network:AnchoredAligner",
     },
 )
 """Classes under `Aligner` by the names in `AlignerConfig.kind`."""

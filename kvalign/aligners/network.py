@@ -1,13 +1,9 @@
-"""Aligners with networks: the paper's own, and two that correct what position tables give.
+"""Aligners with networks: the paper's own, and one that corrects what position tables give.
 
 - `network`: one small residual network for keys and one for values, applied at each eviction.
   out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang
   2024). It is trained on entries of a clean cache, but applied to its own output at each move. So
   errors accumulate.
-- `anchored`: the same network, applied once to the entry without its position and never to its own
-  output. It adds to the output of position tables: out = table(x, p_now) + f(x, p_now, layer,
-  head), where x is the entry without its position. Before training it equals the table. It is
-  trained on pairs of many shifts.
 - `table-network`: position tables, and a network that corrects an entry once, when it is written:
   x <- table.anchor(entry) + f(x); then the table alone places x, wherever it goes. Once entries are
   evicted, new ones are written at the last position of a full cache. A table knows what entries
@@ -166,33 +162,6 @@ def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:
     hidden1, hidden2 = (config.sizes[f"{kv}_hidden{i}"] for i in (1, 2))
     shape = (config.head_dim, num_positions, config.num_layers, config.num_kv_heads)
     return RealignNet(*shape, hidden1=hidden1, hidden2=hidden2, **shared)
-
-
-class AnchoredAligner(Aligner):
-    """Position tables, and a `RealignNet` for keys and for values."""
-
-    kind = "anchored"
-    recursive = False
-    default_sizes = NETWORK_SIZES
-
-    def __init__(self, config: AlignerConfig):
-        super().__init__(config)
-        self.table = TableAligner(config)
-        self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in TARGETS)
-
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
-        return self.table.anchor(layer, entries, birth)
-
-    def realign(self, layer: int, entries: KV, move: Move) -> KV:
-        placed = self.table.realign(layer, entries, move)
-        keys, values = (
-            net.correction(x.float(), layer, move.first)
-            for net, x in zip((self.key, self.value), entries, strict=True)
-        )
-        if move.births is not None:
-            has_moved = (move.births != move.now)[..., None]
-            keys, values = keys * has_moved, values * has_moved
-        return KV(placed.keys + keys, placed.values + values)
 
 
 class EntryNetwork(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from kvalign.aligners import Move, TableAligner
+from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Owner, ReadTensor, StreamingLayer
@@ -134,24 +134,20 @@ class AnySlotLayer(StreamingLayer):
     def pieces(self, step: Step) -> list[KV]:
         num = step.num_before
         if step.is_even:
-            return self._place(self.entries, self.index)
+            return self._place(self.entries)
         rows = []
         for row, num_own in enumerate(step.stored):
             own = self.entries.slots(num - num_own, num_own).rows(slice(row, row + 1))
-            index = self.index[row : row + 1, :, num - num_own :]
-            rows.append(cat(self._place(own, index)).padded(num))
+            rows.append(cat(self._place(own)).padded(num))
         return [cat(rows, dim=0)]
 
-    def _place(self, entries: KV, index: Tensor) -> list[KV]:
+    def _place(self, entries: KV) -> list[KV]:
         """Sinks, and the others at their present positions: the r-th at position r."""
-        num, realigner = index.shape[2], self.realigner
+        num = entries.keys.shape[2]
         num_sinks = min(num, self.sizes.num_sinks)
-        now, births = torch.arange(num_sinks, num, device=self.device), None
-        if not (realigner.aligner is None or isinstance(realigner.aligner, TableAligner)):
-            seen = index[:, :, num_sinks:]  # before each, of which so many were stored
-            births = seen - self.sizes.num_dropped(seen)
-        window, move = entries.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
-        placed = realigner.place(self.layer_idx, window, move)
+        now = torch.arange(num_sinks, num, device=self.device)
+        window, move = entries.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now)
+        placed = self.realigner.place(self.layer_idx, window, move)
         return [entries.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
 
     def select(self, rows: Tensor) -> None:

@@ -54,11 +54,6 @@ class EntryPart(ABC):
     def raw(self, i: int) -> tuple[KV, slice]:
         """Those of a layer, as they were encoded, and their positions then."""
 
-    @property
-    @abstractmethod
-    def births(self) -> slice | None:
-        """Their original positions, if they may still lie there; None: all have moved."""
-
     def split(self, *firsts: int) -> Iterator[Self]:
         """Return it in parts, which begin at these of its places."""
         inside = sorted({x for x in firsts if self.first < x < self.stop})
@@ -104,10 +99,6 @@ class CachePart(EntryPart):
         at = slice(self.first, self.stop)
         return self.layers[i].entries.form.decode_at(self.stored_raw(i), at), at
 
-    @property
-    def births(self) -> slice | None:
-        return None if self.before else slice(self.first + self.behind, self.stop + self.behind)
-
 
 @dataclass(frozen=True)
 class EncodedPart(EntryPart):
@@ -136,11 +127,8 @@ class EncodedPart(EntryPart):
         return True
 
     def raw(self, i: int) -> tuple[KV, slice]:
-        return self.entries[i].slots(self.first, self.num), self.births
-
-    @property
-    def births(self) -> slice:
-        return slice(self.at + self.first, self.at + self.stop)
+        was = slice(self.at + self.first, self.at + self.stop)
+        return self.entries[i].slots(self.first, self.num), was
 
 
 def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> list[EntryPart]:
@@ -173,7 +161,7 @@ def _of_rings(layer: WindowLayer, i: int, part: EntryPart) -> list[KV]:
     if part.place < num_sinks:
         return [as_sinks(layer, i, part)] * len(layer.rings)
     if part.is_raw(num_sinks):
-        return in_window(layer, bare(layer, i, part), part.place, [part])
+        return in_window(layer, bare(layer, i, part), part.place)
     assert isinstance(part, CachePart)
     rings, realigner = part.layers[i].written(part.written, part.num), layer.realigner
     shift = part.first + part.behind - part.place
@@ -229,33 +217,20 @@ def _without_rotation(layer: WindowLayer, entries: KV, at: int) -> KV:
     return rotated(layer.realigner.rotation, layer.layer_idx, entries, positions)
 
 
-def in_window(layer: WindowLayer, bare: KV, place: int, parts: Sequence[EntryPart]) -> list[KV]:
-    """Entries without their positions, the last of these parts, for the rings of a layer, at the
-    positions from `place` on, which are not those of sinks.
+def in_window(layer: WindowLayer, bare: KV, place: int) -> list[KV]:
+    """Entries without their positions for the rings of a layer, at the positions from `place` on,
+    which are not those of sinks.
     """
     realigner = layer.realigner
     if realigner.strategy == "move":
-        births = torch.cat([_births(part) for part in parts])[-bare.keys.shape[2] :]
-        return [_placed(realigner, layer, bare, place, births.to(layer.device)), bare]
+        return [_placed(realigner, layer, bare, place), bare]
     if realigner.runs_on:
         positions = torch.arange(place, place + bare.keys.shape[2], device=layer.device)
         bare = rotated(realigner.rotation, layer.layer_idx, bare, -positions)
     return [layer.entries.form.encode_at(bare, slice(place, place + bare.keys.shape[2]))]
 
 
-def _births(part: EntryPart) -> torch.Tensor:
-    """Original positions [S] int64 of entries; -1 of those that have moved."""
-    births = part.births
-    return torch.full([part.num], -1) if births is None else torch.arange(births.start, births.stop)
-
-
-def _placed(
-    realigner: Realigner,
-    layer: WindowLayer,
-    bare: KV,
-    place: int,
-    births: torch.Tensor | None = None,
-) -> KV:
-    """Entries without their positions, at the places from `place` on; `births` as of `Move`."""
+def _placed(realigner: Realigner, layer: WindowLayer, bare: KV, place: int) -> KV:
+    """Entries without their positions, at the places from `place` on."""
     now = torch.arange(place, place + bare.keys.shape[2], device=layer.device)
-    return realigner.place(layer.layer_idx, bare, Move(0, place, now, births))
+    return realigner.place(layer.layer_idx, bare, Move(0, place, now))

@@ -89,7 +89,7 @@ class Recursive(Realigner):
         raise UserError(
             f"an aligner of kind {self.aligner.kind} moves all entries by one shift: policies "
             "other than oldest, and a memory, need one that places each entry by itself (table, "
-            "anchored)"
+            "table-network)"
         )
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:

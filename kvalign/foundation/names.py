@@ -48,6 +48,19 @@ _ALIASES = {
 }
 
 
+REMOVED = {
+    "demo-ui": "kvalign serve answers any client of OpenAI's API, kvalign lanes shows the cache "
+    "step by step, and kvalign eval readability has methods write side by side",
+    "completion": 'eval "$(register-python-argcomplete kvalign)" completes in bash and zsh',
+    "eval chat": "kvalign eval told asks for what a conversation told, and kvalign eval "
+    "readability judges what is written",
+    "eval import-losses": "python tests/scripts/import_losses.py reads them, in a clone",
+    "anchored": "table-network is what came of it",
+    "kvalign-gpt2-mini-anchored": "kvalign-gpt2-mini-table-network is what came of it",
+}
+"""What to use in place of commands, kinds, aligners and flags that are no more."""
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
     """The known name that was meant: by its name in other programs, else by its letters; None if
     nothing is near.
@@ -92,6 +105,8 @@ class Registry(UserDict[str, T], Generic[T]):
 
 def unknown(what: str, name: str, names: Iterable[str]) -> str:
     """Message for an unknown name: `unknown method 'x'; did you mean y? (known: y, z)`."""
+    if name in REMOVED:
+        return f"{what} {name!r} was removed: {REMOVED[name]}"
     names = list(names)
     near = nearest(name, names)
     hint = f"; did you mean {near}?" if near else ""

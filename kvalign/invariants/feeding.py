@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from kvalign.aligners import AnchoredAligner
 from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.entries import aligner_of, first_layer_outputs
@@ -269,15 +268,11 @@ def put_back(subject: Subject) -> Measured:
     """put-back: while nothing has been evicted, so that all tokens see the same ones."""
     num, length = subject.capacity, _length(subject)
     ids, apart = subject.ids(EDITED_ROWS, subject.num_tokens), 0.0
-    starts, where = [num - 2 * length, num - length], "in the middle and at the end"
-    realigner = aligner_of(_editable(subject).cache)
-    if realigner is not None and isinstance(realigner.aligner, AnchoredAligner):
-        starts, where = starts[1:], "at the end; what has moved keeps what its network adds"
-    for start in starts:
+    for start in (num - 2 * length, num - length):
         edited, plain = _editable(subject), _editable(subject)
         for method in (edited, plain):
             method.feed(ids[:, :num])
         edited.edit(start, start + length)
         edited.edit(start, start, ids[:, start : start + length])
         apart = max(apart, _apart(edited.feed, plain.feed, _parts(ids[:, num:])))
-    return Measured(apart, subject.exact, f"{length} of {num} tokens, {where}")
+    return Measured(apart, subject.exact, f"{length} of {num} tokens, in the middle and at the end")

@@ -170,9 +170,7 @@ def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tenso
     tokens = last - torch.cat([ages, of_window], -1)
     index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, entries.keys.shape[-1])
     visible = entries.map(lambda x: x.gather(2, index))
-    births = place.to(device)[tokens.clamp(0, last)]
-    births[..., : ages.shape[-1]] = -1  # what is taken back has moved, wherever it lies
-    move = Move(0, num_sinks, at, births)
+    move = Move(0, num_sinks, at)
     keys, values = recall.placer.place_without_rotation(layer, visible, move)
     query = step.query
     if rotation is not None:

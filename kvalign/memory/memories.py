@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvalign.aligners import TableAligner
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
@@ -98,8 +97,6 @@ class Memories(Part):
         is_free = realigner.rotation is not None
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
         placer, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
-        if by_age and not is_free and not isinstance(placer.aligner, TableAligner):
-            raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.sizes, self.grows = sizes, grows
         self.frame = None if is_free else places.frame
         self.kept_sizes = replace(
@@ -366,7 +363,7 @@ class Memories(Part):
             num = self.sizes.num_stored(seen) - num_sinks
             place = num_sinks + layer.cache.frame.num_behind(seen)
             newest = rest.slots(rest.keys.shape[2] - num, num).map(lambda x: x.to(layer.device))
-            window = [newest] if form.is_int8 else in_window(layer, newest, place, parts)
+            window = [newest] if form.is_int8 else in_window(layer, newest, place)
             for ring, stored in zip(rings, window, strict=True):
                 ring.append(stored)
         memory.seen = [seen] * len(memory.entries.keys)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
-from kvalign.aligners import Aligner, TableAligner
+from kvalign.aligners import Aligner
 from kvalign.cache.sizes import CacheSizes, RecallBy
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.progress import warn_once
@@ -111,6 +111,4 @@ def as_planned(
             f"what a memory gives back was not measured on {spec.name or 'this model'}: all layers "
             f"take entries back, by {planned['recall_places']} (kvalign tune-memory measures it)"
         )
-    if spec.family == "learned" and not isinstance(aligner, TableAligner):
-        planned["recall_places"] = "rank"  # nothing else places entries beyond C
     return replace(sizes, **{x: value for x, value in planned.items() if asked.get(x) is None})

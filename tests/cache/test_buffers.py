@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.methods import anchored, network, tables
+from helpers.methods import network, tables
 from helpers.tiny_models import tiny_model
 
 from kvalign.cache.realign import realigner_of
@@ -20,7 +20,7 @@ MOVED = {
     "table": ("gpt2", tables, 40, 2),
     "rotary table": ("llama", tables, 40, 2),
     "moved table": ("dynamic", tables, 55, 4),
-    "anchored": ("gpt2", anchored, 20, 4),
+    "moved learned table": ("gpt_neo", tables, 20, 4),
     "network": ("gpt2", network, 20, 2),  # its last output is what attention sees
 }
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, anchored, tables
+from helpers.methods import CACHE_SIZE, tables
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import DynamicCache
 
@@ -84,7 +84,8 @@ def test_positions_run_on_and_no_more_than_there_are(num_evicted, most, last_pos
         highest = max(highest, method.cache.get_seq_length())
         assert torch.isfinite(method.feed(ids[:, i : i + 1])).all()
     assert highest == sizes.last_position == last_position < CONTEXT_LEN
-    chunks = KVAlign(model, sizes, aligner=anchored(model, scale=0.5))
+    moved = models["gpt_neo"]
+    chunks = KVAlign(moved, sizes, aligner=tables(moved, scale=0.5))
     assert not chunks.is_exact and torch.isfinite(chunks.feed(ids)).all()
     with pytest.raises(UserError, match=f"realign_every must be at most {most} for ") as caught:
         KVAlign(model, CacheSizes(CACHE_SIZE, 4, num_evicted, most + 1), aligner=aligner)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.methods import anchored, tables
+from helpers.methods import tables
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
 
@@ -39,8 +39,7 @@ def new(model, way="rotation", **changes):
     sizes = SIZES | {"recall_places": "age" if way == "table by age" else None} | changes
     if way == "rotation":
         return make_method("streaming-llm", model, **sizes)
-    make = anchored if way == "anchored" else tables
-    return make_method("kvalign", model, aligner=make(model, scale=0.3), **sizes)
+    return make_method("kvalign", model, aligner=tables(model, scale=0.3), **sizes)
 
 
 def stepped(method, ids):
@@ -113,15 +112,12 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
-@pytest.mark.parametrize("way", ["rotation", "anchored"])
-def test_our_kernel_sees_what_pytorch_sees(way, ids, monkeypatch):
+def test_our_kernel_sees_what_pytorch_sees(ids, monkeypatch):
     """Of rows of unequal lengths, too."""
     model, uses = tiny_model("llama", vocab_size=VOCAB, head_dim=16), []
     attend = kernel.attend_recalling
     monkeypatch.setattr(kernel, "attend_recalling", lambda *x: uses.append(x) or attend(*x))
-    layers = {"recall_layers": "0:-1.5,1"} if way == "rotation" else {}
-
-    one = new(model, way, **layers)
+    one = new(model, recall_layers="0:-1.5,1")
 
     def logits():
         rows = [one.new(), one.new()]

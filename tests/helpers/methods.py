@@ -6,7 +6,6 @@ from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS
 from kvalign.aligners import (
     Aligner,
-    AnchoredAligner,
     NetworkAligner,
     TableAligner,
     TableNetworkAligner,
@@ -40,10 +39,10 @@ def make(name, model, **changes) -> Method:
 
 
 def made(name, model, **sizes) -> Method:
-    """A method by name; `tables` and `anchored` are kvalign with these."""
-    if name not in ALIGNERS:
+    """A method by name; `tables` is kvalign with these."""
+    if name != "tables":
         return make(name, model, **sizes)
-    return make("kvalign", model, **{"aligner": ALIGNERS[name](model, 0.5)} | sizes)
+    return make("kvalign", model, **{"aligner": tables(model, 0.5)} | sizes)
 
 
 def step(method, ids, first):
@@ -67,17 +66,6 @@ def tables(model, scale=0.0, num_sinks=0, chunk_len=CONTEXT_LEN) -> TableAligner
     return aligner.requires_grad_(False)
 
 
-def anchored(model, scale=0.0, chunk_len=CONTEXT_LEN) -> AnchoredAligner:
-    """A random network of the same size on top of these tables."""
-    fields = dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,), sizes=_SIZES)
-    spec = spec_of(model.config, "tiny")
-    aligner = AnchoredAligner(new_config("anchored", model, spec, **fields))
-    aligner.table.load_state_dict(tables(model, scale, chunk_len=chunk_len).state_dict())
-    for net in (aligner.key, aligner.value):
-        torch.nn.init.normal_(net.fc3.weight, std=scale)
-    return aligner.requires_grad_(False)
-
-
 def table_network(model, scale=0.0) -> TableNetworkAligner:
     """These tables, and a random network of the same size on what is written."""
     fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,), sizes={"hidden": 8})
@@ -91,6 +79,5 @@ def table_network(model, scale=0.0) -> TableNetworkAligner:
     return aligner.requires_grad_(False)
 
 
-ALIGNERS = {"tables": tables, "anchored": anchored}
-WAYS = [(name, kind, {}) for name, kind in one_of_each((*METHODS, *ALIGNERS), KINDS)]
-"""Each method and aligner, and each architecture, once: names for `made`, kinds, sizes."""
+WAYS = [(name, kind, {}) for name, kind in one_of_each((*METHODS, "tables"), KINDS)]
+"""Each method, tables, and each architecture, once: names for `made`, kinds, sizes."""

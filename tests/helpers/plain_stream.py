@@ -256,16 +256,12 @@ class PlainStream:
 
     def _realigned(self, layer: int, name: str, x: Tensor, now: Tensor) -> Tensor:
         """Entries [H, S, D] of their births, as they would be at the places `now` [S]."""
-        of_table = "table." if self.plan.aligner == "anchored" else ""
-        mean, scale = (self.numbers[f"{of_table}{name}{end}"][layer] for end in ("", "_scale"))
+        mean, scale = (self.numbers[f"{name}{end}"][layer] for end in ("", "_scale"))
         births = self.births[layer]
         head = torch.arange(len(x))[:, None]
         inside = births.clamp(max=mean.shape[1] - 1)  # of sinks alone nothing comes of it
         x = (x - mean[head, inside]) / scale[head, inside][..., None]
-        placed = mean[:, now] + x * scale[:, now][..., None]
-        if self.plan.aligner == "anchored":
-            placed = placed + self._network(layer, name, x, now)
-        return placed
+        return mean[:, now] + x * scale[:, now][..., None]
 
     def _corrected(
         self, births: Tensor, seen: int, layer: int, keys: Tensor, values: Tensor

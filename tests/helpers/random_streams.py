@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from helpers.methods import anchored, network, table_network, tables
+from helpers.methods import network, table_network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
 from helpers.tiny_models import CONTEXT_LEN, VOCAB
@@ -27,8 +27,7 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float32, *HALVES)
 WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
 AGAIN = ("recompute", "discard-half", "dense")
-ALIGNERS = {"table": tables, "table-network": table_network}
-ALIGNERS |= {"anchored": anchored, "network": network}
+ALIGNERS = {"table": tables, "table-network": table_network, "network": network}
 FAILURES = (RuntimeError, KeyboardInterrupt)
 
 
@@ -80,7 +79,7 @@ class RandomStream:
             num_recent = rng.randint(0, size - num_sinks + 1 - num_evicted)
             planned = dict(policy=policy, num_recent=num_recent)
             planned["positions"] = "keep" if is_kept else "compact"
-            kind = pick(("table", "table-network", "anchored")) if name == "kvalign" else "none"
+            kind = pick(("table", "table-network")) if name == "kvalign" else "none"
         elif way == "memory":
             name = pick(("streaming-llm", "kvalign"))
             asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
@@ -89,9 +88,7 @@ class RandomStream:
             asked["recall_layers"] = pick((None, None, "1", "0:-1.5,1:0.5"))
             if self.kind not in REGISTERED:
                 return None
-            may_be_anchored = FAMILIES[self.kind] == "learned" and asked["recall_places"] is None
-            kind = pick(("table", "anchored" if may_be_anchored else "table"))
-            kind = kind if name == "kvalign" else "none"
+            kind = "table" if name == "kvalign" else "none"
         elif way == "kvalign":
             kind = pick([*ALIGNERS])
             planned["realign_every"] = pick((1, 1, 1, 2, 5))
@@ -100,14 +97,13 @@ class RandomStream:
         fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
         fixed["dense"] = ["num_sinks", "num_evicted"]
         asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
-        aligner = self._aligner(kind, num_sinks, is_plain=way == "memory")
+        aligner = self._aligner(kind, num_sinks)
         given = {} if aligner is None else {"aligner": aligner}
         try:
             method = make_method(name, self.model, warn=False, **asked, **given)
         except UserError:
             return None
-        numbers = getattr(aligner, "table", aligner) if way == "memory" else aligner
-        self.numbers = {} if aligner is None else dict(numbers.named_parameters())
+        self.numbers = {} if aligner is None else dict(aligner.named_parameters())
         self.plan = Plan(self.kind, size, num_sinks, num_evicted, aligner=kind, **planned)
         self.loop = PlainWindow if way == "again" else PlainStream
         if way == "memory":
@@ -116,16 +112,12 @@ class RandomStream:
         self.found[way] += 1
         return method
 
-    def _aligner(self, kind, num_sinks, is_plain):
+    def _aligner(self, kind, num_sinks):
         if kind == "none":
             return None
         if kind == "network":
             return network(self.model, train=True, num_sinks=num_sinks)
-        aligner = ALIGNERS[kind](self.model, 0.3)
-        if kind == "anchored" and is_plain:  # the loop has tables alone
-            for net in (aligner.key, aligner.value):
-                torch.nn.init.zeros_(net.fc3.weight)
-        return aligner
+        return ALIGNERS[kind](self.model, 0.3)
 
     @property
     def is_even(self) -> bool:

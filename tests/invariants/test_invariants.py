@@ -7,7 +7,7 @@ from inspect import getattr_static
 
 import pytest
 import torch
-from helpers.methods import STREAMING, anchored, make, network, tables
+from helpers.methods import STREAMING, make, network, tables
 from helpers.pairwise import one_of_each
 from helpers.tiny_models import KINDS, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -47,7 +47,6 @@ def failed(outcomes):
 
 ALIGNERS = {
     tables: dict(scale=0.2, num_sinks=2),
-    anchored: dict(scale=0.2),
     network: dict(train=True),
 }
 # What streams: methods by name, aligners by what makes them.
@@ -93,7 +92,7 @@ MEMORIES = [
     ("llama", None, dict(recall_places="rank", num_recalled=3)),
     ("llama", None, dict(recall_layers="1", cache_dtype="int8")),
     ("gpt2", tables, dict(recall_places="age", cache_dtype="int8")),
-    ("gpt2", anchored, {}),
+    ("gpt2", tables, {}),
     ("llama", tables, dict(num_recalled=3)),
 ]
 

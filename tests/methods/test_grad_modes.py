@@ -67,7 +67,7 @@ def nodes_of(x):
     return len(seen)
 
 
-LOOPS = [*FAST[:4], ("streaming-llm", "gpt_neox", {}), ("anchored", "gpt2", {})]
+LOOPS = [*FAST[:4], ("streaming-llm", "gpt_neox", {}), ("tables", "gpt_neo", {})]
 LOOPS += [("kvalign", "llama", {}), ("streaming-llm", "bloom", {}), ("kvalign", "gpt2", {})]
 
 

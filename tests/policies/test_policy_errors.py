@@ -21,7 +21,7 @@ REFUSED = [
 ]
 NEED_ALIGNER = [
     ("gpt2", network, dict(policy="random"), "kind network moves all entries by one shift"),
-    ("llama", network, dict(policy="h2o"), "kind network .* by itself \\(table, anchored\\)"),
+    ("llama", network, dict(policy="h2o"), "kind network .* by itself \\(table, table-network\\)"),
     ("gpt2", tables, dict(positions="keep"), "nothing to align: use method streaming-llm"),
 ]
 

@@ -192,7 +192,7 @@ def invariants(name: str, method: str, device: str, **sizes) -> str:
 def checks() -> Iterator[tuple[str, Check]]:
     """In the order of their worth."""
     names = (name for name in METHODS if name != "dense")
-    ways = of_each_family((*names, "tables", "anchored"))
+    ways = of_each_family((*names, "tables"))
     more = [("streaming-llm", "llama", dict(policy=name)) for name in POLICIES]
     more += [
         ("streaming-llm", kind, sizes)
@@ -221,7 +221,7 @@ def checks() -> Iterator[tuple[str, Check]]:
         ("streaming-llm", "llama", dict(memory=60, cache_dtype="int8")),
         ("window", "qwen3", dict(num_evicted=3)),
         ("streaming-llm", "opt", {}),
-        ("anchored", "gpt2", {}),
+        ("tables", "gpt_neo", {}),
     ):
         for num_rows in (1, 4):
             title = f"captured, {name}, {kind}, {sizes}, {num_rows} rows"

@@ -18,7 +18,7 @@ from kvalign.training.kinds import TRAINERS
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--data d --objective kl", "--objective is for kvalign train table or table-network or"),
+        ("--data d --objective kl", "--objective is for kvalign train table or table-network, not"),
         ("--data=d --aligner-kind table", "--data is for kvalign train network, not table"),
         ("table --no-resume", "--resume is for kvalign train network, not table"),
     ],

@@ -19,7 +19,6 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode
 from kvalign.foundation.errors import UserError
-from kvalign.memory.plan import find_plan
 from kvalign.models import identity
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.models.loading import LoadedModel
@@ -147,16 +146,12 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(objective, target
 SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
-def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts, loaded):
+def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, verdicts):
     out = str(tmp_path / "aligner")
     train = ["train", "table", *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
     assert "max_steps has no effect with --objective mse" in caplog.text
-    said = capfd.readouterr()
-    printed, plan = json.loads(said.out), find_plan(loaded.model, Aligner.from_pretrained(out))
-    assert f"gives back to layers {plan.recall_layers}, by {plan.recall_places}\n" in said.err
-    assert plan.measured["command"].startswith("kvalign train table ")
-    aligner = Aligner.from_pretrained(out)
+    printed, aligner = json.loads(capfd.readouterr().out), Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner)
     assert printed == aligner.config.training
     assert printed["key"]["ratio"] < 1 and printed["key"]["used"]
