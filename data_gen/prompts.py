@@ -3,7 +3,6 @@
 | spec | conversations |
 |---|---|
 | `own` | four of our own, two turns each; offline |
-| `talk` | one of our own, thirty turns; offline |
 | `mt-bench` | MT-Bench (Zheng et al. 2023) from the hub: 80 of two turns |
 | `PATH.jsonl` | a file of objects, one a line, with `turns` (as FastChat's) or `prompt` |
 
@@ -21,9 +20,8 @@ from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import typed
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
-NAMES = ("own", "talk", "mt-bench", "PATH.jsonl")
-
-OURS = {name: Path(__file__).with_name(f"{name}_prompts.jsonl") for name in ("own", "talk")}
+NAMES = ("own", "mt-bench", "PATH.jsonl")
+OWN = Path(__file__).with_name("own_prompts.jsonl")
 
 
 def conversations(spec: str) -> list[list[str]]:
@@ -36,11 +34,11 @@ def conversations(spec: str) -> list[list[str]]:
     """
     spec = typed("prompts", spec, str)
     if spec == "mt-bench":
-        offline = "prompts that work offline: own, talk, PATH.jsonl"
+        offline = "prompts that work offline: own, PATH.jsonl"
         rows = enumerate(rows_of(MT_BENCH, None, "train", offline))
         turns = [_turns(row, f"{MT_BENCH} row {number}") for number, row in rows]
-    elif spec in OURS or spec.endswith(".jsonl"):
-        path = OURS.get(spec) or Path(spec).expanduser()
+    elif spec == "own" or spec.endswith(".jsonl"):
+        path = OWN if spec == "own" else Path(spec).expanduser()
         if not path.is_file():
             raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
         # As bytes: JSON may hold characters that end a line for str.splitlines.

@@ -1,5 +1,4 @@
 from .evaluations.attention import attention as attention
-from .evaluations.chat import chat as chat
 from .evaluations.edit import edit as edit
 from .evaluations.latency import latency as latency
 from .evaluations.needle import needle as needle

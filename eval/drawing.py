@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
@@ -45,7 +44,6 @@ _STYLES = {
     "table": ("#009E73", "^"),
     "table-kl": (INK, "*"),
     "network": ("#C46A9C", "P"),
-    "anchored": ("#C27F00", "X"),
     PEER: ("#D1495B", ">"),
 }
 _OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
@@ -285,7 +283,6 @@ _HEIGHTS = {True: 0.8, False: 0.4}
 COLORS = LinearSegmentedColormap.from_list("readable", ["#efdcc0", "#bfe3d0", "#3fb27f"])
 TEXT = "#14181d"  # 7:1 and more on each of these
 NOT_TRIED = "#9aa0a6"
-MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
 def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float = 0.48) -> Figure:
@@ -329,11 +326,6 @@ Shares = tuple[dict[str, list[float | None]], list[str]]
 """Of each method a share in a cell, None for what could not be tried; and what the cells are of."""
 
 
-def draw_answers(panels: dict[str, list[Row]]) -> Figure:
-    """Readable share of the answers in %, in panels by title."""
-    return draw_shares({title: _shares(rows) for title, rows in panels.items()}, x="answer")
-
-
 def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
     """Shares in %, in panels by title."""
     names = {title: [*shares] for title, (shares, _) in panels.items()}
@@ -344,19 +336,6 @@ def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
             _draw_shares(axes, list(shares.values()), cells)
         axes.set_xlabel(x)
     return figure
-
-
-def _shares(rows: list[Row]) -> Shares:
-    """The shares of each method, means of neighbours if there are many, and what they are of."""
-    groups = grouped(rows, label_of)
-    num = max(map(len, groups.values()))
-    cells = np.array_split(np.arange(num), min(num, MAX_CELLS))
-    names = [f"{c[0] + 1}" if len(c) == 1 else f"{c[0] + 1}-{c[-1] + 1}" for c in cells]
-    shares: dict[str, list[float | None]] = {
-        label: [float(np.mean([group[i]["readable"] for i in cell])) for cell in cells]
-        for label, group in groups.items()
-    }
-    return shares, names
 
 
 def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str]) -> None:

@@ -19,13 +19,7 @@ ABOUT = {
     "told": "ask for facts from early turns of a conversation, after other talk",
     "edit": "cut, replace and insert tokens of a stream, and compare with encoding anew",
     "attention": "show where attention goes, before and after the sinks are evicted",
-    "chat": "run many conversations through one stream and judge each answer",
 }
-ABOUT_READERS = {"import-losses": "analyse losses that the paper's authors measured, like ours"}
 EVALUATIONS: Registry[Evaluation] = Registry(
     "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
 )
-READERS: Registry[Evaluation] = Registry(
-    "reader", {"import-losses": f"{__name__}.perplexity.imported:EVALUATION"}
-)
-"""What reads figures of others, and shows them as the evaluation does whose document it makes."""

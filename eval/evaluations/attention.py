@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol import Column, Document, Documents, Drawing, Evaluation, Row, Section
+from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, plot_option
 from kvalign.eval.protocol.statistics import mean_interval
@@ -272,10 +272,6 @@ COLUMNS = {
     )
 }
 BEFORE = "before any eviction"
-BY_LAYER = (
-    "The share of the first four entries in each layer. A sink is a line far above the share "
-    "of an even spread over all entries."
-)
 
 
 class Attention(Evaluation):
@@ -302,15 +298,6 @@ class Attention(Evaluation):
     def figure(self, document: Document) -> Drawing:
         caption = "Attention by layer and position, and of the first four by head: "
         return by_place(document), caption + self.title(document)
-
-    def sections(self, documents: Documents) -> list[Section]:
-        title = "Attention on the first entries"
-        lines = Section.of(documents, title, BY_LAYER, self._by_layer, suffix="-layers")
-        return [*super().sections(documents), lines]
-
-    def _by_layer(self, document: Document) -> Drawing:
-        caption = f"Share of the first four entries, by layer: {self.title(document)}"
-        return by_layer(document), caption
 
 
 def by_place(document: Document) -> Figure:
@@ -349,23 +336,6 @@ def by_place(document: Document) -> Figure:
         bar.set_label("attention, %")
         bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
     return figure
-
-
-def by_layer(document: Document) -> Figure:
-    """Share of the first four entries by layer, before and after, a panel for each cache size."""
-    import numpy as np
-
-    from kvalign.eval.drawing import INK, Series, draw, styles_of
-
-    panels = {}
-    for cache_size, rows in grouped(document["rows"], "cache_size").items():
-        styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)
-        panels[f"C = {cache_size}"] = [
-            Series(label, styles[label], [*range(1, len(shares) + 1)], shares)
-            for label, maps in _columns(rows).items()
-            for shares in [[float(np.mean(heads)) for heads in maps["by_head"]]]
-        ]
-    return draw(panels, x="layer", y="attention on the first four entries, %")
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:

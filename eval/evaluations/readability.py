@@ -14,13 +14,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEAN_COLUMNS, JudgedText, WritingSettings, judge
+from kvalign.eval.judging import MEASURES, judge
 from kvalign.eval.judging.words import RULES, SHA256, Rule, load_words
 from kvalign.eval.protocol import (
     SIZES,
     Column,
     Document,
     Documents,
+    Evaluation,
     Panel,
     Passage,
     Piece,
@@ -29,9 +30,9 @@ from kvalign.eval.protocol import (
     Section,
 )
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.settings import KEEP_PARTS
+from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, seed_option
 from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
-from kvalign.eval.protocol.tables import grouped, label_of, method_name
+from kvalign.eval.protocol.tables import grouped, label_of, means, method_name
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option
@@ -48,7 +49,7 @@ NAME = "readability"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadabilitySettings(WritingSettings):
+class ReadabilitySettings(ComparisonSettings):
     """Let methods continue prompts, or read finished texts, and judge them: dictionary words in
     chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. The
     result is a page, report.html, with readable chunks green and others red, and strips of them as
@@ -58,6 +59,20 @@ class ReadabilitySettings(WritingSettings):
         kvalign eval readability --cache-sizes 32 --max-new-tokens 40
     """
 
+    prompts: str = option(
+        "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
+    )
+    max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    rule: str = option(
+        "paper",
+        help="rule for readable: the paper's text, or its authors' code (a comma counts, a last "
+        "chunk of fewer than 10 tokens does not)",
+        choices=tuple(RULES),
+    )
+    seed: int = seed_option("the draws, the same for each method")
     text: tuple[str, ...] | None = option(
         None,
         help="text files to judge, comma-separated, from any program; no model is loaded",
@@ -152,10 +167,13 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
     from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.runs import keeping
+    from kvalign.streaming.sampling import Sampling
 
     started = time.perf_counter()
     prompts = [turns[0] for turns in conversations(settings.prompts)]
-    prompts = settings.first(prompts, "num_prompts")
+    if (num := len(prompts)) < settings.num_prompts:
+        log.warning("--num-prompts %d: %s has %d", settings.num_prompts, settings.prompts, num)
+    prompts = prompts[: settings.num_prompts]
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     seeds = range(settings.seed, settings.seed + settings.num_seeds)
@@ -165,7 +183,9 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     with keeping(lambda: summary_of(settings.keep)):
         for method, bar in one_by_one(make_grid(settings, loaded.model), num_tokens, "tokens"):
             for ngram, number, seed in runs:
-                sampling = settings.sampling(no_repeat_ngram_size=ngram, seed=seed)
+                how: dict[str, Any] = dict(max_new_tokens=settings.max_new_tokens)
+                how |= dict(top_k=settings.top_k, no_repeat_ngram_size=ngram, seed=seed)
+                sampling = Sampling(**how)
                 key = {"prompt": prompts[number], "rule": rule.described, **vars(sampling)}
                 end = bar.n + settings.max_new_tokens
                 key["method"] = _key_of(method, settings)
@@ -233,7 +253,8 @@ COLUMNS = {
     ),
     "num_readable": Column("readable chunks"),
     "num_chunks": Column("chunks"),
-    **MEAN_COLUMNS,
+    "num_passages": Column("passages"),
+    **MEASURES,
 }
 ABOUT_TEXTS = (
     "The texts may come from any program. The rule counts words, not sense, so the repetition of "
@@ -241,8 +262,7 @@ ABOUT_TEXTS = (
 )
 
 
-class Readability(JudgedText):
-    by = ("no_repeat_ngram_size",)
+class Readability(Evaluation):
     settings = ReadabilitySettings
     run = staticmethod(readability)
     heading = "Readability"
@@ -259,19 +279,20 @@ class Readability(JudgedText):
         """Documents of methods, without those of finished texts."""
         return {name: one for name, one in documents.items() if one["settings"]["model"]}
 
-    def about_one(self, document: Document) -> str:
-        return self.about if document["settings"]["model"] else ABOUT_TEXTS
+    def title(self, document: Document) -> str:
+        return f"{document['settings']['model'] or 'texts'}, rule: {document['rule'].get('name')}"
 
     def rows(self, document: Document) -> list[Row]:
         if not document["settings"]["model"]:
             return document["rows"]
-        means = super().rows(document)
-        of_one = grouped(document["rows"], lambda row: tuple(map(row.get, (*SIZES, *self.by))))
-        for row, runs in zip(means, of_one.values(), strict=True):
+        by = ("no_repeat_ngram_size",)
+        rows = means(document["rows"], MEASURES, by, ("num_readable", "num_chunks"))
+        of_one = grouped(document["rows"], lambda row: tuple(map(row.get, (*SIZES, *by))))
+        for row, runs in zip(rows, of_one.values(), strict=True):
             shares = [run["readable"] for run in runs]
             if interval := runs_interval(shares, row["num_chunks"]):
                 row["readable_low"], row["readable_high"] = interval
-        return means
+        return rows
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Rows of the first n-gram rule."""
@@ -279,9 +300,21 @@ class Readability(JudgedText):
         return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
 
     def sections(self, documents: Documents) -> list[Section]:
-        """Section with a figure for each cache size and prompt: the strips of all methods."""
-        plots = [plot for name, one in documents.items() for plot in self._strips(name, one)]
-        return [dataclasses.replace(one, plots=plots) for one in super().sections(documents)]
+        """Section with a figure for each cache size and prompt, the strips of all methods, and with
+        the rules and the word lists of the documents.
+        """
+        plots, lines = [], []
+        for name, one in documents.items():
+            rule, words = one["rule"], one["word_list"]
+            plots += self._strips(name, one)
+            lines += [self.about if one["settings"]["model"] else ABOUT_TEXTS]
+            lines.append(
+                f"Rule {rule.get('name')}: {rule.get('about')} Word list: {words.get('name')}, "
+                f"{words.get('num_words')} words, SHA-256 {words.get('sha256')}."
+            )
+        about = " ".join(dict.fromkeys(lines))
+        section = Section.of(documents, self.heading, about, self.figure, self.tables)
+        return [dataclasses.replace(section, plots=plots)]
 
     def _strips(self, name: str, document: Document) -> list[Plot]:
         """The plots of a document of that name, in which the n-gram rules are below each other."""
@@ -305,7 +338,9 @@ class Readability(JudgedText):
     def panels(self, document: Document) -> list[Panel]:
         """Panels, one for each cache size, n-gram rule and prompt; texts share one."""
         model, panels = document["settings"]["model"], []
-        groups = grouped(_of_first_seed(document), itemgetter("cache_size", *self.by, "prompt"))
+        groups = grouped(
+            _of_first_seed(document), itemgetter("cache_size", "no_repeat_ngram_size", "prompt")
+        )
         for (cache_size, ngram, prompt), rows in groups.items():
             of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
             title = ", ".join(filter(None, of)) if model else "texts"

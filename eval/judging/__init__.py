@@ -1,65 +1,19 @@
-"""Shared parts of the evaluations of written text: settings, how texts are judged, and how that is
-shown. The modules have the rules, the words and the chunks.
-"""
+"""Judgement of a written text: its measures. The modules have the rules, words and chunks."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.words import RULES, Rule, load_words
-from kvalign.eval.protocol import Column, Document, Documents, Evaluation, Row, Section
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
-from kvalign.eval.protocol.tables import means
-from kvalign.foundation.settings import flag, option
+from kvalign.eval.judging.words import Rule, load_words
+from kvalign.eval.protocol import Column
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from kvalign.models.loading import LoadedModel
-    from kvalign.streaming.sampling import Sampling
-
-log = logging.getLogger(__name__)
 
 MAX_SPAN = 1024  # model tokens of context when a passage is scored
-
-
-@dataclass(frozen=True, kw_only=True)
-class WritingSettings(ComparisonSettings):
-    """Base of the settings of evaluations of written text."""
-
-    prompts: str = option(
-        "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
-    )
-    max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
-    top_k: int = option(
-        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
-    )
-    rule: str = option(
-        "paper",
-        help="rule for readable: the paper's text, or its authors' code (a comma counts, a last "
-        "chunk of fewer than 10 tokens does not)",
-        choices=tuple(RULES),
-    )
-    seed: int = seed_option("the draws, the same for each method")
-
-    def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """First prompts, as many as the setting says, with a warning if there are fewer."""
-        number = getattr(self, name)
-        if len(texts) < number:
-            log.warning(
-                "%s %d: %s has %d, all are taken", flag(name), number, self.prompts, len(texts)
-            )
-        return list(texts[:number])
-
-    def sampling(self, **more: Any) -> Sampling:
-        from kvalign.streaming.sampling import Sampling
-
-        same = {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "seed")}
-        return Sampling(**same | more)
 
 
 MEASURES = {
@@ -80,37 +34,6 @@ MEASURES = {
     ),
     "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
 }
-MEAN_COLUMNS = {"num_passages": Column("passages"), **MEASURES}
-COUNTS = ("num_readable", "num_chunks")
-
-
-class JudgedText(Evaluation):
-    """Base of evaluations of written text; tables have means over rows that share `by`."""
-
-    by: ClassVar[tuple[str, ...]] = ()
-
-    def title(self, document: Document) -> str:
-        model = document["settings"]["model"]
-        return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
-
-    def about_one(self, document: Document) -> str:
-        """Return the description of one document, in words."""
-        return self.about
-
-    def rows(self, document: Document) -> list[Row]:
-        return means(document["rows"], MEASURES, self.by, COUNTS)
-
-    def sections(self, documents: Documents) -> list[Section]:
-        """Notes of any evaluation, with the rules and the word lists of the documents."""
-        lines = [self.about_one(document) for document in documents.values()]
-        for document in documents.values():
-            rule, words = document["rule"], document["word_list"]
-            lines.append(
-                f"Rule {rule.get('name')}: {rule.get('about')} Word list: {words.get('name')}, "
-                f"{words.get('num_words')} words, SHA-256 {words.get('sha256')}."
-            )
-        about = " ".join(dict.fromkeys(lines))
-        return [Section.of(documents, self.heading, about, self.figure, self.tables)]
 
 
 def judge(

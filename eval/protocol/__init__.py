@@ -189,7 +189,6 @@ class Evaluation:
         settings: the class of its settings.
         run: from settings to the document.
         columns: those of its tables, by their name in a row.
-        more_columns: further figures that a table of the paper may name.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
     """
@@ -197,7 +196,6 @@ class Evaluation:
     settings: ClassVar[type[ResultSettings]]
     run: ClassVar[Callable[..., Document]]
     columns: ClassVar[Mapping[str, Column]]
-    more_columns: ClassVar[Mapping[str, Column]] = {}
     heading: ClassVar[str]
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,5 @@
 """Folder of results: one JSON document per file, and the suite that they are cells of, if any. A
-suite is named commands, and the paper's figures for them. The modules show such a folder as one
-page, in a browser or in a terminal.
+suite is named commands. The modules show such a folder as one page, in a browser or in a terminal.
 """
 
 import re
@@ -29,33 +28,6 @@ class Step(BaseModel, extra="forbid"):
     command: str
 
 
-class PaperTable(BaseModel, extra="forbid"):
-    """Figures of the paper, by method and cache size; the suite's `cell` measures `metric`."""
-
-    title: str
-    cell: str
-    metric: str
-    rows: dict[str, dict[int, float]]
-
-
-class PaperSweep(BaseModel, extra="forbid"):
-    """Best trial of a sweep of the paper, which the suite's preparation `cell` (a `kvalign tune`)
-    repeats; figures by the names of `kvalign.eval.report.contents.TUNED`.
-    """
-
-    cell: str
-    best: dict[str, float]
-
-
-class Paper(BaseModel, extra="forbid"):
-    """Statements of the paper about a suite's measurements."""
-
-    source: str = ""
-    notes: list[str] = []
-    sweeps: list[PaperSweep] = []
-    tables: list[PaperTable] = []
-
-
 class Suite(BaseModel, frozen=True, extra="forbid"):
     """Suite of evaluations, `cells`, and their preparations, `prepare`, in order; `{name}` in a
     command stands for one of `variables`, `{out}` for the folder of the results.
@@ -66,7 +38,6 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
     variables: dict[str, str] = {}
     prepare: list[Step] = []
     cells: list[Step]
-    paper: Paper = Paper()
 
     def words(self, step: Step, values: dict[str, str]) -> list[str]:
         """A step's command in words, with the values of its variables; {out} stays.

@@ -1,6 +1,6 @@
-"""Contents of a report on a folder of results: the summary, the sections, the paper's tables; and a
-first screen for each model, with what was measured, three pictures, and a table of verdicts with a
-row a method and a column a question.
+"""Contents of a report on a folder of results: the summary, the sections; and a first screen for
+each model, with what was measured, three pictures, and a table of verdicts with a row a method and
+a column a question.
 """
 
 import hashlib
@@ -27,30 +27,24 @@ from kvalign.eval.protocol.tables import (
     grouped,
     identity_of,
     label_of,
-    method_name,
     renamed,
     table,
 )
-from kvalign.eval.report import PaperSweep, PaperTable, Results, Sweep
+from kvalign.eval.report import Results, Sweep
 from kvalign.foundation.console import Entry
-from kvalign.foundation.errors import UserError
 
 TUNING = (
     "Trials of kvalign tune, drawn at random from the search space of the paper's table 1, "
     "best first; ASHA stops those that fall behind."
 )
-TUNED = {
+_TRIAL = {
+    "trial": Column("trial", None),
+    "state": Column("state", None),
     "hidden1": Column("hidden 1"),
     "hidden2": Column("hidden 2"),
     "batch_size": Column("batch"),
     "lr": Column("learning rate", 5),
     "val_loss": Column("validation loss", 5, "lower", "mean squared error per number"),
-    "input_label_mse": Column("left stale", 5, about="the same error without realignment"),
-}
-_TRIAL = {
-    "trial": Column("trial", None),
-    "state": Column("state", None),
-    **{name: column for name, column in TUNED.items() if name != "input_label_mse"},
     "num_reports": Column("reports", about="validations; ASHA decides after each"),
     "seconds": Column("s", 1),
 }
@@ -113,47 +107,6 @@ def panels(results: Results) -> list[Panel]:
     ]
 
 
-def paper_tables(results: Results) -> list[Table]:
-    """Tables of the suite's `paper:` entry: a row for each method, and for every cache size the
-    paper's figure and ours; "not run" without one.
-
-    Raises:
-        UserError: the suite names a metric that its cell does not measure.
-    """
-    paper = results.suite.paper
-    tuning = [_best_trials(paper.sweeps, results.sweeps)] if paper.sweeps else []
-    return tuning + [_beside(one, results) for one in paper.tables]
-
-
-def _beside(paper: PaperTable, results: Results) -> Table:
-    document = results.documents.get(paper.cell)
-    name = document["kind"].removeprefix("eval ") if document else ""
-    column = _column(paper, name)
-    rows = EVALUATIONS[name].rows(document) if document else []
-    ours = {  # of several settings of a method the first
-        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in reversed(rows)
-    }
-    columns, lines = [METHOD], {method: [Entry(method)] for method in paper.rows}
-    for size in dict.fromkeys(size for figures in paper.rows.values() for size in figures):
-        columns.append(Column(f"C = {size}, paper", column.digits, column.better))
-        columns.append(Column("ours", column.digits, column.better, column.about))
-        for method, figures in paper.rows.items():
-            for figure in (figures.get(size), ours.get((method, size))):
-                lines[method].append(Entry(column.text(figure) or "not run"))
-    return Table(paper.title, columns, list(lines.values()))
-
-
-def _column(paper: PaperTable, name: str) -> Column:
-    """The column of a metric in the evaluation of that name, or in any if it has not been run."""
-    for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
-        if column := {**evaluation.columns, **evaluation.more_columns}.get(paper.metric):
-            return column
-    raise UserError(
-        f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "
-        f"{paper.cell} does not measure"
-    )
-
-
 def _trials(sweeps: Mapping[str, Sweep]) -> list[Table]:
     """The trials of each sweep."""
     return [
@@ -164,19 +117,6 @@ def _trials(sweeps: Mapping[str, Sweep]) -> list[Table]:
         )
         for name, sweep in sweeps.items()
     ]
-
-
-def _best_trials(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
-    """Best trials of the paper's sweeps and of ours, a row each."""
-    columns, lines = [Column("sweep, best trial", None), *TUNED.values()], []
-    for one in paper:
-        sweep = sweeps.get(one.cell)
-        ours = sweep and sweep["best"] | {"input_label_mse": sweep["input_label_mse"]}
-        for whose, figures in (("the paper", one.best), ("ours", ours)):
-            values = [column.text((figures or {}).get(name)) for name, column in TUNED.items()]
-            label = f"{one.cell}, {whose}" + ("" if figures else ": not run")
-            lines.append([Entry(label), *map(Entry, values)])
-    return Table("Tuning (the paper's table 1)", columns, lines)
 
 
 MOST_STRIPS = 7

@@ -29,7 +29,6 @@ from kvalign.eval.report.contents import (
     FirstScreen,
     first_screens,
     panels,
-    paper_tables,
     sections,
     summary,
 )
@@ -96,7 +95,6 @@ def render(results: Results, contents: list[Section]) -> str:
         summary=summary(results),
         sections=contents,
         panels=panels(results),
-        paper_tables=paper_tables(results),
         methods={name: METHODS.find(name).about for name in METHODS if name in names},
         csv={name: _link(document["rows"]) for name, document in results.documents.items()},
         style=Markup(style),
@@ -137,8 +135,7 @@ def show(folder: Path, console: Console | None = None) -> None:
     console = console or console_for()
     _print_first(first_screens(results), console)
     of_sections = [(section.title, section.tables) for section in sections(results)]
-    beside = ("Beside the paper", paper_tables(results))
-    for title, tables in [("Summary", summary(results)), *of_sections, beside]:
+    for title, tables in [("Summary", summary(results)), *of_sections]:
         if tables:
             console.rule(Text(title))
         print_tables(tables, console)

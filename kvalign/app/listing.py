@@ -148,8 +148,8 @@ def suites() -> dict[str, str]:
     return {Path(file.name).stem: file.read_text(encoding="utf-8") for file in files}
 
 
-def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
-    """Each `model` or `dataset` in the hub's cache, with the folder of its main branch."""
+def _cached() -> Iterator[tuple[str, Path]]:
+    """Each model in the hub's cache, with the folder of its main branch."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -158,7 +158,7 @@ def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
     except (CacheNotFound, ValueError, OSError):  # none, or none that can be read
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
-        if repo.repo_type == repo_type and "main" in repo.refs:
+        if repo.repo_type == "model" and "main" in repo.refs:
             yield repo.repo_id, repo.refs["main"].snapshot_path
 
 
@@ -232,7 +232,7 @@ def _rows(
     folders = {
         "shipped": {name: checkpoints.FOLDER / name for name in shipped},
         where_else: here,
-        "cached": dict(cached("model")),
+        "cached": dict(_cached()),
     }
     for where, by_name in folders.items():
         for name, folder in by_name.items():

@@ -1,4 +1,4 @@
-"""The address of `kvalign serve` and `kvalign demo-ui`: taken at once, answered while they load."""
+"""The address of `kvalign serve`: taken at once, answered while the model loads."""
 
 import socket
 
@@ -15,14 +15,14 @@ def test_it_says_that_it_loads_whatever_is_asked():
     with address.listening("127.0.0.1", 0) as at:
         url = address.url_of("127.0.0.1", at)
         with (
-            address.loading(at, "text/plain", "a moment"),
+            address.loading(at),
             httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
         ):
             for method in ("GET", "HEAD", "POST", "DELETE", "OPTIONS"):
                 content = 10**6 * b"x" if method == "POST" else None
                 answer = client.request(method, "/any", content=content)
                 assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-                assert answer.text == ("" if method == "HEAD" else "a moment")
+                assert answer.text == ("" if method == "HEAD" else address.LOADING)
         # Whoever comes between waits for the server itself.
         with socket.create_connection(at.getsockname()) as client, at.accept()[0] as accepted:
             client.sendall(b"GET")
@@ -33,7 +33,7 @@ def test_an_address_of_the_sixth_version():
     try:
         with address.listening("::1", 0) as at:
             assert address.url_of("::1", at) == f"http://[::1]:{at.getsockname()[1]}"
-            with address.loading(at, "text/plain", ""):
+            with address.loading(at):
                 assert httpx.get(address.url_of("::1", at), timeout=PATIENCE_S).status_code == 503
     except UserError as error:
         pytest.skip(str(error))

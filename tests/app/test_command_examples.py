@@ -15,16 +15,15 @@ from helpers.uncompiled_step import not_compiled
 from kvalign import checkpoints
 from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.catalogue import COMMANDS
-from kvalign.eval.evaluations.perplexity.imported import MODES
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
 OF_NETWORK = [*KINDS].index("network")  # the example of train that judge reads
-SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
+SERVED = ["serve"]  # until Ctrl-C: test_serve.py serves its own
 # Less than pages need: one cache size to judge by, one of the methods that a suite has.
 LEAST = less.SMALLER | {(x, "chunk_len"): 32 for x in ("train", "gen-data")}
 LEAST |= {("gen-data", "num_tokens"): 1024, ("verify", "invariants"): ("dense",)}
-LEAST |= {(f"eval {x}", "methods"): ("kvalign",) for x in ("readability", "streameval", "chat")}
+LEAST |= {(f"eval {x}", "methods"): ("kvalign",) for x in ("readability", "streameval")}
 pytestmark = pytest.mark.slow
 EXAMPLES = [
     pytest.param(command, number, id=shlex.join(words)[:60])
@@ -58,7 +57,6 @@ def run_example(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("examples")
     write_published(folder)
-    write_losses(folder / "nglls_gpt2")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (less.INSIDE | less.UNDRAWN).items():
             patch.setattr(name, value)
@@ -76,13 +74,6 @@ def write_published(folder):
     for name, hidden in (("keys", (256, 64)), ("values", (64, 128))):
         network = random_network(*hidden, num_layers=6, num_heads=4, head_dim=64, num_positions=256)
         torch.save(network, folder / f"{name}_network_distilgpt2.pth")
-
-
-def write_losses(folder):
-    """What the example of eval import-losses names."""
-    folder.mkdir()
-    for mode in MODES:
-        torch.save(torch.ones(300), folder / f"nglls_mode_{mode}_tokens_300_cache_size_32.pt")
 
 
 @pytest.mark.parametrize(("command", "number"), EXAMPLES)

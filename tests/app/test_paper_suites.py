@@ -1,4 +1,4 @@
-"""The paper's suites: its figures beside ours, its number of rows, whole on local copies."""
+"""The paper's suites: its number of rows, whole on local copies."""
 
 import shlex
 from pathlib import Path
@@ -15,8 +15,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.suites.suite import parse_suite, read_suite
 from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.report import Results, parse_suite_text, read
-from kvalign.eval.report.contents import paper_tables
+from kvalign.eval.report import read
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
@@ -32,26 +31,8 @@ def run_here(cell):
     return output_of([*shlex.split(cell.command)[1:], *fewer, "--json"])
 
 
-def suite_of(name):
-    return parse_suite_text(read_suite(name), name)
-
-
 def cells_of(name):
     return {cell.name: shlex.split(cell.command) for cell in parse_suite(read_suite(name), name)}
-
-
-def test_paper_figures_stand_beside_ours():
-    paper = suite_of("paper-distilgpt2")
-    row = {"method": "recompute", "aligner": None, "cache_size": 64, "perplexity": 70.123}
-    document = {"kind": "eval perplexity", "rows": [row]}
-    tables = paper_tables(Results({"perplexity-wikitext": document}, paper))
-    wikitext = next(t for t in tables if t.title.startswith("Perplexity, WikiText"))
-    texts = {line[0].text: [entry.text for entry in line[1:]] for line in wikitext.rows}
-    assert texts["recompute"][2:4] == ["75.60", "70.12"]
-    assert texts["streaming-llm"][6:] == ["1980.30", "not run"]
-    other = suite_of("paper-smollm2").paper
-    assert other.tables[0].rows["kvalign (network)"][255] == 137.13
-    assert "swapped" in other.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -97,16 +78,11 @@ def test_paper_suite_runs_whole(hub, capfd):
     argv = ["eval", "run", name, "--out", "results", "--override", SMALL]
     assert main(argv) == 0, capfd.readouterr().err
     results = read(hub / "results")
-    page = (hub / "results" / "report.html").read_text()
-    assert "Beside the paper" in page and "C = 255, paper" in page
-    tuning, *others = paper_tables(results)
-    assert [line[0].text.partition(", ")[2] for line in tuning.rows] == ["the paper", "ours"] * 2
-    assert {len(sweep["trials"]) for sweep in results.sweeps.values()} == {1}
-    assert len(others) == len(suite_of(name).paper.tables)
-    for table in others:
-        titles = [column.title for column in table.columns]
-        place = titles.index("C = 64, paper")
-        assert all("not run" not in (row[place].text, row[place + 1].text) for row in table.rows)
+    assert (hub / "results" / "report.html").exists()
+    assert [len(sweep["trials"]) for sweep in results.sweeps.values()] == [1, 1]
+    assert results.documents.keys() == {
+        cell for cell in cells_of(name) if "eval" in cells_of(name)[cell]
+    }
     sizes = Aligner.from_pretrained(hub / "results" / "network").config.sizes
     assert (sizes["key_hidden1"], sizes["key_hidden2"]) == (256, 64)
     assert (sizes["value_hidden1"], sizes["value_hidden2"]) == (64, 128)

@@ -1,9 +1,9 @@
-"""Suites: commands checked first, finished cells kept, overrides, the shipped files, their time."""
+"""Suites: commands checked first, finished cells kept, overrides, the shipped files."""
 
 import contextlib
-import dataclasses
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,17 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.other_weights import change, copy_of
-from helpers.results_example import documents
 
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.app.listing import suites
-from kvalign.app.suites import forecast
-from kvalign.app.suites.forecast import DATA_SET, lacks_of
 from kvalign.app.suites.suite import parse_suite, read_suite
-from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.report import parse_suite_text, read
+from kvalign.eval.report import read
 
 SUITE = """
 title: two cells
@@ -61,6 +57,7 @@ def test_finished_cells_are_kept(own, tmp_path, capfd):
     captured = capfd.readouterr()
     assert json.loads(captured.out)["cells"] == {"short": "run", "long": "run"}
     assert "--keep results/losses" in captured.err and "{out}" not in captured.err
+    assert re.search(r"== 1 of 2, short: .*\n== 2 of 2, about 0:00:\d\d left, long: ", captured.err)
     found = read(tmp_path / "results").documents
     assert [len(found[name]["rows"]) for name in ("short", "long")] == [1, 2]
     assert found["long"]["command"].endswith(f"--keep {tmp_path}/results/losses")
@@ -144,76 +141,6 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
 
 
-AWAY = """
-variables: {model: someone/model, corpus: paper-wikitext, prompts: mt-bench}
-prepare:
-  - {name: caches, command: 'gen-data --model {model} --corpus {corpus} --out {out}/caches'}
-  - {name: network, command: 'train --data {out}/caches --out {out}/network'}
-  - {name: table, command: 'train table --out {out}/table'}
-cells:
-  - {name: of-network, command: 'eval perplexity --aligner {out}/table,{out}/network'}
-  - {name: of-prompts, command: 'eval chat --prompts {prompts}'}
-  - {name: of-table, command: 'eval perplexity --aligner {out}/table'}
-"""
-
-
-@pytest.fixture
-def away(tmp_path, monkeypatch, offline):
-    """A suite that asks the hub, which is away, and the commands that ran, or seem to."""
-    ran = []
-
-    def run_cell(cell):
-        ran.append(cell)
-        return json.dumps(documents()["perplexity"] if "perplexity" in cell.kind.name else {})
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
-    monkeypatch.setattr("kvalign.eval.write_report", lambda folder: folder / "report.html")
-    (tmp_path / "own.yaml").write_text(AWAY)
-    return ran
-
-
-def test_what_the_hub_has_is_left_out_when_it_is_away(away, capfd):
-    """And what needs its output, however far; the first line helps, the last lists them."""
-    argv = ["eval", "run", "own.yaml", "--out", "results"]
-    assert main([*argv, "--json"]) == 1
-    captured = capfd.readouterr()
-    left_out = dict.fromkeys(("caches", "network", "of-network", "of-prompts"), "not run")
-    printed = json.loads(captured.out)
-    assert printed["cells"] == {**left_out, "table": "run", "of-table": "run"}
-    assert printed["report"] == "results/report.html"
-    first, *_, last = captured.err.strip().splitlines()
-    for words in (
-        "which does not answer: model someone/model, data set HuggingFaceH4/mt_bench",
-        "`hf download NAME --local-dir NAME`",
-        '--variables "model=FOLDER corpus=text:FILE prompts=own"',
-    ):
-        assert words in first
-    assert last.startswith("kvalign eval run: error: 4 of 6 cells were not run")
-    assert last.endswith("caches, network, of-network, of-prompts")
-    assert main(argv) == 1 and len(away) == 2  # what is finished is kept
-
-
-def test_a_suite_that_can_run_nothing_says_so_alone(away, tmp_path, capfd):
-    for name in ("paper-distilgpt2", "paper-smollm2"):
-        assert main(["eval", "run", name, "--out", "results"]) == 2
-        error = capfd.readouterr().err
-        assert error.startswith("kvalign eval run: error: not here or on the hub")
-        assert len(error.splitlines()) == 1 and "prompts=own" in error
-    assert away == [] and not (tmp_path / "results").exists()
-
-
-def test_variables_name_what_is_here(away, tmp_path):
-    """Folders in place of the hub's, or of the same names; nothing is asked for that is known."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "Salesforce" / "wikitext").mkdir(parents=True)
-    changed = "model=folder prompts=own"
-    prompts = {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}
-    for variables, found in ((changed, {}), ("model=llama-mini", {"of-prompts": prompts})):
-        cells = parse_suite(AWAY, "own.yaml", variables=variables)
-        assert lacks_of({cell.name: cell.settings for cell in cells}) == found
-
-
 @pytest.mark.parametrize("name", suites())
 def test_shipped_suites_are_understood(name):
     cells = parse_suite(read_suite(name), name)
@@ -224,41 +151,3 @@ def test_shipped_suites_are_understood(name):
         command, flags = find(words[1:])
         assert parse(command.settings, flags, "")[0] == cell.settings
         assert command.settings(**json.loads(cell.as_json())) == cell.settings
-    paper = parse_suite_text(read_suite(name), name).paper
-    names = {cell.name for cell in cells}
-    assert {table.cell for table in paper.tables} <= names
-    assert bool(paper.tables) == name.startswith("paper")
-
-
-def steps_of(name, variables=""):
-    return {x.name: x.settings for x in parse_suite(read_suite(name), name, "", variables)}
-
-
-def test_steps_and_tokens_are_those_of_the_commands():
-    works = {name: forecast.work_of(x) for name, x in steps_of("paper-distilgpt2").items()}
-    # Window, streaming-llm and discard-half step once, and each of three aligners twice.
-    read = 33 + 65 + 129 + 256
-    assert works["perplexity-wikitext"] == (4 * 20_000 * (3 + 3 * 2), 20_000 * read)
-    assert works["latency"] == (4 * 3 * 5000 * (3 + 2 * 2), 3 * 5000 * read)
-    assert works["readability"] == (10_000 * (3 + 2 * 2), 10_000 * 65)
-    assert works["caches"] == (0, 50_000 // 32 * 256 * 2)
-    stepwise = PerplexitySettings(methods=("window",), num_tokens=100, stepwise=True)
-    assert forecast.work_of(stepwise) == (100, 0)
-    assert forecast.work_of(dataclasses.replace(stepwise, stepwise=False)) == (0, 100)
-
-
-def test_a_long_suite_says_its_hours_and_a_short_one_nothing(monkeypatch):
-    monkeypatch.setattr(forecast, "speeds", lambda settings: (0.036, 0.0, "cpu"))
-    long = steps_of("paper-distilgpt2")
-    num_steps = sum(forecast.work_of(settings)[0] for settings in long.values())
-    line = forecast.estimate(long)
-    assert line.startswith(f"about {num_steps / 1e5:.1f} hours on cpu, without the training of net")
-    assert forecast.estimate(steps_of("quick")) == forecast.estimate({}) == ""
-
-
-def test_what_is_measured_is_a_step_and_a_token(tmp_path):
-    (settings, *_) = steps_of("quick").values()
-    step_s, token_s, device = forecast.speeds(settings)
-    assert 0 < token_s < step_s < 10 and device in ("cpu", "cuda")
-    missing = steps_of("paper-distilgpt2", f"model={tmp_path}")
-    assert forecast.estimate(missing) == ""

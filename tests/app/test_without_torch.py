@@ -10,7 +10,7 @@ from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.data_gen import corpora
 from kvalign.methods.registry import METHODS
 
-HEAVY = ("torch", "transformers", "datasets", "pandas", "gradio")
+HEAVY = ("torch", "transformers", "datasets", "pandas")
 LISTS = ("models", "aligners", "corpora")
 SETTINGS = f"""
 import sys
@@ -26,7 +26,8 @@ check("pydantic.main", "matplotlib", "rich")
 
 import kvalign.training
 from kvalign.aligners.kinds import KINDS
-from kvalign.app.commands import completion, train
+from kvalign.app.cli import completion
+from kvalign.app.commands import train
 from kvalign.data_gen.corpora import SPECS
 from kvalign.data_gen.prompts import NAMES
 from kvalign.data_gen.settings import RecordSettings

@@ -58,9 +58,7 @@ def test_mt_bench_is_read_from_a_copy(offline, tmp_path, monkeypatch):
 
 def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UserError, match=r"hub cannot be reached; .* offline: own, talk, PATH\.jsonl$"
-    ):
+    with pytest.raises(UserError, match=r"hub cannot be reached; .* offline: own, PATH\.jsonl$"):
         conversations("mt-bench")
     (tmp_path / MT_BENCH).mkdir(parents=True)
     with pytest.raises(UserError, match=f"cannot load 'train' of '{MT_BENCH}': .*; prompts that"):

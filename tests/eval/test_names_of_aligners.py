@@ -33,7 +33,6 @@ SHORT = {
         **dict(num_before=8, num_after=3, num_future=3),
     ),
     "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
-    "chat": dict(num_turns=2, max_new_tokens=10),
 }
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n != "perplexity" else ()) for n in SHORT]
 NAMES = ["a-table", "b-table"]

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from kvalign.eval.drawing import Series, draw, draw_answers, perplexities
+from kvalign.eval.drawing import Series, draw, draw_shares, perplexities
 
 STYLE = ("#000000", "o", "-")
 SIZES = dict(method="window", aligner=None, cache_size=32, num_sinks=0, num_evicted=1)
@@ -36,13 +36,9 @@ def test_whiskers_are_those_of_the_ratio_where_there_is_one():
     assert (line.low, line.high) == ([110.0], [110.0])
 
 
-def test_answers_are_a_strip_of_numbers_for_each_method():
-    answers = [SIZES | dict(readable=share) for share in (0.0, 0.5, 1.0)]
-    others = [one | dict(method="recompute") for one in answers]
-    axes = draw_answers({"model": answers + others}).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0", "50", "100"] * 2
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "window, 0 sinks",
-        "recompute, 0 sinks",
-    ]
-    assert len({to_hex(patch.get_facecolor()) for patch in axes.patches}) == 3
+def test_shares_are_a_strip_of_numbers_for_each_method():
+    shares = {"window": [0.0, 0.5, 1.0], "recompute": [0.0, 0.5, None]}
+    axes = draw_shares({"model": (shares, ["1", "4", "16"])}, x="distance").axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0", "50", "100", "0", "50"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*shares]
+    assert len({to_hex(patch.get_facecolor()) for patch in axes.patches[:3]}) == 3

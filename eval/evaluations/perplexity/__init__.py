@@ -193,10 +193,7 @@ SLICES = {
     ),
 }
 """Recall slices by their names in a row."""
-TOTAL_TIME = (
-    "Every method steps token by token, as when it generates (the paper's figure 3). A point "
-    "is one cache size; lower left is better."
-)
+TOTAL_TIME = "Every method steps token by token, as when it generates (the paper's figure 3)."
 TIMED_COLUMNS = {
     "perplexity": COLUMNS["perplexity"],
     "seconds": Column("total s", 1, "lower", "time of the labels"),
@@ -215,7 +212,6 @@ class Perplexity(Evaluation):
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
-    more_columns = TIMED_COLUMNS
 
     def select(self, documents: Documents) -> Documents:
         """Documents without those that only measure time, if another scored more of the text."""
@@ -250,9 +246,9 @@ class Perplexity(Evaluation):
         selection = self.select(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
         drift = Section.of(selection, "Drift", DRIFT, self._drift, suffix="-drift")
-        title = "Perplexity against total time"
+        title = "Total time"
         tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
-        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
+        timed = Section.of(stepped, title, TOTAL_TIME, lambda document: None, tables_of_times)
         slices = [
             Section.of(
                 selection,
@@ -286,16 +282,6 @@ class Perplexity(Evaluation):
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         of = f"{settings['model']}, {settings['corpus']}"
         return figure, f"Perplexity{by} along the stream: {of}"
-
-    def _by_time(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing import draw, perplexities
-
-        title, rows = self.title(document), document["rows"]
-        x, y = "total time, s", "perplexity (lower is better)"
-        panels = {title: perplexities(rows, "seconds")}
-        figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
-        caption = f"Perplexity against total time: {title}; {_bars(document)}{_shifted(rows)}"
-        return figure, caption
 
 
 def _bars(document: Document) -> str:

@@ -12,48 +12,44 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from kvalign.app.listing import LISTINGS, settings_of_listing, show_listing
-from kvalign.eval.evaluations import ABOUT, ABOUT_READERS, EVALUATIONS, READERS
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings
 
-_FIRST_EVALUATIONS = ("perplexity", "latency", "readability")
+_FIRST_EVALUATION = "perplexity"
 GROUPS = {
     "stream": {
         "generate": "stream text past the context length with any method",
         "chat": "hold one endless conversation in the terminal",
         "serve": "serve many endless streams behind the OpenAI API",
-        "demo-ui": "watch methods write side by side, on a page served here",
-        "lanes": "write a page that shows the cache step by step, for any method",
-        "models": "list models that are available, and the supported architectures",
-        "methods": "list ways to stream",
-        "doctor": "check what is installed and available, and say how to install the rest",
+        "models": "list models that are here, and supported architectures",
+        "doctor": "check what is installed here, and how to install the rest",
     },
     "train and compare": {
         "train": "train an aligner on text or on recorded caches",
-        "aligners": "list aligners: their models, kinds and training text",
-        **{f"eval {name}": ABOUT[name] for name in _FIRST_EVALUATIONS},
-        "eval run": "run a suite of evaluations into a folder; resumes an interrupted one",
+        f"eval {_FIRST_EVALUATION}": ABOUT[_FIRST_EVALUATION],
+        "eval run": "run a suite of evaluations; resumes an interrupted one",
         "report": "write a page, plots and tables of the results in a folder",
-        "verify": "test a cache and a model against the invariants of a streaming cache",
+        "verify": "test a cache against the invariants of a streaming cache",
     },
     "now and then": {
-        "gen-data": "record KV caches before and after eviction",
+        **{f"eval {name}": about for name, about in ABOUT.items() if name != _FIRST_EVALUATION},
+        "lanes": "write a page that shows the cache step by step, for any method",
+        "compile": "compile a model's step once: later starts are faster",
         "tune-memory": "measure how the memory of a model best gives back entries",
+        "gen-data": "record KV caches before and after eviction",
         "tune": "sweep the networks' sizes and learning rate with Ray Tune",
         "judge": "judge networks by streams, and save a copy with those that help",
         "import-published": "make an aligner from the networks that the paper's authors publish",
-        "eval import-losses": ABOUT_READERS["import-losses"],
         "pretrain": "train a small reference language model",
-        **{
-            f"eval {name}": about for name, about in ABOUT.items() if name not in _FIRST_EVALUATIONS
-        },
-        "compile": "compile a model's step once: later starts are faster",
+        "methods": "list ways to stream",
         "policies": "list ways to choose which entries are evicted",
+        "aligners": "list aligners: their models, kinds and training text",
         "corpora": "list texts to train and evaluate on",
-        "completion": "print a shell script that completes commands, flags and names",
     },
 }
+"""Commands of every day in the first two, which `kvalign --help` shows; the others are named."""
 FAMILY = "eval"
 """First words of commands with two words."""
 GIVEN = "--given"
@@ -62,10 +58,8 @@ _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tu
 _MODULES = dict.fromkeys(_OF_TRAINING, "train") | {
     "eval run": "evaluate",
     "report": "evaluate",
-    "demo-ui": "serve",
 }
 """Modules of commands/ that have commands of other names."""
-_WITHOUT_JSON = ("serve", "demo-ui", "completion")
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 
@@ -82,7 +76,7 @@ class Command:
 
     @property
     def has_json(self) -> bool:
-        return self.name not in _WITHOUT_JSON
+        return self.name != "serve"
 
     @property
     def settings(self) -> type[Settings]:
@@ -107,11 +101,10 @@ class Command:
     def _found(self) -> tuple[type[Settings], Callable[..., Any]]:
         """Its settings and its function."""
         first, _, name = self.name.partition(" ")
-        for registry in (EVALUATIONS, READERS) if first == FAMILY else ():
-            if name in registry:
-                from kvalign.app.commands.evaluate import evaluate
+        if first == FAMILY and name in EVALUATIONS:
+            from kvalign.app.commands.evaluate import evaluate
 
-                return registry[name].settings, partial(evaluate, registry[name])
+            return EVALUATIONS[name].settings, partial(evaluate, EVALUATIONS[name])
         if first in LISTINGS:
             return settings_of_listing(first), partial(show_listing, first)
         member = self.name.replace(" ", "_").replace("-", "_")

@@ -30,6 +30,7 @@ from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.settings import check_outputs
 
 _HELP = ("-h", "--help")
+_ALL = "all"  # behind them: every command with what it does
 # Characters of a message: a value that came may be of any length.
 _LONGEST = 1000
 # What torch says on a CPU, in place of MemoryError.
@@ -38,13 +39,11 @@ _ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
 _OF_RUST = re.compile(r"\(os error \d+\)$")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
-KV-Align: endless generation with a KV cache of fixed size, realigned after each
-eviction.
+Endless generation with a KV cache of fixed size, realigned after each eviction.
 
 {commands}
-with any command:
-  --help    its flags, and an example
-  --debug   the whole traceback of an error
+
+with any command: --help (its flags, an example), --debug (errors' tracebacks)
 
 example:
   kvalign generate --cache-size 64 --prompt "The history of the island"
@@ -72,7 +71,7 @@ def _on_kill(*_: object) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
-        from kvalign.app.commands.completion import complete
+        from kvalign.app.cli.completion import complete
 
         complete()
     args = list(sys.argv[1:] if argv is None else argv)
@@ -132,7 +131,8 @@ def _open_streams() -> None:
 def _help(args: Sequence[str]) -> int | None:
     """Print help that belongs to no single command, and return the exit code, else None."""
     if not args or args[0] in _HELP:
-        print(usage(), end="", file=sys.stdout if args else sys.stderr)
+        is_whole = args[1:] == [_ALL]
+        print(usage(is_whole), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
         print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
@@ -183,13 +183,20 @@ def family_usage() -> str:
     return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
-def usage() -> str:
-    """Return the text of `kvalign --help`: the commands, grouped by purpose."""
+def usage(is_whole: bool = False) -> str:
+    """Return the text of `kvalign --help`: on one screen the commands of every day, and the names
+    of the others; or all commands, grouped by purpose.
+    """
     width = max(map(len, COMMANDS))
-    lines = []
-    for title, group in GROUPS.items():
-        lines += [f"{title}:", *_lines(group, width), ""]
-    return _USAGE.format(commands="\n".join(lines))
+    if is_whole:
+        groups = ["\n".join([f"{title}:", *_lines(of, width)]) for title, of in GROUPS.items()]
+        return _USAGE.format(commands="\n\n".join(groups))
+    *first, (_, others) = GROUPS.items()
+    lines = [line for _, group in first for line in _lines(group, width)]
+    more = f"more (kvalign --help {_ALL}): {', '.join(others)}"
+    return _USAGE.format(
+        commands="\n".join([*lines, "", textwrap.fill(more, columns(), break_on_hyphens=False)])
+    )
 
 
 def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.app.cli.next_steps import say_next, say_written
-from kvalign.foundation.errors import RunError
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ class RunSettings(Settings):
     Suites: quick (a minute or two), full (every evaluation, short), reference (the shipped models),
     paper-distilgpt2 and paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same
     experiments on a shipped model), learned-positions (a larger one), or a .yaml file of your own.
-    Cells that need a hub which is away are left out, and the first line says how to get what they
-    need.
 
     Example:
         kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
@@ -65,7 +62,7 @@ class RunSettings(Settings):
 
 
 def eval_run(settings: RunSettings, as_json: bool) -> None:
-    from kvalign.app.suites.suite import NOT_RUN, run_suite
+    from kvalign.app.suites.suite import run_suite
     from kvalign.eval import write_report
 
     states = run_suite(settings)
@@ -79,11 +76,6 @@ def eval_run(settings: RunSettings, as_json: bool) -> None:
     if page and not as_json:
         print(f"report: {page}")
         say_next("report", settings.out, "--terminal")
-    if not_run := [name for name, state in states.items() if state == NOT_RUN]:
-        raise RunError(
-            f"{len(not_run)} of {len(states)} cells were not run, because what they need is "
-            f"missing (first line): {', '.join(not_run)}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,32 +1,31 @@
-"""Commands that serve: `kvalign serve` the OpenAI API, `kvalign demo-ui` a page. Each takes its
-address at once, and answers there while all else loads.
+"""`kvalign serve`: the OpenAI API. It takes its address at once, and answers there while all else
+loads.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import ipaddress
 import os
-import signal
 import socket
 import threading
-import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from kvalign import checkpoints
 from kvalign.app.sessions.conversation import TalkSettings
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import DEVICE, OF_WEIGHTS, WEIGHTS, Settings, like, option
+from kvalign.foundation.settings import like, option
 from kvalign.streaming.sampling import Sampling
 
 _LARGEST = 2**20  # bytes of a request that are read before it is answered
 _PATIENCE_S = 5
+# What is answered until the model is there: of /health, and in the form of OpenAI's errors.
+LOADING = """{"status": "loading", "error": {"message": "the model is loading", "type": \
+"server_error", "param": null, "code": "loading"}}
+"""
 
 
 def lets_others_in(host: str) -> bool:
@@ -56,10 +55,11 @@ def url_of(host: str, at: socket.socket) -> str:
 
 
 @contextmanager
-def loading(at: socket.socket, kind: str, body: str) -> Iterator[None]:
-    """Within it each request is answered with status 503 and a body of this kind. Those that come
-    as it ends wait for whoever accepts next.
+def loading(at: socket.socket) -> Iterator[None]:
+    """Within it each request is answered with status 503 and `LOADING`. Those that come as it ends
+    wait for whoever accepts next.
     """
+    about = {"Content-Type": "application/json", "Content-Length": f"{len(LOADING)}"}
 
     class Loading(BaseHTTPRequestHandler):
         timeout = _PATIENCE_S
@@ -68,12 +68,11 @@ def loading(at: socket.socket, kind: str, body: str) -> Iterator[None]:
             length = self.headers.get("Content-Length", "")
             self.rfile.read(min(int(length), _LARGEST) if length.isdecimal() else 0)
             self.send_response_only(503)
-            for name, value in (("Content-Type", kind), ("Content-Length", f"{len(body)}")):
+            for name, value in (*about.items(), ("Retry-After", "1")):
                 self.send_header(name, value)
-            self.send_header("Retry-After", "1")
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(body.encode("ascii"))
+                self.wfile.write(LOADING.encode("ascii"))
 
         do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
@@ -175,12 +174,6 @@ class ServeSettings(TalkSettings):
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")
 
 
-# What is answered until the model is there: of /health, and in the form of OpenAI's errors.
-LOADING = """{"status": "loading", "error": {"message": "the model is loading", "type": \
-"server_error", "param": null, "code": "loading"}}
-"""
-
-
 def serve(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.foundation.files import locked
 
@@ -194,68 +187,8 @@ def serve(settings: ServeSettings, as_json: bool) -> None:
         )
     lock = locked(settings.sessions) if settings.sessions else nullcontext()
     with listening(settings.host, settings.port) as at, lock:
-        with loading(at, "application/json", LOADING):
+        with loading(at):
             from kvalign.app.serve import server
 
             app = server.build(settings, settings.load())
         server.serve(settings, app, at)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageSettings(Settings):
-    """Watch methods write side by side, on a page that is served from this machine until Ctrl-C.
-    Texts are already being written when it opens.
-
-    The page loads nothing from elsewhere and sends nothing away. --memory switches the memory on at
-    the start; the page has a switch for it. The page asks for no key.
-
-    Example:
-        kvalign demo-ui --port 0
-    """
-
-    host: str = like(ServeSettings, "host", "127.0.0.1", more="")
-    port: int = like(ServeSettings, "port", 7860, more="")
-    without_key: bool = like(ServeSettings, "without_key", False, more="")
-    model: str = option(
-        "gpt2-mini", help="shipped name, hub id or folder; the shipped models are always offered"
-    )
-    aligner: str | None = option(
-        None,
-        help="folder, shipped name or hub id of an aligner; offered beside the shipped ones",
-    )
-    memory: int | None = like(
-        CacheSizes, "memory", more=" (default: off; 100000 once switched on)", at_least=1
-    )
-    num_recalled: int | None = like(CacheSizes, "num_recalled", at_least=1)
-    cache_dtype: str = like(CacheSizes, "cache_dtype", "model", more="")
-    weights: str = option("float32", help=OF_WEIGHTS, choices=WEIGHTS)
-    device: str = option("auto", help=DEVICE)
-    open: bool = option(False, help="open the page in a browser")
-
-
-def demo_ui(settings: PageSettings, as_json: bool) -> None:
-    if lets_others_in(settings.host) and not settings.without_key:
-        raise UserError(
-            f"--host {settings.host} lets other machines connect, and the page has no key: give "
-            "--without-key to allow that, or use an SSH tunnel"
-        )
-    from kvalign.app.pages import source
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    with listening(settings.host, settings.port) as at:
-        print(f"running on {url_of(settings.host, at)} (Ctrl-C ends it)", flush=True)
-        if settings.open:
-            webbrowser.open(url_of(settings.host, at))
-        with loading(at, "text/html", source("loading.html")):
-            os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-            from kvalign.app.pages import page
-            from kvalign.models import fetched
-            from kvalign.models.loading import load_model
-
-            here = filter(fetched.model_path, fetched.MODELS)
-            models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
-            load = functools.partial(load_model, device=settings.device, weights=settings.weights)
-            names = ("aligner", "memory", "num_recalled", "cache_dtype")
-            given = {name: getattr(settings, name) for name in names}
-            app = page.application(page.build(models, load, **given))
-        page.serve(app, at)

@@ -31,7 +31,6 @@ from kvalign.models.architectures import Family, ModelSpec
 
 NUM_TOKENS = 60
 MAX_CACHE_SIZE = 24
-FRAME_CACHE_SIZE = 8  # so few that a phone shows all of them, those that go and the new one
 SCRIPTS = ("words.js", "lanes.js")
 FAMILIES = typing.get_args(Family)
 EVICTS = ("after", "before")
@@ -145,31 +144,6 @@ def _recording(
         "shown": shown,
         "frames": record(method, sizes),
     }
-
-
-def frame(method: Method) -> str:
-    """Frame with the page, with a method's own sizes as far as the lane has room."""
-    sizes = method.sizes
-    cache_size = min(sizes.cache_size, FRAME_CACHE_SIZE)
-    least = 2 if sizes.memory else 1  # entries of a window
-    num_sinks = min(sizes.num_sinks, cache_size - least)
-    num_evicted = min(sizes.num_evicted, cache_size - num_sinks)
-    source = page(
-        method.name,
-        controls=False,
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        family=method.spec.family,
-        memory=sizes.memory,
-    )
-    return render(
-        "frame.html",
-        page=source,
-        cache_size=sizes.cache_size,
-        max_cache_size=FRAME_CACHE_SIZE,
-        is_oldest=sizes.is_oldest,
-    )
 
 
 def record(name: str, sizes: CacheSizes) -> list[Frame]:

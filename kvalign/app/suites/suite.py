@@ -13,8 +13,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import GIVEN
 from kvalign.app.commands.evaluate import RunSettings
 from kvalign.app.listing import suites
-from kvalign.app.suites.forecast import estimate, how_to_get, lacks_of
-from kvalign.eval.evaluations import EVALUATIONS, READERS
-from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.report import OUT, PREPARED, SUITE_FILE, Suite, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
@@ -34,7 +34,6 @@ from kvalign.foundation.files import locked, read_json, read_text, write_text
 from kvalign.foundation.runs import PART_OF_RUN, keeping
 from kvalign.foundation.settings import Settings
 
-NOT_RUN = "not run"
 _IDENTITY = "identity"
 """Entry of a document: the identity of the cell's model; empty if it was not known."""
 MAX_NAME = 100  # letters of a cell's name: it is a file's
@@ -58,9 +57,8 @@ class Cell:
 
     @property
     def model(self) -> str | None:
-        """Name of the model that it loads, if it loads one; what only reads losses does not."""
-        is_reader = isinstance(self.settings, ImportLossesSettings)
-        return None if is_reader else getattr(self.settings, "model", None)
+        """Name of the model that it loads, if it loads one."""
+        return getattr(self.settings, "model", None)
 
     def at(self, out: Path) -> "Cell":
         """The cell with a folder for {out}."""
@@ -132,7 +130,7 @@ def _checked(words: list[str], is_preparation: bool) -> tuple[catalogue.Command,
     command, flags = catalogue.find(words)
     if is_preparation and not command.has_json:
         raise UserError(f"{command.name} prints no document, so it cannot be a preparation")
-    evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
+    evaluations = {f"{catalogue.FAMILY} {name}" for name in EVALUATIONS}
     if not is_preparation and command.name not in evaluations:
         raise UserError(f"{command.name} is not an evaluation: move preparations to prepare")
     return command, flags
@@ -191,17 +189,16 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     of it, preparations first and in order.
 
     Errors in the suite, its commands or the folder are raised before any work. Finished cells are
-    kept when one fails. Where the hub is away, the cells that need it are left out; UserError if
-    no other is left, and nothing is finished.
+    kept when one fails.
 
     Returns:
-        for each cell `run`, `kept` if it was already finished, or `not run` if it needs the hub.
+        for each cell `run`, or `kept` if it was already finished.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
     finished = [cell for cell in cells if is_finished(cell, settings.out)]
     outdated = with_other_weights(finished, settings.out)
-    missing = [cell for cell in cells if cell not in finished or cell in outdated]
+    to_run = [cell for cell in cells if cell not in finished or cell in outdated]
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
@@ -210,15 +207,6 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         num = sum(is_finished(cell, settings.out) for cell in cells)
         return f"{num} of {len(cells)} cells are finished in {settings.out}" if num else ""
 
-    if lacks := lacks_of({cell.name: cell.settings for cell in missing}):
-        suite = parse_suite_text(text, settings.suite)
-        message = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
-        if len(lacks) == len(cells):
-            raise UserError(message)
-        print(message, file=sys.stderr)
-    to_run = [cell for cell in missing if cell.name not in lacks]
-    if about := estimate({cell.name: cell.settings for cell in to_run}):
-        print(about, file=sys.stderr)
     with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
@@ -227,18 +215,24 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
             if summary():
                 raise RunError(str(error)) from error
             raise
-    ran = {cell.name: "run" for cell in to_run}
-    return {cell.name: ran.get(cell.name, "kept") for cell in cells} | dict.fromkeys(lacks, NOT_RUN)
+    return {cell.name: "run" if cell in to_run else "kept" for cell in cells}
 
 
 def _run(cells: list[Cell], settings: RunSettings) -> None:
-    """Run cells and keep what they print; with `ray` the evaluations run side by side."""
+    """Run cells and keep what they print; with `ray` the evaluations run side by side. A line
+    before each says how long the rest takes.
+    """
     changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
-    for number, cell in enumerate(cells, 1):
+    began = time.perf_counter()
+    for number, cell in enumerate(cells):
         if cell not in parallel:
-            there = cell.at(settings.out)
-            print(f"== {number} of {len(cells)}, {cell.name}: {there.command}", file=sys.stderr)
+            there, left = cell.at(settings.out), ""
+            if number:  # by the speed of those before
+                seconds = (time.perf_counter() - began) * (len(cells) / number - 1)
+                left = f", about {timedelta(seconds=round(seconds))} left"
+            about = f"{cell.name}: {there.command}"
+            print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
             identity = identity_of_cell(there)  # as it begins
             output = run_cell(there)
             keep(cell, settings.out, output, changed, identity)

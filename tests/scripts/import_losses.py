@@ -1,8 +1,11 @@
-"""Losses that others measured, token by token, as a document of `kvalign eval perplexity`.
+"""Losses that the paper's authors measured, token by token, as a document of `kvalign eval
+perplexity`: intervals, ratios on the same labels, drift.
 
-The authors of KV-Align publish theirs, for DistilGPT2 and SmolLM2: a tensor of 20 000 losses for
-each method and cache size, on the same labels at one size: the first C + 1 tokens are input. The
-file name describes it:
+    python tests/scripts/import_losses.py --losses nglls_gpt2 --model distilgpt2
+
+They publish theirs for DistilGPT2 and SmolLM2, in perplexity_eval/ of
+github.com/eecs585projectorg/kv-align: a tensor of 20 000 losses for each method and cache size, on
+the same labels at one size: the first C + 1 tokens are input. The file name describes it:
 
     nglls_mode_MODE_tokens_N_cache_size_C[_model_name_MODEL_data_set_CORPUS].pt
 
@@ -10,24 +13,23 @@ Logs beside them (`Perplexity after N Label Tokens and Cache Size C with Mode MO
 seconds`) have the time of each. The tokens are not published, so there are no recall slices.
 """
 
-from __future__ import annotations
-
+import json
 import re
+import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kvalign.eval.evaluations.perplexity import Perplexity
-from kvalign.eval.protocol import SIZES, Document, Row
-from kvalign.eval.protocol.document import document, write
-from kvalign.eval.protocol.settings import ResultSettings
+import torch
+
+from kvalign.app.cli.arguments import parse
+from kvalign.eval.evaluations.perplexity.scores import compare, of_losses
+from kvalign.eval.protocol import SIZES
+from kvalign.eval.protocol.document import document
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.settings import option
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvalign.foundation.settings import Settings, option
 
 MODES = {
     "with_recompute": ("recompute", 0),
@@ -48,23 +50,13 @@ _ROUNDED = 1e-4  # share by which a log's perplexity may differ from that of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportLossesSettings(ResultSettings):
-    """Read losses that the paper's authors measured, one file for each method and cache size. Show
-    them as `kvalign eval perplexity` shows ours: intervals, ratios on the same labels, drift.
-
-    The files are in perplexity_eval/ of github.com/eecs585projectorg/kv-align; nothing in them is
-    executed. --out writes a document for `kvalign report`.
-
-    Example:
-        kvalign eval import-losses --losses nglls_gpt2 --model distilgpt2
-    """
+class ImportLossesSettings(Settings):
+    """Analyse the losses in a folder; nothing in the files is executed."""
 
     losses: Path = option(help="folder of the files nglls_mode_MODE_tokens_N_cache_size_C*.pt")
-    model: str | None = option(
-        None, help="name of the model (default: the one in the files' names)"
-    )
+    model: str | None = option(None, help="name of the model (default: that in the files' names)")
     corpus: str | None = option(
-        None, help="name of the text (default: the one in the files' names, else wikitext)"
+        None, help="name of the text (default: that in the files' names, else wikitext)"
     )
     reference: str = option(
         "recompute",
@@ -82,20 +74,15 @@ class _File(NamedTuple):
     corpus: str | None
 
 
-def import_losses(settings: ImportLossesSettings) -> Document:
-    """Analyse the losses in a folder.
-
-    Returns:
-        A document of `kvalign eval perplexity`; its rows have seconds if logs in the folder or the
-        one above it have those of every file.
+def run(settings: ImportLossesSettings) -> None:
+    """Print one line of JSON, the document; its rows have seconds if logs in the folder or the one
+    above it have those of every file.
 
     Raises:
         NotFoundError: the folder has no such file.
         UserError: a file that is damaged, contains something else, or names no model; a cache size
             without the reference.
     """
-    from kvalign.eval.evaluations.perplexity.scores import compare
-
     started, folder = time.perf_counter(), settings.losses
     files = _files(folder)
     models = {one.model for one in files}
@@ -113,12 +100,12 @@ def import_losses(settings: ImportLossesSettings) -> Document:
     seconds = _seconds(folder, files, rows)
     if all(seconds):
         rows = [row | {"seconds": s} for row, s in zip(rows, seconds, strict=True)]
-    of_file = replace(settings, model=model, corpus=corpus, out=None, csv=None)
-    result = document("eval import-losses", of_file, rows, started=started)
-    result |= {"kind": "eval perplexity", "command": settings.command_line("eval import-losses")}
+    named = replace(settings, model=model, corpus=corpus)
+    result = document("eval perplexity", named, rows, started=started)
+    words = settings.command_line("tests/scripts/import_losses.py").removeprefix("kvalign ")
+    result["command"] = f"python {words}"
     result["settings"]["stepwise"] = all(seconds)  # theirs have no faster way
-    write(result, settings)
-    return result
+    print(json.dumps(result))
 
 
 def _files(folder: Path) -> list[_File]:
@@ -133,10 +120,8 @@ def _files(folder: Path) -> list[_File]:
     return sorted(files, key=lambda one: (one.cache_size, order.index(one.mode)))
 
 
-def _read(one: _File) -> Tensor:
+def _read(one: _File) -> torch.Tensor:
     """Losses [N] float32 in nats; nothing in the file is executed."""
-    import torch
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says of the file is said below
@@ -152,9 +137,7 @@ def _read(one: _File) -> Tensor:
     return nll.float()
 
 
-def _row(one: _File, nll: Tensor) -> Row:
-    from kvalign.eval.evaluations.perplexity.scores import of_losses
-
+def _row(one: _File, nll: torch.Tensor) -> dict:
     method, num_sinks = MODES[one.mode]
     sizes = dict.fromkeys(SIZES) | {"method": method, "cache_size": one.cache_size}
     if method == "kvalign":
@@ -163,7 +146,7 @@ def _row(one: _File, nll: Tensor) -> Row:
     return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **figures}
 
 
-def _seconds(folder: Path, files: list[_File], rows: list[Row]) -> list[float | None]:
+def _seconds(folder: Path, files: list[_File], rows: list[dict]) -> list[float | None]:
     """Seconds of each row by the log that has its perplexity, None without one."""
     logs = [path for where in (folder, folder.absolute().parent) for path in where.glob("*.log")]
     runs = [run for path in sorted(logs) for run in _LOGGED.findall(path.read_text("utf-8"))]
@@ -181,9 +164,5 @@ def _seconds(folder: Path, files: list[_File], rows: list[Row]) -> list[float | 
     ]
 
 
-class ImportedLosses(Perplexity):
-    settings = ImportLossesSettings
-    run = staticmethod(import_losses)
-
-
-EVALUATION = ImportedLosses()
+if __name__ == "__main__":
+    run(parse(ImportLossesSettings, sys.argv[1:], "python tests/scripts/import_losses.py")[0])

@@ -1,5 +1,6 @@
-"""`kvalign completion`: completion of the command line, with argcomplete. At TAB the shell runs
-`kvalign` with the line in the environment, and gets the possible next words.
+"""Completion of the command line, with argcomplete. At TAB the shell runs `kvalign` with the line
+in the environment, and gets the possible next words. docs/reference/command-line.md says how to
+switch it on.
 
 Commands and flags come from their `Settings`, names from the registries. Nothing heavy is imported.
 """
@@ -9,7 +10,7 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import Field, dataclass
+from dataclasses import Field
 from pathlib import Path
 
 import argcomplete
@@ -21,37 +22,10 @@ from kvalign.app.cli.arguments import add_arguments
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.listing import suites
 from kvalign.data_gen import corpora, prompts
-from kvalign.foundation.settings import Settings, option
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 
 Completer = Callable[..., Iterable[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionSettings(Settings):
-    """Print a script that completes commands, flags and names in a shell. Source it:
-
-      source <(kvalign completion bash)              # zsh: the same with its name
-      kvalign completion fish | source
-
-    or write it once to the shell's folder:
-
-      ~/.local/share/bash-completion/completions/kvalign
-      ~/.config/fish/completions/kvalign.fish
-      _kvalign in a folder of zsh's $fpath
-
-    Example:
-        kvalign completion bash
-    """
-
-    shell: str = option(help="bash, zsh or fish", choices=("bash", "zsh", "fish"), positional=True)
-
-
-def completion(settings: CompletionSettings, as_json: bool) -> None:
-    from argcomplete.shell_integration import shellcode
-
-    print(shellcode(["kvalign"], shell=settings.shell), end="")
 
 
 def complete(**options: typing.Any) -> None:

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.perplexity.imported import MODES
 from kvalign.eval.protocol.statistics import by_part, interval
 from kvalign.eval.report import read_document
+from kvalign.foundation.errors import UserError
+from scripts.import_losses import MODES, ImportLossesSettings, run
 
 NUM, SIZES = 400, (32, 64)
 LOG = "Perplexity after {n} Label Tokens and Cache Size {c} with Mode {mode}: {p:.4f}. "
 LOG += "Took 1.5 seconds\n"
 
 
-def name_of(mode, size, more="", num=NUM):
-    return f"nglls_mode_{mode}_tokens_{num}_cache_size_{size}{more}.pt"
+def name_of(mode, size):
+    return f"nglls_mode_{mode}_tokens_{NUM}_cache_size_{size}.pt"
 
 
 @pytest.fixture
@@ -32,14 +32,10 @@ def folder(tmp_path):
     return tmp_path / "nglls"
 
 
-def command(folder, *more):
-    return ["eval", "import-losses", "--losses", str(folder), "--model", "distilgpt2", *more]
-
-
 def test_figures_are_those_of_our_tools(folder, capsys, tmp_path):
-    assert main(command(folder, "--out", str(tmp_path / "one.json"))) == 0
+    run(ImportLossesSettings(losses=folder, model="distilgpt2"))
+    (tmp_path / "one.json").write_text(capsys.readouterr().out)
     document = read_document(tmp_path / "one.json")  # the report takes it
-    assert document["command"].startswith("kvalign eval import-losses --out ")
     assert document["settings"]["stepwise"] and document["settings"]["corpus"] == "wikitext"
     rows = document["rows"]
     assert [(r["cache_size"], r["method"], r["num_sinks"]) for r in rows] == [
@@ -76,6 +72,6 @@ REFUSED = {
 def test_what_is_refused_is_one_line(case, folder, capsys):
     change, message = REFUSED[case]
     change(folder)
-    assert main(command(folder)) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+    with pytest.raises(UserError, match=message):
+        run(ImportLossesSettings(losses=folder, model="distilgpt2"))
+    assert not capsys.readouterr().out

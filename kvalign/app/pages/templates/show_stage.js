@@ -1,4 +1,0 @@
-(...settings) => {
-  if (innerWidth <= 800) document.querySelector('#stage').scrollIntoView();
-  return settings;
-}
