@@ -21,7 +21,7 @@ LINES = [f" The island number {i} was settled by people of the sea . \n" for i i
 SMALL = (
     "--max-steps 3 --chunk-len 66 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
     "--max-new-tokens 5 --num-prompts 1 --num-seeds 1 --num-trials 1 --generate 3 --trial-len 2 "
-    "--num-tokens 680 --num-turns 2 --num-lines 10 --distances 0"
+    "--num-tokens 680 --num-lines 10 --distances 0"
 )
 
 
