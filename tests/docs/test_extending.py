@@ -47,7 +47,7 @@ ROPE = '\nfrom kvalign.models.rope_last import LAST  # noqa: E402\n\nLAYOUTS["la
 LINES = [(x, f'"kvalign.{a}",\n', f'        "{n}": "kvalign.{b}",\n') for x, a, n, b in ENTRIES] + [
     (
         "eval/evaluations/__init__.py",
-        'judge each answer",\n',
+        'before and after the sinks are evicted",\n',
         '    "variety": "how many different tokens a method writes",\n',
     ),
     ("models/rope.py", "second], -1).flatten(-2), rest], -1\n        ),\n    ),\n}\n", ROPE),
@@ -69,7 +69,7 @@ COMMANDS = {
     "centred": f"eval perplexity {SMALL} --methods kvalign --aligner mine --json",
     "latency": "eval latency --cache-sizes 32 --methods kvalign,streaming-llm "
     "--aligner-kinds centred --num-trials 1 --trial-len 2",
-    "help": "--help",
+    "help": "--help all",
     "run": "eval run mine.yaml --out results",
     "report": "report results --terminal",
     "corpora": "corpora",
