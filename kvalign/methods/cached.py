@@ -72,6 +72,8 @@ class Cached(Method):
             of_keys = self.spec.head_dim, cache.realigner.rotation
             cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
+        if cache.is_static:  # marks hide slots that have no entry yet
+            install(config)
         return cache
 
     @abstractmethod

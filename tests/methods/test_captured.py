@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from helpers.comings import come_and_go
-from helpers.methods import make, tables
+from helpers.methods import make, network, tables
 from helpers.other_device import NAME, moved, recording
 from helpers.tiny_models import tiny_model
 from torch._dynamo.utils import counters
@@ -30,6 +30,7 @@ KINDS = {
     "rotary window": ("llama", "window", None, {}),
     "learned with tables": ("gpt2", "kvalign", tables, {}),
     "rotary with tables": ("llama", "kvalign", tables, {}),
+    "a network that moves entries": ("gpt2", "kvalign", network, {}),
     "int8": ("llama", "streaming-llm", None, {"cache_dtype": "int8"}),
     "several evicted": ("llama", "streaming-llm", None, {"num_evicted": 3}),
     "rotary, several rows": ("llama", "streaming-llm", None, {}),
@@ -42,7 +43,7 @@ KINDS = {
 }
 FULL = [kind for kind in KINDS if "memory" not in kind]
 FILLING = [kind for kind in KINDS if kind not in ("rotary window", "rotary with tables")]
-FAST = ("rotary", "learned with tables", "memory")
+FAST = ("rotary", "learned with tables", "a network that moves entries", "memory")
 
 
 class Tape(TorchDispatchMode):

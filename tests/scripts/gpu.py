@@ -221,7 +221,7 @@ def checks() -> Iterator[tuple[str, Check]]:
         ("streaming-llm", "llama", dict(memory=60, cache_dtype="int8")),
         ("window", "qwen3", dict(num_evicted=3)),
         ("streaming-llm", "opt", {}),
-        ("tables", "gpt_neo", {}),
+        ("kvalign", "gpt2", {}),
     ):
         for num_rows in (1, 4):
             title = f"captured, {name}, {kind}, {sizes}, {num_rows} rows"
