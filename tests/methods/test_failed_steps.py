@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from helpers.methods import ALIGNERS, WAYS, made
+from helpers.methods import WAYS, made
 from helpers.pairwise import covering
 from torch import nn
 
@@ -24,7 +24,7 @@ WAYS = [
 ]
 SEEN = {"the first": (), "filling": (5,), "about full": (21,), "full": (41,)}
 FAILURES = {"an exception": RuntimeError, "Ctrl-C": KeyboardInterrupt}
-OWN = ("window", "streaming-llm", "kvalign", *ALIGNERS)
+OWN = ("window", "streaming-llm", "kvalign", "tables")
 LOOPS = covering(
     [(*way, n, why) for way in WAYS if way[0] in OWN for n in SEEN for why in FAILURES],
     lambda name, kind, sizes, seen, why: (name, str(sizes), seen == "the first"),
