@@ -279,7 +279,10 @@ class Method(NotPickled, ABC):
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
-        """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
+        """Pass over ids [B, T] after the entries of a cache: logits as of `feed`. Steppers get them
+        as one block of int64, however the caller sliced them: compiled code looks at neither.
+        """
+        ids = ids.long().contiguous()
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
             logits = None if self.stepper is None else self.stepper.logits(ids, cache)
             if self.stepper is None or logits is None:

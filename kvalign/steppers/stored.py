@@ -15,6 +15,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
@@ -37,6 +38,7 @@ from kvalign.cache.layer import Form
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
+from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
 from kvalign.models import attention, kernel, packed, rope
@@ -315,15 +317,19 @@ def load_or_make(
                 return run
         except Exception as error:  # what export does not take, or a full disk
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            log.info("the step of this model cannot be stored: %s", why)
+            warn_once(f"the step of this model cannot be stored: {why}")
             return None
 
 
 def _gives_logits_of(model: PreTrainedModel, run: Run, inputs: list[Tensor]) -> bool:
-    """Return whether a step gives the logits that the model gives now."""
+    """Return whether a step runs, and gives the logits that the model gives now."""
     copies = [x.detach() for x in inputs]  # which the step marks
     expected = _Step(model, inputs[4].dtype == torch.int8)(*copies)
-    logits = run([*copies])[0]
+    try:
+        logits = run([*copies])[0]
+    except RuntimeError as error:
+        log.info("a stored step failed its trial: %s", error)
+        return False
     is_exact = inputs[4].dtype == torch.float32 and packed.weights_of(model) == "float32"
     most = _EXACT if is_exact else _ROUNDED
     return bool((logits - expected).std() <= most * expected.std())
@@ -394,9 +400,10 @@ def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
         names = compiled.get_constant_fqns()
         needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
         compiled.load_constants(needed, check_full_update=True, user_managed=True)
-        file.touch()  # the newest are kept
     except (UserError, KeyError, OSError, RuntimeError):
         return None
+    with suppress(OSError):  # others may own the folder
+        file.touch()  # the newest are kept
     return compiled.loader.boxed_run
 
 

@@ -105,6 +105,21 @@ def test_rows_of_any_lengths_that_come_and_go_are_those_alone(sizes, monkeypatch
 
 
 @needs_kernel
+def test_several_rows_are_read_however_a_caller_slices_them(llama):
+    """Columns of a batch do not lie side by side, and ids need not be of 64 bits."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(96, (3, SIZE + 8), generator=rng)
+    plain, stored = (make_method("streaming-llm", llama, **SIZES) for _ in range(2))
+    stored.compile().stepper.fallback = Compiled(llama, never)
+    assert stored.stepper.prepare(stored, 2)
+    for method in (plain, stored):
+        method.feed(ids[:, :4])
+    for i in range(4, ids.shape[1]):
+        token = (ids.int() if i % 2 else ids)[:, i : i + 1]
+        torch.testing.assert_close(stored.feed(token), plain.feed(token), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     ("model", "num_asked"),
     [(tiny(), 2), (tiny(head_dim=8), 0), (tiny("mistral", head_dim=16), 0)],
@@ -228,6 +243,33 @@ def test_another_version_or_cpu_has_a_file_of_its_own(where, other, llama, made,
     assert is_taken(llama)
     monkeypatch.setattr(where, other)
     assert not is_taken(llama) and len(made) == 1 and not made[0].exists()
+
+
+def test_a_step_that_fails_its_trial_is_made_anew(llama, made, monkeypatch):
+    """It keeps nobody from starting."""
+
+    def fail(inputs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(of_file, "_load", lambda file, weights: fail)
+    assert not is_taken(llama) and len(made) == 1
+    assert not begun(llama, None)[0].stepper.has(1)
+
+
+def test_a_step_in_a_folder_that_cannot_be_written_is_taken(llama, made, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    assert is_taken(llama) and not made
+
+
+def test_a_step_that_cannot_be_kept_is_told_why(llama, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    assert not is_taken(llama)
+    assert "cannot be stored: [Errno 30] Read-only" in caplog.text
+
+
+def refuse(path, *args, **kwargs):
+    raise OSError(30, "Read-only file system", str(path))
 
 
 @pytest.mark.parametrize("harm", ["damaged", "foreign", "no json"])
