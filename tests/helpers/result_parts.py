@@ -1,10 +1,11 @@
 """The parts of eval/results: a folder each, whose `suite.yaml` says which commands make its
-documents and which tables are made of them.
+documents and which tables are made of them, and whose `documents.jsonl` has these, a line each.
 
-It is a suite of `kvalign eval run` with two more entries: `scripts`, cells that are scripts of
-ours, and `tables`.
+The first is a suite of `kvalign eval run` with two more entries: `scripts`, cells that are scripts
+of ours, and `tables`.
 """
 
+import json
 import re
 import shlex
 from functools import lru_cache
@@ -15,21 +16,24 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvalign.app.suites.suite import Cell
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document
-from kvalign.eval.report import SUITE_FILE, Step, Suite, read_document
+from kvalign.eval.report import SUITE_FILE, Step, Suite
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import checked, read_json, sha256
+from kvalign.foundation.files import checked, read_text, sha256, write_text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 TEXTS = RESULTS / "texts.yaml"
+ARCHIVE = "documents.jsonl"
 
 
 class Selection(BaseModel):
     """Rows of some cells.
 
     Attributes:
-        cells: names of the documents, in order; `../PART/CELL` is one of another part.
+        cells: names of the documents, in order; `../PART/CELL` is one of another part,
+            `prepared/CELL` what a preparation printed.
         leave_out: rows with one of these values of a field, or of a format string.
         rename: a heading, a label or a picture's method, and what stands in its place.
     """
@@ -125,33 +129,42 @@ def check_texts(command: str, folders: dict[str, Path | None]) -> None:
             raise UserError(f"{folder} has more texts than {name}: {', '.join(sorted(more))}")
 
 
-def faults(path: Path) -> list[str]:
+def documents_of(folder: Path) -> dict[str, Document]:
+    """The documents of a part by their names, those of a folder without any, too."""
+    path = folder / ARCHIVE
+    lines = read_text(path).splitlines() if path.exists() else []
+    return {document.pop("name"): document for document in map(json.loads, lines)}
+
+
+def document_of(folder: Path, cell: str) -> Document | None:
+    """The document of a cell, which may be of another part, if it was made."""
+    if cell.startswith("../"):
+        _, part, cell = cell.split("/", 2)
+        folder = folder.parent / part
+    return documents_of(folder).get(cell)
+
+
+def put_documents(folder: Path, new: dict[str, Document]) -> None:
+    """Put documents in a part, in place of those of their names."""
+    documents = documents_of(folder) | new
+    lines = [json.dumps({"name": name} | document) for name, document in documents.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / ARCHIVE, "\n".join(lines) + "\n")
+
+
+def faults(document: Document | None) -> list[str]:
     """What keeps a document from standing for a table's figures: none, or what to run again."""
-    if not path.exists():
+    if document is None:
         return ["missing"]
-    try:
-        document = _script_document(path) if _is_script(path) else read_document(path)
-    except UserError as error:
-        return [str(error)]
+    if missing := {"kind", "command", "settings", "environment", "rows"} - document.keys():
+        return [f"it lacks {', '.join(sorted(missing))}"]
+    family, _, name = document["kind"].partition(" ")
+    if family != "script" and name not in EVALUATIONS:
+        return [f"no evaluation {name!r}"]
     commit = str(document["environment"].get("commit"))
     if not re.fullmatch(r"([\w.]+-\d+-g)?[0-9a-f]{7,}", commit):
         return [f"commit {commit!r}: not that of a clean checkout"]
-    settings, sizes = document["settings"], {row.get("cache_size") for row in document["rows"]}
-    of_before = "num_tokens" in settings and "protocol" not in settings
-    if document["kind"] == "eval perplexity" and of_before and len(sizes) > 1:
-        return ["each cache size has labels of its own: it is of 0.2"]
     return []
-
-
-def _is_script(path: Path) -> bool:
-    return str(read_json(path).get("kind")).startswith("script ")
-
-
-def _script_document(path: Path) -> Document:
-    document = read_json(path)
-    if missing := {"command", "settings", "environment", "rows"} - document.keys():
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
-    return document
 
 
 def with_what_it_reads(cells: list[Cell], name: str) -> list[Cell]:

@@ -21,12 +21,23 @@ from typing import Any
 from helpers import doc_lists
 from helpers.doc_pages import MARKED
 from helpers.excerpts import excerpt
-from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
+from helpers.result_parts import (
+    RESULTS,
+    ROOT,
+    Part,
+    Selection,
+    Table,
+    document_of,
+    documents_of,
+    faults,
+    parts,
+    text_sources,
+)
 from kvalign.eval.drawing import save
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document, Evaluation, Row
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import read_json, write_text
+from kvalign.foundation.files import write_text
 
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -38,10 +49,9 @@ def draw_pictures(results: Path = RESULTS) -> None:
     """Draw the parts' pictures anew, as far as there are today's documents for them."""
     for name, part in parts().items():
         for picture, wanted in part.pictures.items():
-            first, *_ = paths = [results / name / f"{cell}.json" for cell in wanted.cells]
-            if any(map(faults, paths)):
+            document, *_ = found = [document_of(results / name, cell) for cell in wanted.cells]
+            if any(map(faults, found)):
                 continue
-            document = read_json(first)
             evaluation = _evaluation_of(document)
             named = wanted.rename
             rows = [
@@ -107,7 +117,7 @@ def marked(page: str) -> list[str]:
 
 def lacking(table: Table, folder: Path) -> list[str]:
     """The cells of a table without a document."""
-    return [cell for cell in table.cells if not (folder / f"{cell}.json").exists()]
+    return [cell for cell in table.cells if not document_of(folder, cell)]
 
 
 def markdown(table: Table, folder: Path) -> str:
@@ -140,7 +150,8 @@ def markdown(table: Table, folder: Path) -> str:
 def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     """The rows of some cells, less those that are left out, each with its document."""
     for cell in wanted.cells:
-        document = read_json(folder / f"{cell}.json")
+        document = document_of(folder, cell)
+        assert document is not None, cell
         for row in _rows_of(document):
             known = _known(row, document)
             if not any(
@@ -218,8 +229,8 @@ def _index(known: dict[str, Part], old: str, results: Path) -> str:
     before = dict(re.findall(r"^\| \[(\S+)\].* \| ([^|]*) \|$", old, re.MULTILINE))
     lines = [["part", "what it shows", "on", "how much", "made"]]
     for name, part in known.items():
-        paths = [results / name / f"{step.name}.json" for step in part.documents]
-        found = [read_json(path) for path in paths if path.exists()]
+        documents = documents_of(results / name)
+        found = [documents[one.name] for one in part.documents if one.name in documents]
         rows = [row for one in found for row in one["rows"]]
         models = {PurePath(str(one["settings"].get("model"))).name for one in found} - {"None"}
         days = [_day(str(one["environment"].get("commit"))) for one in found]

@@ -5,8 +5,9 @@ and the pages from their documents, and draw their pictures.
 
 A part is a folder of eval/results. Its commands run in build/results, where a run that was
 interrupted goes on: finished cells and scored labels are kept there as long as that folder is.
-When all have run, the documents are put in their places. Commit before, and again before the next
-run: a document names the commit that it was made at, and the tests take those of clean ones alone.
+When all have run, the documents are put in the part's documents.jsonl. Commit before, and again
+before the next run: a document names the commit that it was made at, and the tests take those of
+clean ones alone.
 """
 
 import os
@@ -26,6 +27,7 @@ from helpers.result_parts import (
     check_texts,
     faults,
     parts,
+    put_documents,
     text_sources,
     with_what_it_reads,
 )
@@ -35,7 +37,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.suites.suite import Cell, keep, parse_suite, run_cell
 from kvalign.eval.report import SUITE_FILE, Suite
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.files import locked, read_json, write_text
+from kvalign.foundation.files import locked, read_json
 from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings, option
 
@@ -129,12 +131,12 @@ def run_cells(part: str, steps: list[Cell | Script]) -> None:
 
 
 def place(part: str, steps: list[Cell | Script], results: Path) -> None:
-    """Copy the documents of a part into `results`, and say of which a test would complain."""
-    folder = results / part
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (f"{cell.name}.json" for cell in steps if not cell.is_preparation):
-        write_text(folder / name, (Path(part) / name).read_text(encoding="utf-8"))
-        for fault in faults(folder / name):
+    """Put the documents of a part into `results`, and say of which a test would complain."""
+    names = [cell.name for cell in steps if not cell.is_preparation]
+    made = {name: read_json(Path(part) / f"{name}.json") for name in names}
+    put_documents(results / part, made)
+    for name, document in made.items():
+        for fault in faults(document):
             print(f"note: {part}/{name}: {fault}", file=sys.stderr)
 
 

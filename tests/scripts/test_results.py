@@ -11,21 +11,21 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
+from helpers.result_parts import (
+    RESULTS,
+    ROOT,
+    check_texts,
+    documents_of,
+    faults,
+    parts,
+    text_sources,
+)
 from helpers.result_tables import PAGES, filled, lacking, markdown, marked
 from helpers.smaller import TEXT, output_of
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from scripts import results
-
-
-def documents():
-    return {
-        f"{name}/{step.name}": RESULTS / name / f"{step.name}.json"
-        for name, part in parts().items()
-        for step in part.documents
-    }
 
 
 def to_make():
@@ -44,15 +44,19 @@ def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
         for cell in results.cells(name, part, results.ResultsSettings())
         if not cell.is_preparation
     }
-    wrong = {name: faults(path) for name, path in documents().items() if faults(path)}
-    for name, path in documents().items():
-        if path.exists() and json.loads(path.read_text())["command"] != commands[name]:
+    documents = {
+        f"{part}/{name}": document
+        for part in parts()
+        for name, document in documents_of(RESULTS / part).items()
+        if not name.startswith("prepared/")
+    }
+    wrong = {name: found for name in commands if (found := faults(documents.get(name)))}
+    for name, document in documents.items():
+        if document["command"] != commands.get(name):
             wrong.setdefault(name, []).append("another command")
     listed = to_make()
     assert {name: wrong[name] for name in wrong.keys() - listed} == {}
     assert listed - wrong.keys() == set(), "they have been made"
-    found = {path for path in RESULTS.rglob("*.json") if path.parent.name != "prepared"}
-    assert found - set(documents().values()) == set()
 
 
 @pytest.mark.slow
@@ -102,7 +106,7 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     assert head == "| method | sinks | C = 32 | C = 64 |" and rule == "|---|---|---|---|"
     names = ["`recompute`", "`window`", "`discard-half`", "`kvalign` (table: nothing)"]
     assert [line.split("|")[1].strip() for line in lines] == names
-    document = json.loads((tmp_path / "made" / "llama-mini" / "python-docs.json").read_text())
+    document = documents_of(tmp_path / "made" / "llama-mini")["python-docs"]
     first = document["rows"][0]
     assert f"| {first['perplexity']:.2f} |" in lines[0] and first["num_labels"] == 30
     assert str(tmp_path) not in json.dumps(document)
@@ -161,11 +165,11 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         smaller = results.Script(cell.name, f"python {script} {small[cell.name]}")
         results.run_cells("scripts", [smaller])
         results.place("scripts", [smaller], tmp_path / "made")
-        (path,) = (tmp_path / "made").rglob(f"{cell.name}.json")
-        assert all("commit" in fault for fault in faults(path))
+        folder = tmp_path / "made" / "scripts"
+        assert all("commit" in fault for fault in faults(documents_of(folder)[cell.name]))
         for table in parts()["scripts"].tables.values():
             if table.cells == [cell.name]:
-                assert markdown(table, path.parent).count("\n") >= 4
+                assert markdown(table, folder).count("\n") >= 4
 
 
 def test_cards_and_page_name_the_texts():
