@@ -39,7 +39,7 @@ class KV(NamedTuple):
         index = slots[:, None, :, None]
         return self.map(lambda x: x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])))
 
-    def rows(self, rows: slice | Tensor) -> "KV":
+    def rows(self, rows: slice | list[int] | Tensor) -> "KV":
         """Entries of some rows of the batch."""
         return KV(self.keys[rows], self.values[rows])
 

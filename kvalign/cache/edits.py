@@ -116,7 +116,7 @@ class EncodedPart(EntryPart):
     def num_rows(self) -> int:
         return len(self.entries[0].keys)
 
-    def rows(self, some: slice) -> Self:
+    def rows(self, some: slice | list[int]) -> Self:
         """Those of some rows."""
         return replace(self, entries=[x.rows(some) for x in self.entries])
 

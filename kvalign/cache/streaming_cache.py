@@ -108,14 +108,13 @@ class StreamingCache(FixedSizeCache):
         return max(map(self.kept_sizes.num_stored, self.seen), default=0)
 
     def part(self, first: int, stop: int) -> CachePart:
-        """Entries at the places from `first` to `stop`, sinks first, of those that it has kept;
-        UserError if rows differ.
+        """Entries at the places from `first` to `stop`, sinks first, of those that it has kept, in
+        rows that are alike.
         """
         from kvalign.cache.edits import CachePart
 
         step = self.settle()
-        if step is None or not step.is_alike or len(set(self.num_gone)) > 1:
-            raise UserError("rows that differ cannot be edited together: select one")
+        assert step is not None
         before = step.end - step.stored[0]
         return CachePart(first, stop, self.attention, step.behind[0], before)
 

@@ -2,6 +2,8 @@
 before stays as it was.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -23,13 +25,45 @@ def edited_cache(
     """
     cache, sizes = _editable(method, start, stop), method.sizes
     num_new = sum(_num_of(part, method) for part in new)
+    if start == stop and not num_new:
+        return cache, 0
     if cache.realigner.place_positions is not None and not all(isinstance(x, Tensor) for x in new):
         raise UserError(
             f"with cache_size {sizes.cache_size} this aligner squeezes positions, and a piece has "
             "others: give its tokens, or a smaller cache_size"
         )
-    num_kept, num_sinks = cache.num_kept, sizes.num_sinks
-    num_gone = method.num_tokens - num_kept  # between the sinks and the others
+    alike = defaultdict(list)
+    for row, counts in enumerate(zip(cache.seen, cache.num_gone, strict=True)):
+        alike[counts].append(row)
+    if len(alike) < 2:
+        return _edited(method, cache, start, stop, new, num_new)
+    edited, num_lost = [], 0
+    for rows in alike.values():
+        own = copy.deepcopy(cache)
+        own.select(rows)
+        of_rows = [x[rows] if isinstance(x, Tensor) else x.rows(rows) for x in new]
+        one, num = _edited(method, own, start, stop, of_rows, num_new)
+        if not one.seen:
+            raise UserError(f"an edit must leave each row a token, got all of row {rows[0]}")
+        edited.append(one)
+        num_lost = max(num_lost, num)
+    edited[0].join(edited[1:])
+    order = [row for rows in alike.values() for row in rows]
+    edited[0].select([order.index(row) for row in range(len(order))])
+    return edited[0], num_lost
+
+
+def _edited(
+    method: Cached,
+    cache: StreamingCache,
+    start: int,
+    stop: int,
+    new: Sequence[Tensor | EncodedPart],
+    num_new: int,
+) -> tuple[StreamingCache, int]:
+    """Same for a cache whose rows are alike."""
+    num_kept, num_sinks = cache.num_kept, method.sizes.num_sinks
+    num_gone = max(cache.num_tokens, default=0) - num_kept  # between the sinks and the others
     first, behind = (x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop))
     num_lost = stop - start - (behind - first)
     if num_gone and start < num_sinks:
@@ -37,8 +71,6 @@ def edited_cache(
             f"an edit must begin behind the {num_sinks} sinks once tokens have been evicted, got "
             f"{start}"
         )
-    if start == stop and not num_new:
-        return cache, 0
     if num_gone and stop < num_sinks + num_gone:  # it lies before the oldest, as the new ids do
         num_gone, new = num_gone + num_new - num_lost, ()
     elif num_gone:
@@ -93,11 +125,11 @@ def _editable(method: Cached, start: int, stop: int) -> StreamingCache:
         )
     assert isinstance(cache, StreamingCache)
     cache.check_editable()
-    if not 0 <= start <= stop <= method.num_tokens:
-        raise UserError(
-            f"start and stop must be tokens of the stream, which has {method.num_tokens}, got "
-            f"{start} and {stop}"
-        )
+    num = min(cache.num_tokens, default=0)
+    if not 0 <= start <= stop <= num:
+        of_rows = f"of each row, the shortest of which has {num}"
+        of_all = of_rows if num < method.num_tokens else f"of the stream, which has {num}"
+        raise UserError(f"start and stop must be tokens {of_all}, got {start} and {stop}")
     return cache
 
 

@@ -28,7 +28,7 @@ from kvalign.foundation.escape import check_text
 
 def encoded(
     text: str | Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
     *,
     goes_on: bool = False,
@@ -36,9 +36,10 @@ def encoded(
     """The token ids of an input, which may already be token ids.
 
     Args:
+        tokenizer: None: ids need none.
         goes_on: a text continues another one, else it begins a stream.
     """
-    if isinstance(text, str):
+    if isinstance(text, str) and tokenizer is not None:
         ids = ids_of(text, tokenizer, prefix=not goes_on, goes_on=goes_on)
     elif isinstance(text, Sequence) and all(type(token) is int for token in text):
         ids = [token for token in text if isinstance(token, int)]
@@ -54,7 +55,9 @@ def encoded(
             f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: does "
             "the tokenizer belong to the model?"
         )
-    if not isinstance(text, str) and (unknown := {*ids} & {*unknown_ids(tokenizer, size)}):
+    if isinstance(text, str) or tokenizer is None:
+        return ids
+    if unknown := {*ids} & {*unknown_ids(tokenizer, size)}:
         raise UserError(f"token {min(unknown)} is not in the tokenizer, which has no text for it")
     return ids
 

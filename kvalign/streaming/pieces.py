@@ -135,7 +135,7 @@ def first_of(parts: Sequence[list[int] | Piece], num: int) -> list[list[int] | P
 
 def encode(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     text: str | Sequence[int],
     *,
     after: str | Sequence[int] = "",
@@ -143,6 +143,7 @@ def encode(
     """Encode a text, or its token ids, to put it into streams (`TextStream.insert`).
 
     Args:
+        tokenizer: None: both are ids.
         after: text, or ids, that stands before it when it is encoded, and is not part of it; none:
             what begins every text of the tokenizer.
 
@@ -157,7 +158,9 @@ def encode(
             "a text cannot be encoded alone for this model: the state of its layers without "
             "attention is of all tokens at once"
         )
-    before = encoded(after, tokenizer, model) if after else prefix_ids(tokenizer)
+    before = (
+        encoded(after, tokenizer, model) if after or tokenizer is None else prefix_ids(tokenizer)
+    )
     ids = encoded(text, tokenizer, model, goes_on=True)
     if not ids:
         raise UserError("the text is empty: give at least one word")

@@ -158,35 +158,42 @@ class RandomStream:
 
     @property
     def _may_be_edited(self) -> bool:
-        is_slice = self.loop is PlainStream and self.plan.is_slice
-        is_placed = self.loop is PlainMemory or (is_slice and self.plan.aligner != "network")
-        return is_placed and self.is_even and len(set(self.method.cache.num_gone)) == 1
+        if self.loop is PlainMemory:  # what is taken back is told of rows that are alike
+            return self.is_even and len(set(self.method.cache.num_gone)) == 1
+        return self.loop is PlainStream and self.plan.is_slice and self.plan.aligner != "network"
 
     def _edit(self) -> None:
         """Some tokens are replaced by others, and by pieces that were encoded alone, or it is
         tried, and taken back.
         """
-        rng, num_kept = self.rng, self.method.cache.num_kept
-        num_gone, num_sinks = self.method.num_tokens - num_kept, self.method.sizes.num_sinks
-        first = rng.randint(num_sinks if num_gone else 0, num_kept)
-        stop = rng.randint(first, num_kept)
+        rng, cache, num_sinks = self.rng, self.method.cache, self.method.sizes.num_sinks
+        kept = [*map(cache.kept_sizes.num_stored, cache.seen)]
+        gone = [all_of - own for all_of, own in zip(cache.num_tokens, kept, strict=True)]
+        start = rng.randint(num_sinks if any(gone) else 0, min(cache.num_tokens))
+        stop = rng.randint(start, min(cache.num_tokens))
         parts = [self._new_part() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
-        if (stop == first and not parts) or (not parts and first + num_kept == stop):
+        first, last = (
+            [x if x < num_sinks else max(x - num, num_sinks) for num in gone] for x in (start, stop)
+        )
+        is_left = [bool(parts) or num + x > y for num, x, y in zip(kept, first, last, strict=True)]
+        if (stop == start and not parts) or not all(is_left):
             return
         is_memory = self.loop is PlainMemory
-        start, end = (x + num_gone * (num_gone > 0 or is_memory) for x in (first, stop))
         with self._taken_back() if is_memory else nullcontext() as taken:
-            self.method.edit(start, end, *map(self._given, parts))
+            self.method.edit(start, stop, *map(self._given, parts))
         if not is_memory and rng.random() < 0.2:
             self.method.undo_edit()
             return
+        self.found["edits of uneven rows"] += not self.is_even
         for i, row in enumerate(self.rows):
             own = [part if isinstance(part, Piece) else part[i] for part in parts]
+            if gone[i] and stop < num_sinks + gone[i]:  # before the oldest, as the new ones are
+                own = []
             if is_memory:
-                self._edit_memory(i, row, first, stop, own, taken)
+                self._edit_memory(i, row, first[i], last[i], own, taken)
                 continue
             for loop in row:
-                loop.edit(first, stop, [self._alone(loop, part) for part in own])
+                loop.edit(first[i], last[i], [self._alone(loop, part) for part in own])
 
     def _new_part(self) -> Tensor | Piece:
         num, is_piece = self.rng.choice((1, 7)), self.rng.random() < 0.3

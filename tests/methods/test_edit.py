@@ -2,11 +2,14 @@
 Their figures are those of plain loops in `test_numerics_fuzz.py`; `kvalign verify` takes them back.
 """
 
+import copy
+
 import pytest
 import torch
-from helpers.methods import make
+from helpers.methods import made, make
 
 from kvalign.foundation.errors import UserError
+from kvalign.streaming.pieces import encode
 
 GONE = ("1.memory.0", "1.memory.1", "1.base")
 
@@ -77,9 +80,40 @@ def test_what_cannot_be_edited_is_refused_by_name(models, ids):
         assert "has 30" in refusal(streaming.new(), start, stop)
     assert "below 96" in refusal(streaming.new(), 6, 8, torch.full((2, 1), 96))
     assert "2 rows" in refusal(streaming.new(), 6, 8, ids[:1, :3])
-    one, other = streaming.new(), streaming.new()
-    one.feed(ids[:1, :9])
-    other.feed(ids[1:, :12])
-    one.join([other])
-    with pytest.raises(UserError, match="select one"):
-        one.edit(5, 6)
+    uneven = uneven_rows("streaming-llm", llama, ids)[0]
+    with pytest.raises(UserError, match="of each row, the shortest of which has 30"):
+        uneven.edit(29, 31)
+    with pytest.raises(UserError, match="leave each row a token, got all of row 1"):
+        uneven_rows("window", llama, ids, (9, 5))[0].edit(0, 5)
+
+
+def uneven_rows(name, model, ids, nums=(30, 60, 30, 75), **options):
+    """A batch of rows of so many tokens, the third of them edited before, and each row alone."""
+    alone = []
+    for row, num in enumerate(nums):
+        alone.append(made(name, model, **options))
+        alone[-1].feed(ids[row % 2 :][:1, row : row + num])
+        if row == 2:
+            alone[-1].edit(20, 22, ids[:1, :2])
+    batch = copy.deepcopy(alone[0])
+    batch.join([copy.deepcopy(x) for x in alone[1:]])
+    return batch, alone
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("options", [{}, {"memory": 30}, {"cache_dtype": "int8"}], ids=str)
+def test_rows_of_unequal_length_are_edited_each_in_its_own_tokens(kind, options, models, ids):
+    """Full caches, too, whose entries lie alike."""
+    if kind == "bloom" and "memory" in options:
+        return  # it has none
+    name = "tables" if kind == "gpt2" else "streaming-llm"
+    batch, alone = uneven_rows(name, models[kind], ids, **options)
+    new, piece = ids[:1, 5:8].repeat(4, 1) + torch.arange(4)[:, None], ids[:1, :4]
+    part = encode(models[kind], None, piece[0].tolist(), after=[7]).part
+    own = [x.edit(22, 27, row[None], part(x.model)) for x, row in zip(alone, new, strict=True)]
+    assert batch.edit(22, 27, new, part(batch.model, 4)) == max(own)
+    assert batch.cache.num_tokens == [x.num_tokens for x in alone]
+    for i in range(20):
+        now = ids[:1, i : i + 1]
+        apart = batch.feed(now.expand(4, 1)) - torch.cat([x.feed(now) for x in alone])
+        assert apart.abs().max() < 1e-4, i
