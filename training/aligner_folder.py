@@ -69,5 +69,9 @@ def record_of(
 
 def save(aligner: Aligner, out: Path) -> None:
     """Write the aligner's files and its card; the config is last and marks them as complete."""
-    (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
-    write_together(out, aligner.eval().requires_grad_(False).save_pretrained, last=CONFIG)
+
+    def write(folder: Path) -> None:
+        aligner.eval().requires_grad_(False).save_pretrained(folder)
+        (out / PLAN).unlink(missing_ok=True)  # it is of another aligner
+
+    write_together(out, write, last=CONFIG)

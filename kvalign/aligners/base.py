@@ -39,7 +39,7 @@ from kvalign.models.wrapped import no_autograd_modes
 if TYPE_CHECKING:
     from kvalign.cache.sizes import CacheSizes
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 REVISION_LEN = 12
 OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
@@ -204,14 +204,25 @@ class Aligner(
         """The README.md that `save_pretrained` writes unless one exists."""
         return ModelCard(card_text(self.config))
 
-    def _save_pretrained(self, save_directory: Path) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, *, push_to_hub: bool = False, **options: Any
+    ) -> str | None:
+        """Write weights, config and a card to a folder, all or none; a card that is there stays.
+
+        Args:
+            options: of `push_to_hub`, whose `repo_id` is the folder's name unless given.
+        """
+        to = Path(save_directory)
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
 
         def write(folder: Path) -> None:
             save_file(tensors, folder / WEIGHTS)
             write_json(folder / CONFIG, self.config.model_dump(mode="json"))
+            if not (to / CARD).exists():
+                self.generate_model_card().save(folder / CARD)
 
-        write_together(save_directory, write, last=CONFIG)
+        write_together(to, write, last=CONFIG)
+        return self.push_to_hub(**{"repo_id": to.name, **options}) if push_to_hub else None
 
     # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod

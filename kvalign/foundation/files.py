@@ -43,35 +43,58 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_together(folder: Path, write: Callable[[Path], object], last: str) -> None:
     """Let `write` fill a temporary folder with files, then move them into `folder`. The file named
-    `last` marks completeness: it is moved when all others are in place.
+    `last` marks completeness: it is moved when all others are in place. Until all are written an
+    interruption leaves the old files; after that the new ones.
 
     Raises:
         OSError: as of `write_whole`.
     """
     # A folder, because some writers (safetensors) have temporary files of their own beside a file.
-    partial, ready = folder / f".{last}.partial", folder / f".{last}.partial.last"
+    partial, ready = _unfinished(folder, last)
     is_new = not folder.exists()
     try:
-        _remove((partial, ready))
+        _settle(folder, last)  # what a killed run left
         partial.mkdir(parents=True)
         write(partial)
         os.replace(partial / last, ready)
-        others = [*partial.iterdir()]
-        if others:
-            (folder / last).unlink(missing_ok=True)  # it is of other files
-        for path in others:
-            os.replace(path, folder / path.name)
-        partial.rmdir()
-        os.replace(ready, folder / last)
     except RunError:
         raise
     except (SafetensorError, RuntimeError) as error:  # safetensors' and torch.save's own
         raise OSError(f"cannot write {folder / last}: {error}") from error
     finally:
-        _remove((partial, ready))
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+        try:
+            _settle(folder, last)
+        except OSError:
+            _remove((partial, ready))
+            raise
+        except BaseException:
+            _settle(folder, last)  # Ctrl-C in the middle of a move
+            raise
+        finally:
+            if is_new:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
+
+
+def _unfinished(folder: Path, last: str) -> tuple[Path, Path]:
+    """The temporary folder of files, and where the last of them is once all are written."""
+    return folder / f".{last}.partial", folder / f".{last}.partial.last"
+
+
+def _settle(folder: Path, last: str) -> None:
+    """Move files that were all written into their place, and remove others, by what is on the disk:
+    at any moment this leaves the old files or the new ones.
+    """
+    partial, ready = _unfinished(folder, last)
+    if ready.exists():
+        others = [*partial.iterdir()] if partial.is_dir() else []
+        if others:
+            (folder / last).unlink(missing_ok=True)  # it is of other files
+        for path in others:
+            os.replace(path, folder / path.name)
+    _remove((partial,))
+    if ready.exists():
+        os.replace(ready, folder / last)
 
 
 def write_text(path: Path, text: str) -> None:

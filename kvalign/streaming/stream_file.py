@@ -8,7 +8,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -175,7 +175,7 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
     tensors, before = dict(tensors), _memory_of(path)
     parts = [tensors[name] for name in _of_memory(tensors)]
     digests = tensors.pop(STATE + "digests", None)
-    file, counts, metadata = None, before and before.file, {"format": _FORMAT}
+    file, metadata = None, {"format": _FORMAT}
 
     def write_both(partial: Path) -> None:
         nonlocal file
@@ -193,10 +193,15 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
 
     try:
         write_whole(path, write_both)
-        counts = file
     finally:
-        memory_file.remove(path, but=counts)
+        _settle(path)
     return metadata[_CHECKSUM]
+
+
+def _settle(path: Path) -> None:
+    """Remove the memory of no stream: what the file on the disk does not refer to."""
+    with suppress(UserError):  # it is damaged, and may refer to any
+        memory_file.remove(path, but=about(path).memory_file if path.exists() else None)
 
 
 def remove(path: Path) -> None:

@@ -27,6 +27,18 @@ def test_round_trip_is_exact(models, folder):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+def test_a_full_disk_leaves_the_aligner_that_was_there(models, folder, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvalign.aligners.base.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        network(models["gpt2"]).save_pretrained(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("training", "label"),
     [
