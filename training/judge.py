@@ -5,9 +5,11 @@ them: there anything helps that turns some entry into a sink. So each set of par
 values, both) streams the same text, with the default sinks of streaming methods and without. To be
 used, a set must beat the best of `streaming-llm`, which is the set of none.
 
-All cache sizes have the same labels, and a label's loss is its mean over them: so each label counts
-once in an interval. Every other row chooses. The rest, which had no part in the choice, are what
-is reported.
+All cache sizes have the same labels. To choose, a label's loss is its mean over them: so each label
+counts once in an interval. A few rows choose. The rest, which had no part in the choice, are what
+is reported: what was chosen is held there, at each cache size, against `discard-half`, the way
+without an aligner. These verdicts stay in the aligner, and `auto` obeys them
+(`kvalign.methods.choice`).
 
 For the corpus `recall` only answers count whose fact is still in the cache (`Text.counted`).
 
@@ -17,6 +19,7 @@ read again, beyond the recorded tokens. `kvalign train` judges what it saves, `k
 the aligner as it is and saves a copy.
 """
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import combinations
@@ -47,8 +50,8 @@ from kvalign.training.settings import JudgeSettings, device_of
 from kvalign.training.text import Text, val_sizes
 
 ROW_LABELS = 256
-NUM_ROWS = 8  # every other one chooses, the rest are reported
-NETWORK_ROWS = 4  # a step of networks takes long
+NUM_CHOOSING, NUM_ROWS = 4, 32  # rows that choose, and all
+NETWORK_ROWS = 8  # a step of networks takes long
 
 Weights = dict[str, Tensor]
 Parts = tuple[str, ...]
@@ -79,59 +82,83 @@ def judge(
         kvs: the trained parts.
 
     Returns:
-        `parts` and `num_sinks`: the choice; `val_nll`: its loss; `without`: `num_sinks` and
-        `val_nll` of the best without an aligner; `discard_half`: that method's loss with the chosen
-        sinks; `shipped`: `aligner` and `val_nll` of the model's shipped aligner, None if there is
-        none for these caches; `streams`: `parts`, `num_sinks`, `val_nll` and `by_cache` (by cache
-        size) of each set; `cache_sizes`, `num_labels`. Losses are in nats per token, of the rows
-        that did not choose.
+        `parts` and `num_sinks`: the choice; `streams`: `parts`, `num_sinks`, `val_nll` and
+        `by_cache` (by cache size) of each set, and `num_choosing`, their labels. Of the rows that
+        did not choose: `val_nll` of the choice; `tried`: `parts`, `num_sinks` and `val_nll` of the
+        best set with parts, and `without`: the same of none with these sinks; `discard_half`: that
+        method's loss with the chosen sinks; `against_discard_half`: by cache size the fields of
+        `kvalign.aligners.base.Verdict`, empty if nothing is used; `shipped`: `aligner` and
+        `val_nll` of the model's shipped aligner, None if there is none for these caches;
+        `num_labels`. And `cache_sizes`. Losses are in nats per token.
 
     Raises:
         UserError: only answers of the text count, and there are none.
     """
     progress.phase("judging by streaming")
-    rows = excerpts(text, aligner.config.chunk_len - 1)
+    choosing, rest = excerpts(text, aligner.config.chunk_len - 1)
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
-    sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
-    sets = [parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)]
-    choosing: dict[tuple[Parts, int], Tensor] = {}
-    reported: dict[tuple[Parts, int], Tensor] = {}
-    for parts in sets:
+    sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(choosing)]
+
+    def losses_of(rows: dict[int, Tensor], parts: Parts, num_sinks: int) -> Tensor:
         use_parts(aligner, trained, untrained, parts)
         name, options = "streaming-llm", {}
         if parts:
             name, options = "kvalign", {"aligner": aligner, "realign_every": every}
+        return streamed(model, text, rows, name, num_sinks=num_sinks, **options)
+
+    by_cache: dict[tuple[Parts, int], Tensor] = {}
+    for parts in (parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)):
         for n in [usual] if parts and aligner.recursive else sinks:
-            losses = streamed(model, text, rows, name, num_sinks=n, **options)
-            choosing[parts, n], reported[parts, n] = by_label(losses[:, 0::2]), losses[:, 1::2]
-    nll = {one: loss.mean().item() for one, loss in choosing.items()}
+            by_cache[parts, n] = losses_of(choosing, parts, n)
+    losses = {one: by_label(x) for one, x in by_cache.items()}
+    nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    choice = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
+    choice = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
+    shown = choice if choice[0] else min((x for x in nll if x[0]), key=lambda one: nll[one])
+    tried, plain = (losses_of(rest, parts, shown[1]) for parts in (shown[0], ()))
+    half = streamed(model, text, rest, "discard-half", num_sinks=choice[1])
     use_parts(aligner, trained, untrained, choice[0])
-    half = streamed(model, text, rows, "discard-half", num_sinks=choice[1])
-    plain = min(sinks, key=lambda n: nll[(), n])
-    val_nll = {one: by_label(losses).mean().item() for one, losses in reported.items()}
+    saved = tried
+    if not choice[0]:
+        saved = plain if choice[1] == shown[1] else losses_of(rest, *choice)
+    val_nll = [by_label(x).mean().item() for x in (saved, tried, plain, half)]
     return {
         "parts": list(choice[0]),
         "num_sinks": choice[1],
-        "val_nll": val_nll[choice],
-        "without": {"num_sinks": plain, "val_nll": val_nll[(), plain]},
-        "discard_half": by_label(half[:, 1::2]).mean().item(),
-        "shipped": _shipped(model, text, rows),
+        "val_nll": val_nll[0],
+        "tried": {"parts": list(shown[0]), "num_sinks": shown[1], "val_nll": val_nll[1]},
+        "without": {"num_sinks": shown[1], "val_nll": val_nll[2]},
+        "discard_half": val_nll[3],
+        "against_discard_half": [
+            _verdict(size, *both) for size, *both in zip(rest, tried, half, strict=True)
+        ]
+        * bool(choice[0]),
+        "shipped": _shipped(model, text, rest),
         "streams": [
             {
                 "parts": list(parts),
                 "num_sinks": n,
-                "val_nll": val_nll[parts, n],
-                "by_cache": losses.flatten(1).nanmean(1).tolist(),
+                "val_nll": nll[parts, n],
+                "by_cache": x.flatten(1).nanmean(1).tolist(),
             }
-            for (parts, n), losses in reported.items()
+            for (parts, n), x in by_cache.items()
         ],
-        "cache_sizes": list(rows),
-        "num_labels": len(by_label(reported[best])),
+        "cache_sizes": list(rest),
+        "num_choosing": len(losses[best]),
+        "num_labels": len(by_label(half)),
     }
+
+
+def _verdict(cache_size: int, losses: Tensor, of_half: Tensor) -> dict[str, Any]:
+    """Fields of a `Verdict` from losses [rows, labels], nan where a label does not count."""
+    difference = (losses - of_half).flatten()
+    difference = difference[~difference.isnan()]
+    low, high = interval(difference)
+    known = high is not None
+    ratio = math.exp(difference.double().mean().item())
+    return {"cache_size": cache_size, "ratio": ratio, "low": low if known else None, "high": high}
 
 
 def by_label(losses: Tensor) -> Tensor:
@@ -144,11 +171,11 @@ def by_label(losses: Tensor) -> Tensor:
 
 
 def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dict[str, Any] | None:
-    """The shipped aligner of a model, and its loss on the rows that did not choose."""
+    """The shipped aligner of a model, and its loss on rows."""
     name = checkpoints.default_aligner(model.config.name_or_path, max(rows))
     if name is None or lack_of_aligner(model, max(rows)):
         return None
-    losses = by_label(streamed(model, text, rows, "kvalign", aligner=name)[:, 1::2])
+    losses = by_label(streamed(model, text, rows, "kvalign", aligner=name))
     return {"aligner": name, "val_nll": losses.mean().item()}
 
 
@@ -167,8 +194,11 @@ def _is_better(losses: Tensor, others: Tensor) -> bool:
 
 def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
     """Number of tokens that `judge` counts for the progress."""
-    rows = excerpts(text, aligner.config.chunk_len - 1).values()
-    return (2 ** len(kvs) * 2 + 2) * sum(ids.numel() for ids in rows)
+    choosing, rest = (
+        sum(ids.numel() for ids in rows.values())
+        for rows in excerpts(text, aligner.config.chunk_len - 1)
+    )
+    return 2 ** len(kvs) * 2 * choosing + 4 * rest
 
 
 def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Parts) -> None:
@@ -183,18 +213,23 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     aligner.load_state_dict(weights)
 
 
-def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
-    """Cache sizes, each with rows [B, C + 1 + labels] of the validation part, without overlap. B is
-    even, and rows end with the same labels at all sizes.
+def excerpts(text: Text, largest: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Rows that choose, and the others: by cache size [B, C + 1 + labels] of the validation part,
+    without overlap. Those of all sizes end with the same labels.
     """
     row_len = min(map(len, text.val)) // 2
     largest = min(largest, row_len // 2)
     row_len = min(row_len, largest + 1 + ROW_LABELS)
-    num_rows = max(1, min(NUM_ROWS // len(text.val), min(map(len, text.val)) // row_len) // 2) * 2
+    most = max(2, NUM_ROWS // len(text.val))
+    num_rows = max(2, min(most, min(map(len, text.val)) // row_len))
+    every = max(2, -(-num_rows * len(text.val) // NUM_CHOOSING))
     rows = torch.cat([*text.val_rows(num_rows, row_len)])
-    return {
-        size: with_prefix(rows[:, largest - size :], text.opening) for size in val_sizes(largest)
-    }
+    chooses = torch.arange(len(rows)) % every == 0
+    choosing, rest = (
+        {size: with_prefix(some[:, largest - size :], text.opening) for size in val_sizes(largest)}
+        for some in (rows[chooses], rows[~chooses])
+    )
+    return choosing, rest
 
 
 def streamed(
@@ -218,7 +253,7 @@ def streamed(
 
 @keywords_of(JudgeSettings)
 def judge_aligner(settings: JudgeSettings) -> dict[str, Any]:
-    """Judge the networks of an aligner by streams, and save it in `out` with those that help.
+    """Judge the parts of an aligner by streams, and save it in `out` with those that help.
 
     Returns:
         the result of `kvalign.training.judge.judge`.
@@ -226,18 +261,13 @@ def judge_aligner(settings: JudgeSettings) -> dict[str, Any]:
     Raises:
         NotFoundError: no such aligner or model.
         ExistsError: `out` has an aligner, and `overwrite` is not set.
-        UserError: another kind of aligner, none of whose networks is used, or too short a text.
+        UserError: an aligner none of whose parts is used, or too short a text.
     """
     out = settings.out
     check_free(out, settings.overwrite)
     aligner = Aligner.from_pretrained(settings.aligner)
-    if aligner.config.kind != "network":
-        raise UserError(
-            f"--aligner must be of kind network, got {aligner.config.kind}: kvalign train judges "
-            "other kinds as it makes them"
-        )
     if not _kvs_of(aligner.config):
-        raise UserError(f"nothing to judge: no network of {settings.aligner} is used")
+        raise UserError(f"nothing to judge: no part of {settings.aligner} is used")
     verdict = _judge(aligner, settings.accelerator, settings.corpus)
     command = settings.command_line("judge", leave_out=("overwrite",))
     for part in aligner.config.training.values():
@@ -266,15 +296,19 @@ def _judge(
     that of the recording, unless a corpus is given.
     """
     config, kvs = aligner.config, _kvs_of(aligner.config)
-    data = config.training[kvs[0]]["data"] | ({"corpus": corpus} if corpus else {})
-    if "corpus" not in data:
+    data = config.training[kvs[0]]["data"]
+    corpus = corpus or data.get("corpus")
+    if not corpus:
         raise UserError("the aligner has no text of its own")
     progress.phase("reading")
     loaded = _model_of(config, accelerator)
-    text = text_after(data["corpus"], data.get("num_tokens", 0), config.chunk_len, loaded.tokenizer)
+    num_rows = NETWORK_ROWS if aligner.recursive else NUM_ROWS
+    text = text_after(data, corpus, num_rows, config.chunk_len, loaded.tokenizer)
     tried = deepcopy(aligner).to(loaded.model.device)  # of which an error leaves any part
-    untrained = deepcopy(tried)
-    for kv in kvs:
+    untrained = (
+        deepcopy(tried) if aligner.recursive else type(aligner)(config).to(loaded.model.device)
+    )
+    for kv in kvs if aligner.recursive else ():
         getattr(untrained, kv).clear()
     progress.expect(num_judged_tokens(tried, text, kvs), "tokens")
     verdict = judge(tried, untrained.state_dict(), loaded.model, text, kvs)
@@ -289,31 +323,36 @@ def _judge(
 
 
 def _kvs_of(config: AlignerConfig) -> tuple[str, ...]:
-    """The networks that change something."""
+    """The parts that change something."""
     training = config.training
     return tuple(kv for kv in TARGETS if kv in training and training[kv].get("used", True))
 
 
 def text_after(
-    corpora: Sequence[str], num_tokens: int, chunk_len: int, tokenizer: PreTrainedTokenizerBase
+    data: dict[str, Any],
+    corpora: Sequence[str],
+    num_rows: int,
+    chunk_len: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Text:
-    """Tokens after those of a recording in each of its corpora, which no network has seen;
-    UserError if a corpus ends before.
+    """Tokens of corpora for so many rows, which an aligner has not seen: of a corpus that it was
+    made from those after its own. UserError if one ends before.
 
     Args:
-        corpora, num_tokens, chunk_len: of the recording.
+        data: its record of `corpus` and `num_tokens`.
     """
-    num_rows = max(NETWORK_ROWS // len(corpora), 1)
-    num_needed = num_rows * (chunk_len + ROW_LABELS)
-    share = -(-num_tokens // len(corpora))
+    num_needed = max(num_rows // len(corpora), 1) * (chunk_len + ROW_LABELS)
+    own = data.get("corpus", ())
+    share = -(-data.get("num_tokens", 0) // max(len(own), 1))
     texts = []
     for corpus in corpora:
-        ids = some_ids(corpus, tokenizer, num_needed, start=share)
+        start = share if corpus in own else 0
+        ids = some_ids(corpus, tokenizer, num_needed, start=start)
         texts.append(torch.tensor(ids, dtype=torch.int64))
-        if len(texts[-1]) < num_needed:
+        if len(ids) < num_needed:
             raise UserError(
-                f"corpus {corpus!r} has {len(texts[-1])} tokens after the {share} recorded "
-                f"ones, {num_needed} are needed"
+                f"corpus {corpus!r} has {len(ids)} tokens after the {start} recorded ones, "
+                f"{num_needed} are needed"
             )
     return Text([], texts, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 

@@ -200,7 +200,7 @@ class PretrainSettings(Settings):
         kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
     """
 
-    arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
+    arch: str = option("gpt2", help="architecture", choices=("gpt2", "opt", "llama"))
     corpus: tuple[str, ...] = option(
         ("python-docs",),
         help="corpora, each SPEC or SPEC@WEIGHT; recall alone: facts and questions",
@@ -348,20 +348,21 @@ class TuneMemorySettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Settings):
-    """Judge networks by streams of held-out text, and save a copy with those that help.
+    """Judge an aligner by streams of held-out text, and save a copy with the parts that help.
 
-    kvalign train does the same to what it trains, unless it is told --no-judge.
+    kvalign train does the same to what it trains, unless it is told --no-judge. The copy keeps
+    where it is worse than discard-half, which --method auto then takes.
 
     Example:
         kvalign judge --aligner my-network --out my-network-judged
     """
 
-    aligner: str = option(help="shipped name, folder or hub id of an aligner of kind network")
+    aligner: str = option(help="shipped name, folder or hub id of an aligner")
     out: Path = option(help="folder of the judged aligner", writes="folder")
     corpus: tuple[str, ...] | None = option(
         None,
-        help="text to stream, comma-separated, beyond as many tokens as were recorded (default: "
-        "the recorded text)",
+        help="text to stream, comma-separated; of a text that the aligner was made from, what "
+        "follows (default: that text)",
     )
     accelerator: str = option("auto", help="what to stream on", choices=("cpu", "auto", "gpu"))
     overwrite: bool = option(False, help="replace the aligner in --out")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ VAL_SHARE = 0.1
 
 
 def val_sizes(largest: int) -> list[int]:
-    """Cache sizes for validation: a small one, a middle one and the largest."""
-    return sorted({min(size, largest) for size in (32, 96, largest)})
+    """Cache sizes for validation: 32, 64, ... and the largest."""
+    return [*takewhile(lambda size: size < largest, (32 << n for n in count())), largest]
 
 
 @dataclass(frozen=True)

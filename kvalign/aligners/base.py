@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -50,6 +50,37 @@ Flags = Tensor | bool  # of each entry, [B, S]; one for all that are alike
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Size = Annotated[Count, Field(ge=1)]
 Text = Annotated[str, Field(strict=True)]
+
+
+class Verdict(BaseModel):
+    """Measured: the perplexity of held-out text with an aligner relative to that of `discard-half`,
+    with equal sinks, at a cache size; and its 95 % interval, None with too few labels for one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cache_size: Size
+    ratio: FiniteFloat
+    low: FiniteFloat | None = None
+    high: FiniteFloat | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        return self.ratio > 1
+
+    @property
+    def is_better(self) -> bool:
+        """Return whether the interval lies below 1, or without one the ratio."""
+        return (self.ratio if self.high is None else self.high) < 1
+
+    @property
+    def in_figures(self) -> str:
+        """`1.012 (1.003 to 1.021)`."""
+        ends = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.ratio:.3f}{ends}"
+
+    def __str__(self) -> str:
+        return f"{self.in_figures} at C = {self.cache_size}"
 
 
 class AlignerConfig(BaseModel):
@@ -90,6 +121,37 @@ class AlignerConfig(BaseModel):
     sizes: dict[str, Size] = {}
     training: dict[str, dict[str, Any]] = {}
 
+    @model_validator(mode="after")
+    def _check_verdicts(self) -> Self:
+        assert self.verdicts is not None
+        return self
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Findings of `kvalign.training.judge`, by ascending cache size; empty if it was not asked,
+        or nothing is used.
+        """
+        for part in self.training.values():
+            if isinstance(judged := part.get("judged"), dict):
+                return _VERDICTS.validate_python(judged.get("against_discard_half", ()))
+        return ()
+
+    def verdict_at(self, cache_size: int) -> Verdict | None:
+        """The verdict for caches of this size; None without any. Between two judged sizes nothing
+        was measured: it is the worse of theirs. Beyond the last it is that one's. If the aligner is
+        better at no size, it is the worst of all: a ratio below 1 among them is chance.
+        """
+        near = self.verdicts
+        if any(one.is_better for one in near):
+            below = [one for one in near if one.cache_size <= cache_size][-1:]
+            near = (*below, *[one for one in near if one.cache_size >= cache_size][:1])
+        return max(near, key=lambda one: one.ratio, default=None)
+
+    def sizes_of_discard_half(self) -> list[int]:
+        """The judged sizes at which `auto` takes `discard-half`."""
+        sizes = [one.cache_size for one in self.verdicts]
+        return [size for size in sizes if (one := self.verdict_at(size)) and one.is_worse]
+
     @property
     def largest_cache(self) -> int:
         """The largest cache whose places are positions; `TableAligner.squeezed` says of others."""
@@ -99,6 +161,9 @@ class AlignerConfig(BaseModel):
     def num_positions(self) -> int:
         """Positions after the sinks of a recorded cache after one eviction: the most to align."""
         return self.chunk_len - self.num_sinks - 1
+
+
+_VERDICTS = TypeAdapter(tuple[Verdict, ...])
 
 
 @dataclass(frozen=True)

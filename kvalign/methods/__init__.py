@@ -51,8 +51,9 @@ def make_method(
 
     Args:
         name: key of `METHODS`, or `auto`. `auto` chooses `kvalign` if an aligner is given, ships or
-            was trained here, else `streaming-llm` on rotary and ALiBi positions and `discard-half`
-            on learned ones (`kvalign.methods.choice.choose`). The choice is logged.
+            was trained here, and was not measured as worse than `discard-half`; else
+            `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned ones
+            (`kvalign.methods.choice.choose`). The choice is logged.
         model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
@@ -72,7 +73,7 @@ def make_method(
         TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
-    from kvalign.methods.choice import choose, warn_if_stale
+    from kvalign.methods.choice import choose, needs_cache, warn_if_stale
     from kvalign.models.wrapped import unwrapped
 
     inner = unwrapped(model)
@@ -82,7 +83,8 @@ def make_method(
         cache_size = typed("cache_size", cache_size, int)
     sizes_asked: dict[str, Any] = {**config}
     aligner = sizes_asked.pop("aligner", None)
-    choice = choose(inner, name, cache_size=cache_size, aligner=aligner)
+    cached = needs_cache(sizes_asked)
+    choice = choose(inner, name, cache_size=cache_size, aligner=aligner, cached=cached)
     if name == AUTO:
         log.info("auto uses %s: %s", choice.method, choice.why or choice.note)
     if choice.note and warn:
@@ -97,7 +99,7 @@ def make_method(
     if cache_size is None:
         cache_size, why_size = default_size(
             inner,
-            longest=loaded.config.chunk_len - 1 if loaded else None,
+            longest=loaded.config.largest_cache if loaded else None,
             realign_every=sizes_asked.get("realign_every"),
             num_streams=num_streams,
             cache_dtype=sizes_asked.get("cache_dtype"),
@@ -151,12 +153,16 @@ def make_cache(
     """
     check_keywords(make_cache, config)
     from kvalign.methods.cached import Cached
-    from kvalign.methods.choice import how_to_train, lack_of_aligner
+    from kvalign.methods.choice import choose, how_to_train, lack_of_aligner
 
     streaming = make_method(method, model, cache_size=cache_size, **config)
     if not isinstance(streaming, Cached):
         if method == AUTO:
             model = streaming.model
+            choice = choose(model, cache_size=cache_size, cached=True)
+            if choice.aligner is not None:  # worse than `discard-half`, which has no such cache
+                config["aligner"] = choice.aligner
+                return make_cache(model, cache_size=cache_size, method=choice.method, **config)
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
                 f"no cache keeps entries correct on {_described(model)}: {lack}; train one "

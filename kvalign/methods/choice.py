@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -13,6 +14,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.kinds import note_of_use
+from kvalign.cache.sizes import default_size
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
@@ -45,15 +47,18 @@ def choose(
     *,
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    cached: bool = False,
 ) -> Choice:
     """Choose the method and the aligner of a stream.
 
     `kvalign` by name takes the aligner that is given; else the one that was trained here last and
     changes something; else the one that ships for the model. `auto` takes a given one; else the
     shipped one; else one that was trained here and judged by streams. It is `kvalign` with these,
-    if the shipped one fits caches of this size (None: of any size). Otherwise it is the method that
+    if the shipped one fits caches of this size (None: of any size), and if it was not measured as
+    worse than `discard-half` there (`AlignerConfig.verdict_at`). Otherwise it is the method that
     keeps entries right without an aligner: `streaming-llm` on rotary and ALiBi positions,
-    `discard-half` on learned ones.
+    `discard-half` on learned ones. If `cached`, for what needs entries that stay (`needs_cache`),
+    no measurement counts.
     """
     is_auto = method == AUTO
     with_aligner = "kvalign" if is_auto else method
@@ -66,8 +71,8 @@ def choose(
     merit: Merit = "judged" if is_auto else "used" if shipped else "any"
     trained = trained_here(model, at_least=merit)
     if trained and shipped is None:
-        note = note_of_use(trained, spec.name)
-        return Choice(with_aligner, trained, note=note)
+        choice = Choice(with_aligner, trained, note=note_of_use(trained, spec.name))
+        return _as_judged(choice, model, cache_size, cached) if is_auto else choice
     if trained and not is_auto:
         figures = in_figures(trained) or f"not compared with the shipped {shipped}"
         note = f"using {trained}, trained here: {figures}; --aligner {shipped} uses the shipped one"
@@ -80,13 +85,37 @@ def choose(
     elif other := trained_here(model):
         note = f"{other}, trained here, was never judged by streams and is not used: "
         note += "--method kvalign uses it"
-    lack = lack_of_aligner(model, cache_size)
+    lack, todo = (
+        lack_of_aligner(model, cache_size),
+        f": {how_to_train(model, cache_size)} makes one",
+    )
     if not lack:
-        return Choice(with_aligner, shipped, f"with {shipped}, which ships for {spec.name}", note)
+        why = f"with {shipped}, which ships for {spec.name}"
+        return _as_judged(Choice(with_aligner, shipped, why, note), model, cache_size, cached)
     if spec.family != "learned":
         return Choice("streaming-llm", None, f"{spec.family} positions need no aligner", note)
-    todo = how_to_train(model, cache_size)
-    return Choice("discard-half", None, f"learned positions, and {lack}: {todo} makes one", note)
+    if not shipped and (useless := trained_here(model, at_least="any")) and not note:
+        lack, todo = f"{useless}, trained here, helps no stream", ""
+    return Choice("discard-half", None, f"learned positions, and {lack}{todo}", note)
+
+
+def _as_judged(
+    choice: Choice, model: PreTrainedModel, cache_size: int | None, cached: bool
+) -> Choice:
+    """The choice of an aligner; `discard-half` where the aligner was measured as worse."""
+    config = _config(checkpoints.aligner_path(str(choice.aligner)) or Path(str(choice.aligner)))
+    if cache_size is None:
+        cache_size, _ = default_size(model, longest=config.largest_cache)
+    verdict = config.verdict_at(cache_size)
+    if cached or config.family != "learned" or verdict is None or not verdict.is_worse:
+        return choice
+    why = f"on held-out text {choice.aligner} was worse, by a ratio of {verdict}"
+    return Choice("discard-half", None, why)
+
+
+def needs_cache(sizes: Mapping[str, Any]) -> bool:
+    """Return whether sizes are asked for that `discard-half` ignores, such as a memory."""
+    return any(sizes.get(name) for name in METHODS["discard-half"].ignored_settings())
 
 
 def aligners_at_hand(

@@ -128,3 +128,38 @@ def test_what_was_trained_here_is_of_this_very_model(mine, monkeypatch):
     monkeypatch.setattr(other.config, "name_or_path", "mine")
     assert choice.trained_here(other) is None
     assert choice.trained_here(tiny_model("gpt2")) is None, "a model without a name has no folder"
+
+
+@pytest.mark.parametrize(
+    ("taken", "size"),
+    [
+        *zip(["kvalign"] * 4, (8, 16, 28, None), strict=True),
+        *zip(["discard-half"] * 3, (20, 24, 26), strict=True),
+    ],
+)
+def test_auto_takes_what_was_measured_as_better(mine, caplog, size, taken):
+    """Between judged sizes by the worse of the two; what needs a cache takes the aligner."""
+    model, train = mine
+    ratios = [(16, 0.98, 0.97, 0.99), (24, 1.01, 1.002, 1.02), (28, 0.99, None, None)]
+    names = ("cache_size", "ratio", "low", "high")
+    verdicts = [dict(zip(names, one, strict=True)) for one in ratios]
+    of_streams = dict(parts=["key"], num_sinks=0, streams=[], cache_sizes=[16, 24, 28])
+    figures = dict(num_labels=9, num_choosing=9, val_nll=1.0, discard_half=1.0)
+    train(used=True, judged={"against_discard_half": verdicts, **of_streams, **figures})
+    card = Path("kvalign-data/mine/table/README.md").read_text()
+    assert "| 0.980 (0.970 to 0.990) | 1.010 (1.002 to 1.020) | 0.990 |" in card
+    caplog.set_level(logging.INFO, "kvalign")
+    assert make_method(AUTO, model, cache_size=size).name == taken
+    assert ("1.010 (1.002 to 1.020) at C = 24" in caplog.text) == (taken != "kvalign")
+    if size == 24:
+        assert make_method("kvalign", model, cache_size=size).name == "kvalign"
+        assert make_method(AUTO, model, cache_size=size, memory=50).name == "kvalign"
+        assert make_cache(model, cache_size=size).realigner.strategy != "keep"
+
+
+def test_an_aligner_that_changes_nothing_is_not_asked_for_again(mine, caplog):
+    model, train = mine
+    caplog.set_level(logging.INFO, "kvalign")
+    train(used=False)
+    assert make_method(AUTO, model, cache_size=CACHE_SIZE).name == "discard-half"
+    assert "trained here, helps no stream" in caplog.text and "makes one" not in caplog.text

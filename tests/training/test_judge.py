@@ -5,11 +5,12 @@ import torch
 from helpers.methods import tables
 from helpers.tiny_models import VOCAB
 
+from kvalign.aligners.base import Verdict
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import score_stepwise
 from kvalign.training import judge as judging
-from kvalign.training.judge import ROW_LABELS, excerpts, judge, streamed, usual_sinks
+from kvalign.training.judge import NUM_ROWS, ROW_LABELS, excerpts, judge, streamed, usual_sinks
 from kvalign.training.text import Text
 
 KVS = ("key", "value")
@@ -56,8 +57,10 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
     found = judge(table, untrained, model, Text([], [text()]), KVS)
     assert (tuple(found["parts"]), found["num_sinks"]) == (parts, num_sinks)
     assert found["val_nll"] == pytest.approx(means[num_sinks, parts], abs=0.02)
-    plain = min(nll for (_, used), nll in means.items() if not used)
-    assert found["without"]["val_nll"] == pytest.approx(plain, abs=0.02)
+    beside = found["without"]["num_sinks"]
+    assert beside == found["tried"]["num_sinks"]
+    assert found["without"]["val_nll"] == pytest.approx(means.get((beside, NOTHING), 9), abs=0.02)
+    assert [one["cache_size"] for one in found["against_discard_half"]] == [32, 47] * bool(parts)
     for kv in KVS:
         for name in (kv, f"{kv}_scale"):
             left = torch.full_like(untrained[name], 2) if kv in parts else untrained[name]
@@ -74,17 +77,18 @@ def test_too_little_text_proves_nothing(models):
 
 
 def test_excerpts_fit_short_texts_and_do_not_overlap():
-    for lens, largest in (((9,), 8), ((500, 90), 63), ((4000,), 255)):
-        rows = excerpts(Text([], [torch.arange(n) for n in lens]), largest)
-        labels = [ids[:, size + 1 :] for size, ids in rows.items()]
-        assert all(x.numel() and torch.equal(x, labels[0]) for x in labels)
-        for size, ids in rows.items():
-            assert size <= largest and len(ids) % 2 == 0
-            assert (ids.diff(dim=1) == 1).all()
+    for lens, largest in (((9,), 8), ((500, 90), 63), ((20_000,), 255)):
+        choosing, rest = excerpts(Text([], [torch.arange(n) for n in lens]), largest)
+        for rows in (choosing, rest):
+            labels = [ids[:, size + 1 :] for size, ids in rows.items()]
+            assert all(x.numel() and torch.equal(x, labels[0]) for x in labels)
+        for size, ids in choosing.items():
+            both = torch.cat([ids, rest[size]])
+            assert size <= largest and (both.diff(dim=1) == 1).all()
             if len(lens) == 1:
-                assert ids.flatten().unique().numel() == ids.numel()
-    assert list(rows) == [32, 96, 255] and labels[0].shape == (6, ROW_LABELS)
-    opened = excerpts(Text([], [torch.arange(2, 4002)], opening=[1]), 255)
+                assert both.unique().numel() == both.numel()
+    assert list(rest) == [32, 64, 128, 255] and labels[0].shape == (NUM_ROWS - 4, ROW_LABELS)
+    opened, _ = excerpts(Text([], [torch.arange(2, 4002)], opening=[1]), 255)
     assert all((ids[:, 0] == 1).all() for ids in opened.values())
 
 
@@ -107,21 +111,26 @@ def test_a_label_counts_once_at_all_cache_sizes(models, monkeypatch):
 
 
 def test_what_is_reported_had_no_part_in_the_choice(models, monkeypatch):
+    """The rest is worse than the rows that chose, and says at which sizes `discard-half` wins."""
     table, untrained = trained_table(models["gpt2"], 0)
 
     def told(model, text, rows, name, num_sinks, aligner=None, realign_every=1):
-        losses = torch.full((len(rows), 8, 128), 4.0 if name == "streaming-llm" else 3.0)
-        losses[:, 1::2] += 0.5
-        return losses + num_sinks
+        num_rows = len(rows[32])
+        losses = torch.full((len(rows), num_rows, 128), 4.0 if name == "streaming-llm" else 3.0)
+        losses += 0.5 * (num_rows > 4)
+        losses[-1] -= 0.1 * (name == "discard-half")
+        return losses + num_sinks + 0.01 * torch.randn(losses.shape)
 
     monkeypatch.setattr(judging, "streamed", told)
-    found = judge(table, untrained, models["gpt2"], Text([], [text()]), KEYS)
-    assert (found["parts"], found["num_sinks"], found["num_labels"]) == (["key"], 0, 4 * 128)
-    assert (found["val_nll"], found["without"]["val_nll"], found["discard_half"]) == (3.5, 4.5, 3.5)
-    told_of = {(*row["parts"], row["num_sinks"]): row["by_cache"] for row in found["streams"]}
-    sizes = len(found["cache_sizes"])
-    assert told_of == {(0,): [4.5] * sizes, (4,): [8.5] * sizes, ("key", 0): [3.5] * sizes,
-                       ("key", 4): [7.5] * sizes}  # fmt: skip
+    found = judge(table, untrained, models["gpt2"], Text([], [text(4000)]), KEYS)
+    assert (found["parts"], found["num_sinks"]) == (["key"], 0)
+    figures = (found["val_nll"], found["without"]["val_nll"], found["discard_half"])
+    assert figures == pytest.approx((3.5, 4.5, 3.45), abs=0.01)
+    told_of = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in found["streams"]}
+    by_set = {(0,): 4, (4,): 8, ("key", 0): 3, ("key", 4): 7}
+    assert told_of == pytest.approx(by_set, abs=0.01)
+    level, worse = (Verdict(**one) for one in found["against_discard_half"])
+    assert level.low < 1 < level.high and worse.is_worse and 1.1 < worse.low < worse.high < 1.11
 
 
 @pytest.mark.slow

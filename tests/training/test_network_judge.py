@@ -31,9 +31,8 @@ def told(monkeypatch, parts):
         tried.append(kvs)
         trained, best = {name: x.clone() for name, x in aligner.state_dict().items()}, parts(kvs)
         use_parts(aligner, trained, untrained, best)
-        nothing = {"num_sinks": 4, "val_nll": 4.0}
         figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0, "shipped": None}
-        sizes = {"num_labels": 9, "cache_sizes": [8], "streams": [], "without": nothing}
+        sizes = {"num_labels": 9, "cache_sizes": [8], "streams": [], "against_discard_half": []}
         return {"parts": [*best], **figures, **sizes}
 
     monkeypatch.setattr(judging, "judge", judge)
@@ -70,13 +69,16 @@ def test_an_aligner_is_whole_after_a_failed_judgement(monkeypatch):
 def test_the_text_is_what_follows_the_recording(monkeypatch):
     monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer
-    text = text_after([CORPUS], 300, 64, tokenizer)
+    data = {"corpus": [CORPUS], "num_tokens": 300}
+    text = text_after(data, [CORPUS], 4, 64, tokenizer)
     (ids,) = text.val
     all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
     assert ids.tolist() == all_ids[300:] and len(ids) == 4 * (64 + ROW_LABELS)
     assert text.is_recall and not text.train
     with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 20000 recorded"):
-        text_after([CORPUS], 20_000, 64, tokenizer)
+        text_after(data | {"num_tokens": 20_000}, [CORPUS], 4, 64, tokenizer)
+    other = text_after(data | {"corpus": ["text:mine.txt"]}, [CORPUS], 4, 64, tokenizer)
+    assert other.val[0].tolist() == all_ids[: len(ids)]  # of another text all is unseen
 
 
 def test_a_copy_is_judged_and_the_aligner_stays(tmp_path, monkeypatch):

@@ -23,9 +23,9 @@ def say_next(*words: str | Path, why: str = "") -> None:
     _say(f"next{takes}: {shlex.join(['kvalign', *map(str, words)])}{comment}")
 
 
-def say_generate(base_model: str, aligner: str | Path) -> None:
-    """Name the command that streams with an aligner."""
-    say_next("generate", "--method", "kvalign", *of_model(base_model), "--aligner", aligner)
+def say_generate(base_model: str, aligner: str | Path, *more: str) -> None:
+    """Name the command that streams with an aligner, with more flags."""
+    say_next("generate", "--method", "kvalign", *of_model(base_model), "--aligner", aligner, *more)
 
 
 def say_written(*paths: Path | None) -> None:

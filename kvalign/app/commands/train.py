@@ -84,7 +84,7 @@ def train(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
 
 def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
     """Name the other network, if these settings left one to train; then `generate` with an aligner,
-    or without one that changes nothing.
+    in a cache for which it was measured as better, or without one that changes nothing or is worse.
     """
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
@@ -96,47 +96,49 @@ def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
             other = dataclasses.replace(settings, target=kv)
             words = Settings.command_line(other, "train", ("overwrite",))  # --target says the kind
             say_next(*shlex.split(words)[1:])
-    if any(part["used"] for part in config.training.values()):
-        say_generate(config.base_model, out)
+    model, verdicts = of_model(config.base_model), config.verdicts
+    if not any(part["used"] for part in config.training.values()):
+        say_next("generate", *model)
+    elif verdicts and config.family == "learned" and (worse := config.sizes_of_discard_half()):
+        better = [one.cache_size for one in verdicts if one.cache_size not in worse]
+        sizes = f" at C = {', '.join(map(str, worse))}" if better else ""
+        print(f"--method auto takes discard-half{sizes}, which did better", file=sys.stderr)
+        if better:
+            say_generate(config.base_model, out, "--cache-size", str(better[-1]))
+        else:
+            say_next("generate", "--method", "discard-half", *model)
     else:
-        say_next("generate", *of_model(config.base_model))
+        say_generate(config.base_model, out)
 
 
 def verdict_lines(judged: dict[str, Any]) -> list[str]:
     """Return the result of `kvalign.training.judge.judge` in words. It compares streams with equal
-    sinks, so that they differ only in the aligner. The sinks are the chosen ones, unless no aligner
-    was streamed with them: a network uses only the usual ones.
+    sinks, so that they differ only in the aligner: those of the choice, or, if nothing is used, of
+    the best that was tried.
     """
-    own_sinks = judged["num_sinks"]
-    tried_with = [row["num_sinks"] for row in judged["streams"] if row["parts"]]
-    num_sinks = own_sinks if own_sinks in tried_with else tried_with[0]
-    losses = {
-        tuple(row["parts"]): row["val_nll"]
-        for row in judged["streams"]
-        if row["num_sinks"] == num_sinks
-    }
+    from kvalign.aligners.base import Verdict  # torch
 
-    def figures(parts: tuple[str, ...]) -> str:
-        what = " and ".join(f"{kv}s" for kv in parts)
-        return f"{math.exp(losses[parts]):.4g} with {what} realigned"
-
+    tried, own_sinks = judged["tried"], judged["num_sinks"]
+    num_sinks = tried["num_sinks"]
     shipped = judged.get("shipped")
     beside = f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
+    figures = f"{math.exp(tried['val_nll']):.4g} with "
+    figures += " and ".join(f"{kv}s" for kv in tried["parts"]) + " realigned"
+    without = judged["without"]["val_nll"]
     lines = [
         f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
         f"{', '.join(map(str, judged['cache_sizes']))} and {num_sinks} sinks: "
-        f"{math.exp(losses[()]):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
+        f"{math.exp(without):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
         f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}{beside}"
     ]
-    if judged["parts"]:
-        return [*lines, f"used: {figures(tuple(judged['parts']))}"]
-    tried = min((parts for parts in losses if parts), key=losses.__getitem__)
-    is_lower = losses[tried] < losses[()]
-    why = "is not distinguishable from streaming-llm" if is_lower else "is no better"
-    lines.append(
-        f"not used: {figures(tried)} {why}; the saved aligner changes nothing and equals "
-        f"streaming-llm with {own_sinks} sinks"
-    )
+    if not judged["parts"]:
+        is_lower = tried["val_nll"] < without
+        why = "is not distinguishable from streaming-llm" if is_lower else "is no better"
+        nothing = f"changes nothing and equals streaming-llm with {own_sinks} sinks"
+        return [*lines, f"not used: {figures} {why}; the saved aligner {nothing}"]
+    verdicts = [Verdict(**one) for one in judged["against_discard_half"]]
+    relative = f"; relative to discard-half {', '.join(map(str, verdicts))}" if verdicts else ""
+    lines.append(f"used: {figures}{relative}")
     return lines
 
 
@@ -224,7 +226,7 @@ def pretrain(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
     if not as_json:
         print(json.dumps(figures))  # all that there is to say
         say_written(settings.out)
-        if settings.arch == "gpt2" or settings.is_recall:
+        if settings.arch in ("gpt2", "opt") or settings.is_recall:
             corpus = ["--corpus", "recall"] if settings.is_recall else []
             say_next("train", "table", "--model", settings.out, *corpus)
         else:

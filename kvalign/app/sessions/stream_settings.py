@@ -141,11 +141,12 @@ class StreamSettings(MethodSettings, ModelSettings):
         `defaults` hold for sampling without a flag.
         """
         from kvalign.methods import make_method
-        from kvalign.methods.choice import choose
+        from kvalign.methods.choice import choose, needs_cache
         from kvalign.streaming.text_stream import TextStream
 
-        size, aligner = self.cache_size, self.aligner
-        choice = choose(loaded.model, self.method, cache_size=size, aligner=aligner)
+        size, aligner, sizes = self.cache_size, self.aligner, self.sizes()
+        asked = dict(cache_size=size, aligner=aligner, cached=needs_cache(sizes))
+        choice = choose(loaded.model, self.method, **asked)
         if choice.note:
             print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
@@ -157,7 +158,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             aligner=choice.aligner,
             compile=self.compile,
             num_streams=self.num_streams,
-            **self.sizes(),
+            **sizes,
         )
         text_stream = TextStream(loaded.tokenizer, streaming, Sampling(**how))
         if prompt:
