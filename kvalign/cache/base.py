@@ -422,7 +422,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 device: torch.device | None = None,
                 i: int = i,
             ) -> Tensor:
-                of_rows = (num_rows, spec.num_kv_heads, *shape)
+                of_rows = spec.of_entries(num_rows, *shape)
                 if dtype == torch.int8:
                     form: Any = self.form(model.dtype, i)
                     tensor = form.read(state, i, name, of_rows, seen, self.frame)

@@ -116,7 +116,7 @@ class Int8(Form):
         state: dict[str, Tensor],
         layer: int,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[int | None, ...],
         seen: list[int],
         frame: CacheSizes,
     ) -> Tensor:
@@ -141,7 +141,9 @@ class Int8(Form):
 
 def _scales(stored: Tensor) -> Tensor:
     if stored.shape[-1] % _SCALE:
-        return stored[..., -_SCALE:].contiguous().view(torch.float32)
+        return (
+            stored[..., -_SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        )
     return stored.view(torch.float32)[..., -1:]
 
 

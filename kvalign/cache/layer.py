@@ -333,11 +333,15 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def expect_tensor(
-    state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    state: dict[str, Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Tensor of a state; UserError unless it exists with this shape and dtype."""
+    """Tensor of a state; UserError unless it exists with this shape (None: any) and dtype."""
     tensor = state.get(name)
-    if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+    found = () if tensor is None else tensor.shape
+    is_other = len(found) != len(shape) or any(
+        y not in (None, x) for x, y in zip(found, shape, strict=True)
+    )
+    if tensor is None or is_other or tensor.dtype != dtype:
         what = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
         raise UserError(f"a stream's {name} must be {shape} {dtype}, found {what}")
     return tensor

@@ -63,7 +63,7 @@ class Dense(Method):
                     f"a stream of {length} entries exceeds the context length of {self.spec.name}"
                 )
             num_rows, spec = len(state["0.keys"]) if length else 0, self.spec
-            shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
+            shape = spec.of_entries(num_rows, length, spec.head_dim)
 
             def read(name: str) -> Tensor:
                 x = expect_tensor(state, name, shape, self.model.dtype)

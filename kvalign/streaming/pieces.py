@@ -213,7 +213,7 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
         raise UserError(f"{path} is damaged: its checksum differs")
     info, spec = checked(PieceInfo, parse_json(about, wrong), wrong), spec_of(model.config)
     info.check_model(model)
-    shape = (1, spec.num_kv_heads, len(info.ids), spec.head_dim)
+    shape = spec.of_entries(1, len(info.ids), spec.head_dim)
     entries = [
         KV(*(expect_tensor(tensors, f"{i}.{j}", shape, model.dtype) for j in range(2)))
         for i in range(spec.num_layers)

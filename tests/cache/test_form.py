@@ -7,7 +7,13 @@ import pytest
 import torch
 from helpers.methods import network, tables
 from helpers.tiny_models import tiny_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import kvalign
 from kvalign.cache.int8 import Int8, key_bases
@@ -82,6 +88,54 @@ def test_a_stream_is_near_that_of_floats_however_it_is_fed(kind, memory, models,
         for end in cuts:
             assert apart(method.feed(ids[:, start:end]), found[:, end - 1]) < 0.03
             start = end
+
+
+@pytest.mark.parametrize("dim", [6, 18, 32, 40, 48, 64, 80, 96, 112, 120, 128, 192, 256])
+def test_heads_of_every_size_are_taken(dim):
+    """With a memory that has nothing to choose, an edit, and rows that are saved."""
+    shape = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    model, ids = tiny_model("llama", head_dim=dim, **shape), torch.arange(2, 82).view(2, 40)
+    found = []
+    for cache_dtype in ("model", "int8"):
+        method = new(model, cache_dtype, **ALL)
+        method.feed(ids[:, :1])
+        method.feed(ids[:, 1:30])
+        method.edit(27, 29, ids[:, :1])
+        other = method.new()
+        other.restore(method.state())
+        found.append(stepped(other, ids[:, 30:]))
+    assert 0 < apart(*found) < 0.03
+
+
+MLA = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=24, v_head_dim=16)
+TWO_SIZES = {
+    "deepseek_v3": MLA | dict(first_k_dense_replace=2, n_group=1, topk_group=1),
+    "mimo_v2_flash": dict(head_dim=32, v_head_dim=16, layer_types=["full_attention"] * 2)
+    | dict(mlp_layer_types=["dense"] * 2, sliding_window=64),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TWO_SIZES if kind in CONFIG_MAPPING])
+def test_keys_and_values_may_be_of_two_sizes(kind):
+    """Their streams are saved and go on. What is kept by MLA is not moved, in 8 bits neither."""
+    shape = dict(max_position_embeddings=64, hidden_size=32, num_hidden_layers=2, pad_token_id=1)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=2, intermediate_size=32)
+    shape |= dict(vocab_size=VOCAB, n_routed_experts=4, moe_intermediate_size=8)
+    config = AutoConfig.for_model(kind, **shape | TWO_SIZES[kind])
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    ids, sizes = torch.arange(2, 42).view(2, 20), dict(cache_size=12, cache_dtype="int8")
+    ways = [("dense", {}), ("discard-half", dict(cache_size=12))]
+    if kind == "mimo_v2_flash":
+        ways.append(("streaming-llm", sizes))
+    else:
+        with pytest.raises(UserError, match="cannot be moved: a value .* use method discard-half"):
+            make_method("streaming-llm", model, **sizes)
+    for name, sizes in ways:
+        method = make_method(name, model, **sizes)
+        method.feed(ids[:, :12])
+        other = method.new()
+        other.restore(method.state())
+        assert torch.equal(stepped(method, ids[:, 12:]), stepped(other, ids[:, 12:]))
 
 
 def test_the_bytes_of_an_entry(models, ids):
