@@ -1,5 +1,6 @@
 """Parts of a long evaluation that are kept as they end, so that a run that was interrupted does not
-begin anew. A file's name depends on everything that its numbers depend on.
+begin anew. A file's name depends on everything that its numbers depend on, and it has a checksum:
+one that is damaged is measured again.
 
 Rows of a part are a JSON file. Losses of every scored token are a Parquet file for each method and
 size, which has all losses after the method's first input: so a longer run serves a shorter one, and
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +23,7 @@ from torch import Tensor
 from kvalign.eval.protocol import Row
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, write_json, write_whole
+from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
 
@@ -30,20 +33,31 @@ _INFORMATIVE = ("_name_or_path", "transformers_version")  # in a model's config
 def kept(folder: Path | None, key: dict[str, Any], measure: Callable[[], list[Row]]) -> list[Row]:
     """The rows of a part: those in the folder, or measured and written there; without a folder they
     are measured.
-
-    Raises:
-        UserError: the part's file is damaged.
     """
     if folder is None:
         return measure()
     text = json.dumps(key, default=str, sort_keys=True)
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if path.exists():
-        return read_json(path)["rows"]
+        try:
+            saved = read_json(path)
+            if saved["crc32"] == _sum_of(saved["rows"]):
+                return saved["rows"]
+        except (UserError, KeyError):
+            pass
+        _say_damaged(path)
     rows = measure()
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"key": json.loads(text), "rows": rows})
+    write_json(path, {"key": json.loads(text), "crc32": _sum_of(rows), "rows": rows})
     return rows
+
+
+def _sum_of(rows: list[Row]) -> int:
+    return crc32(json.dumps(rows).encode())
+
+
+def _say_damaged(path: Path) -> None:
+    warn_once(f"{path} is damaged: it is measured again, not read")
 
 
 def summary_of(folder: Path | None) -> str:
@@ -55,7 +69,7 @@ def summary_of(folder: Path | None) -> str:
 
 def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
     """NLL [N] float32 in nats of labels [N] and their share of the seconds for all kept ones, or
-    None; UserError for a file of that name that is damaged.
+    None.
     """
     path = _path(folder, key)
     if not path.exists():
@@ -64,8 +78,9 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
         table = pq.read_table(path, page_checksum_verification=True)
         seconds = json.loads(table.schema.metadata[b"kvalign"])["seconds"]
         tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it") from error
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        _say_damaged(path)
+        return None
     num = len(labels)
     if not torch.equal(tokens[:num], labels.cpu()):
         return None  # fewer, or another text with the same beginning

@@ -269,7 +269,7 @@ class Aligner(
         """The README.md that `save_pretrained` writes unless one exists."""
         return ModelCard(card_text(self.config))
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self, save_directory: str | Path, *, push_to_hub: bool = False, **options: Any
     ) -> str | None:
         """Write weights, config and a card to a folder, all or none; a card that is there stays.

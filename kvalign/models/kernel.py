@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import read_json, sha256, write_json, write_together
+from kvalign.foundation import kept, progress
+from kvalign.foundation.progress import warn_once
 from kvalign.models.fetched import cache_dir
 from kvalign.models.rope import Angles, Rotation, RotationByLayer
 
@@ -69,17 +67,18 @@ def load() -> Path | None:
         return None
     text = "".join(path.read_text() for path in SOURCES)
     key = hashlib.sha256(f"{text} {_FLAGS} {needed} {torch.__version__}".encode())
-    file = cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
+    file = cache_dir() / "kernels" / f"kernel-{key.hexdigest()[:32]}.so"
     try:
-        if not _is_whole(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_suffix(".lock")):  # another start may be building it
-                if not _is_whole(file):
+        if not kept.is_whole(file):
+            with kept.being_made(file):  # another start may be building it
+                if not kept.is_whole(file):
                     _build(file, needed)
         _define()
         ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.info("steps use PyTorch's own kernels: %s", error)
+        has_compiler = isinstance(error, OSError) and error.errno is not None
+        say = warn_once if has_compiler else log.info  # a folder that cannot be written, say
+        say(f"steps use PyTorch's own kernels: {error}")
         return None
     return file
 
@@ -95,31 +94,22 @@ def _instruction_sets() -> tuple[str, ...] | None:
     return None
 
 
-def _is_whole(file: Path) -> bool:
-    try:
-        return bool(read_json(file.with_suffix(".json"))["sha256"] == sha256(file))
-    except (UserError, KeyError, OSError):
-        return False
-
-
 def _build(file: Path, needed: Sequence[str]) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     progress.phase("building kernels for this CPU, once")
-    torch_dir, about = Path(torch.__file__).parent, file.with_suffix(".json")
+    torch_dir = Path(torch.__file__).parent
     libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
 
-    def write(partial: Path) -> None:
-        library_file = partial / file.name
+    def write(library_file: Path) -> None:
         sets = (x.replace("_", "").replace("fma3", "fma") for x in needed)
         flags = [*_FLAGS, *(f"-m{x}" for x in sets), f"-Wl,-soname,{file.name}"]
         command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCES[0])]
         subprocess.run(
             [*command, "-o", str(library_file), *libraries], check=True, capture_output=True
         )
-        write_json(partial / about.name, {"sha256": sha256(library_file)})
 
-    write_together(file.parent, write, about.name)
+    kept.keep(file, write)
 
 
 @functools.cache

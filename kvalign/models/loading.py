@@ -2,8 +2,8 @@
 
 A model is packed at its first start, and read packed from then on. To pack takes all weights in the
 dtype of the model, and some seconds for each 100 M of them. What came of it lies in the user's
-cache folder, one file for each model, device, dtype and form of weights. It says of which files of
-the model it was made, and by which code: after a change of either it is made anew.
+cache folder (`kvalign.foundation.kept`), one file for each model, device, dtype and form of
+weights, until another byte of the model's files, or other code, asks for another one.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -28,10 +28,10 @@ from transformers import (
 from transformers.utils import cached_file
 
 from kvalign import checkpoints
-from kvalign.foundation import progress
+from kvalign.foundation import kept, progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import write_whole
 from kvalign.foundation.machine import AUTO, has_room, resolved, size
+from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, kernel, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of
@@ -106,7 +106,8 @@ def _read(
     name: str, request: "Request", is_auto: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model that is read from its files, on its device and packed, and its tokenizer."""
-    config, source, device, dtype, weights = request
+    config, source, weights = request.config, request.source, request.weights
+    device, dtype = request.device, request.dtype
     is_gguf = model_folder.gguf_file(source) is not None
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     of_file = dtype or (stored if stored in DTYPES and not is_gguf else DTYPES[0])
@@ -199,7 +200,8 @@ def check_device(device: str) -> None:
         raise UserError(f"device {device!r} is not available here: {reason}") from error
 
 
-class Request(NamedTuple):
+@dataclass
+class Request:
     """Call of `load_model` that may ask for packed weights.
 
     Attributes:
@@ -212,6 +214,7 @@ class Request(NamedTuple):
     device: str
     dtype: str | None
     weights: str | None
+    _asked_for: Path | None = None
 
     def read(self) -> PreTrainedModel | None:
         """The packed model that is kept; None if none of the same files is, where it has no room,
@@ -219,15 +222,15 @@ class Request(NamedTuple):
         """
         if not self._is_for_packed():
             return None
-        path, made_of = self._place()
+        self._asked_for = path = self._file()
         if not path.is_file() or not has_room(self.device, path.stat().st_size):
+            return None
+        if not kept.is_whole(path):
             return None
         device = torch.device(self.device)
         try:
             with opened(path, path.name) as file:
-                about = file.metadata() or {}
-                if about.get("made_of") != made_of:
-                    return None
+                about = file.metadata()
                 # Copied: what is mapped lies as in the file, and is read more slowly.
                 stored = {x: file.get_tensor(x).clone().to(device) for x in file.keys()}  # noqa: SIM118
             stored |= {name: stored[one] for name, one in json.loads(about["shared"]).items()}
@@ -248,11 +251,13 @@ class Request(NamedTuple):
         weights = packed.weights_of(model)
         if not is_there or weights not in packed.PACKED or packed.num_bytes(model) < LEAST:
             return
-        path, made_of = self._place()  # a model from the hub has all its files by now
+        path = self._file()  # a model from the hub has all its files by now
+        if Path(self.source).exists() and self._asked_for not in (None, path):
+            warn_once(f"{self.source} was changed while it was read: what was packed is not kept")
+            return
         firsts = {id(x): name for name, x in reversed(own.items())}  # by which it is stored
         shared = {name: firsts[id(x)] for name, x in own.items() if firsts[id(x)] != name}
         about = {
-            "made_of": made_of,
             "shared": json.dumps(shared),
             "weights": weights,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -260,15 +265,18 @@ class Request(NamedTuple):
         }
         tensors = {x: own[x].detach().contiguous() for x in firsts.values()}
         try:
-            write_whole(path, lambda partial: save_file(tensors, partial, about))
+            kept.keep(path, lambda partial: save_file(tensors, partial, about))
+            for other in path.parent.glob(f"{escape(path.stem.rpartition('-')[0])}*.safetensors"):
+                if other != path:  # of other files, or by other code
+                    kept.forget(other)
         except OSError as error:
-            log.info("packed weights are not kept: %s", error)
+            warn_once(f"packed weights are not kept, and are packed at each start: {error}")
 
     def _is_for_packed(self) -> bool:
         return self.weights is not None and torch.device(self.device).type in ("cpu", "cuda")
 
-    def _place(self) -> tuple[Path, str]:
-        """The file, and a digest of what it is made of: the model's files and our code."""
+    def _file(self) -> Path:
+        """File of the packed weights: its name has digests of the model's files and our code."""
         path = model_folder.gguf_file(self.source) or Path(self.source)
         if not path.exists():
             commit = getattr(self.config, "_commit_hash", None)
@@ -276,17 +284,16 @@ class Request(NamedTuple):
             path = Path(found).parent
         path = path.absolute()
         files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
-        stats = [(x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in files]
-        code = [x.read_bytes() for x in _CODE]
+        content = [(x.name, kept.checksum(x)) for x in [*files, *_CODE]]
         versions = torch.__version__, transformers.__version__, torch.cpu.get_capabilities()
         kind = packed.kind_for(torch.device(self.device)).__name__
         owner = _digest(str(path), kind, self.dtype, self.weights)
-        name = f"{path.stem}-{self.weights}-{owner[:16]}.safetensors"
-        return fetched.cache_dir() / "packed" / name, _digest(stats, code, versions)
+        name = f"{path.stem}-{self.weights}-{owner}-{_digest(content, versions)}.safetensors"
+        return fetched.cache_dir() / "packed" / name
 
 
 def _digest(*about: object) -> str:
-    return hashlib.sha256(repr(about).encode()).hexdigest()
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ from typing import Any, Self, final
 
 import torch
 import transformers
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.backends.cpu import get_cpu_capability
 from torch.export import Dim
@@ -35,9 +34,8 @@ from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.int8 import InSight, Int8, is_read_by_kernel, key_bases, places_of
 from kvalign.cache.layer import Form
-from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import read_json, sha256, write_json, write_together
+from kvalign.foundation import kept, progress
+from kvalign.foundation.files import sha256
 from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
@@ -309,8 +307,7 @@ def load_or_make(
         if not makes or not has_compiler():
             return None
         try:
-            folder().mkdir(parents=True, exist_ok=True)
-            with FileLock(folder() / f".{key}.lock"):  # another start may be making it
+            with kept.being_made(file):  # another start may be making it
                 run = _load(file, weights)
                 if run is None or not _gives_logits_of(model, run, inputs):
                     run = _make(model, inputs, weights, file)
@@ -340,11 +337,10 @@ def _make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
 ) -> Run | None:
     """The step, once a file has it and it gives the model's logits."""
-    step, about = _Step(model, inputs[4].dtype == torch.int8), file.with_suffix(".json")
+    step = _Step(model, inputs[4].dtype == torch.int8)
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
-    def write(partial: Path) -> None:
-        package = partial / file.name
+    def write(package: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             may_change = _dims(model, inputs)
@@ -363,12 +359,11 @@ def _make(
                     **kernel.inductor_configs(),
                 },
             )
-        write_json(partial / about.name, {"sha256": sha256(package), "torch": torch.__version__})
-        run = _load(package, weights)
-        if run is None or not _gives_logits_of(model, run, inputs):
+        run = _opened(package, weights)
+        if not _gives_logits_of(model, run, inputs):
             raise RuntimeError("the compiled step gives other logits than the model")
 
-    write_together(file.parent, write, about.name)
+    kept.keep(file, write)
     forget_old()
     return _load(file, weights)
 
@@ -387,23 +382,28 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
 def forget_old() -> None:
     """Remove all files except those of the `NUM_KEPT` steps that were used last."""
     for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-NUM_KEPT]:
-        for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
-            path.unlink(missing_ok=True)
+        kept.forget(old)
 
 
 def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
     """The step of a file; None where there is none, or it is damaged."""
+    if not kept.is_whole(file):
+        return None
     try:
-        if read_json(file.with_suffix(".json"))["sha256"] != sha256(file):
-            return None
-        compiled = torch._inductor.aoti_load_package(str(file), run_single_threaded=True)
-        names = compiled.get_constant_fqns()
-        needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
-        compiled.load_constants(needed, check_full_update=True, user_managed=True)
-    except (UserError, KeyError, OSError, RuntimeError):
+        run = _opened(file, weights)
+    except (KeyError, OSError, RuntimeError):
         return None
     with suppress(OSError):  # others may own the folder
         file.touch()  # the newest are kept
+    return run
+
+
+def _opened(file: Path, weights: dict[str, Tensor]) -> Run:
+    """The step of a whole file."""
+    compiled = torch._inductor.aoti_load_package(str(file), run_single_threaded=True)
+    names = compiled.get_constant_fqns()
+    needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
+    compiled.load_constants(needed, check_full_update=True, user_managed=True)
     return compiled.loader.boxed_run
 
 

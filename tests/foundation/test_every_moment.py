@@ -16,6 +16,7 @@ import kvalign
 from kvalign.aligners import Aligner
 from kvalign.data_gen.store import PAIRS, Shard, write_shard
 from kvalign.foundation.files import read_json, write_json
+from kvalign.foundation.kept import is_whole, keep
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
 
@@ -110,11 +111,19 @@ def of_shard(how, model):
     return *(lambda folder, x=x: write(x, folder) for x in (1, 2)), read
 
 
+def of_kept(how, model):
+    write = [
+        lambda folder, x=x: keep(folder / "k.so", lambda path: path.write_text(x)) for x in "ab"
+    ]
+    return *write, lambda folder: is_whole(folder / "k.so") and (folder / "k.so").read_text()
+
+
 WRITERS = {
     **{f"a stream: {how}": (of_stream, how) for how in ("goes on", "another", "no memory")},
     "an aligner": (of_aligner, ""),
     "results": (of_json, ""),
     "a shard": (of_shard, ""),
+    "a kept file": (of_kept, ""),
 }
 
 

@@ -16,7 +16,7 @@ from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
 from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.app.listing import LISTINGS
-from kvalign.foundation.files import sha256
+from kvalign.foundation import kept
 
 FETCHED = "smollm2-135m-instruct"
 DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "policies"
@@ -130,9 +130,9 @@ def _evaluated(out: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _compiled(out: Path) -> list[str]:
     """Steps that are whole: which ones, as the compiler gives other bytes each time."""
-    whole = {path: json.loads(path.read_text())["sha256"] for path in out.glob("steps/*.json")}
-    assert all(sha256(path.with_suffix(".pt2")) == known for path, known in whole.items())
-    return [path.name for path in whole]
+    steps = [*out.glob("steps/*.pt2")]
+    assert all(map(kept.is_whole, steps))
+    return [path.name for path in steps]
 
 
 def _swept(out: Path) -> int:

@@ -119,25 +119,45 @@ def test_a_model_of_the_hub_is_packed_once(tokenizer, tmp_path, unread, ids, mon
     same(load_model("me/tiny", weights="int8").model, expected, ids)
 
 
-def test_a_changed_model_is_packed_anew(tokenizer, tmp_path, ids):
+def test_a_changed_model_is_packed_anew(tokenizer, tmp_path, ids, kept):
     folder = saved(tmp_path / "model", "llama", tokenizer)
     before = identity(load_model(folder, weights="int4").model)  # whose norms lie in the file
     file = folder / "model.safetensors"
     content, changed = file.read_bytes(), file.stat().st_mtime_ns
-    file.write_bytes(content[:-100] + bytes(100))  # of the same size
-    os.utime(file, ns=(changed, changed + 1))
+    file.write_bytes(content[:-100] + bytes(100))
+    os.utime(
+        file, ns=(changed, changed)
+    )  # of the same size and time, as `tar` and `cp -p` leave it
     after = load_model(folder, weights="int4").model
-    assert identity(after) != before
+    assert identity(after) != before and len([*kept.glob("*.safetensors")]) == 1
     same(load_model(folder, weights="int4").model, after, ids)
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b""])
-def test_a_damaged_file_is_made_anew(damage, tokenizer, tmp_path, unread, ids, kept):
+def test_what_was_changed_while_it_was_read_is_not_kept(tokenizer, tmp_path, kept, monkeypatch):
+    folder, read = saved(tmp_path / "model", "llama", tokenizer), model_folder.read
+
+    def read_and_change(*args):
+        found = read(*args)
+        tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+        return found
+
+    monkeypatch.setattr(model_folder, "read", read_and_change)
+    load_model(folder, weights="int4")
+    assert not kept.exists()
+
+
+def flipped(content):
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-1], lambda content: b""])
+def test_a_damaged_file_is_made_anew(damage, tokenizer, tmp_path, unread, ids, kept, caplog):
     folder = saved(tmp_path / "model", "llama", tokenizer)
     expected = load_model(folder, weights="int4").model
     (file,) = kept.glob("*.safetensors")
     file.write_bytes(damage(file.read_bytes()))
     same(load_model(folder, weights="int4").model, expected, ids)
+    assert f"{file} is damaged: it is made again" in caplog.text
     unread()
     same(load_model(folder, weights="int4").model, expected, ids)
 
@@ -151,9 +171,10 @@ def test_only_large_models_are_kept_and_only_packed_ones(tokenizer, tmp_path, ke
     assert not kept.exists()
 
 
-def test_a_full_disk_costs_nothing_but_the_file(tokenizer, tmp_path, kept, ids):
+def test_a_full_disk_costs_nothing_but_the_file(tokenizer, tmp_path, kept, ids, caplog):
     folder = saved(tmp_path / "model", "llama", tokenizer)
     kept.parent.mkdir()
     kept.write_text("a file where the folder would be")
     first = load_model(folder, weights="int4").model
     same(load_model(folder, weights="int4").model, first, ids)
+    assert caplog.text.count("packed weights are not kept") == 1
