@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from kvalign.foundation.errors import NotFoundError, RunError, UserError, is_of_a_path
 
 LOCK = ".lock"
+PRIVATE = 0o600
 TEXT = "utf-8-sig"  # the encoding of text files; the mark with which some begin is no text
 
 # Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
@@ -95,6 +96,12 @@ def _settle(folder: Path, last: str) -> None:
     _remove((partial,))
     if ready.exists():
         os.replace(ready, folder / last)
+
+
+def make_private(path: Path) -> None:
+    """Let only its owner read and write a file, new or not, which holds what somebody said."""
+    path.touch(PRIVATE)
+    path.chmod(PRIVATE)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import make_private
 
 SUMS = "memory.crc32"
 """Tensor of a stream's file: [S] int64, of the record of each stored token."""
@@ -127,6 +128,7 @@ def write(stream: Path, entries: Entries, before: Before | None) -> tuple[Memory
         sums = torch.empty(0)
         path_of(stream, number).unlink(missing_ok=True)
     new: list[int] = []
+    make_private(path_of(stream, file.number))
     with path_of(stream, file.number).open("r+b" if file.end > file.first else "wb") as out:
         out.seek((file.end - file.first) * entries.record_len)
         for slots in entries.spans(file.end):

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,7 +34,7 @@ from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.memory_file import Count
-from kvalign.streaming.stream_file import checksum, open_saved
+from kvalign.streaming.stream_file import checksum, open_saved, save_private
 
 _FORMAT = "kvalign piece 1"
 
@@ -115,7 +114,7 @@ class Piece:
         about, each = self.info.model_dump_json(), enumerate(self.entries)
         tensors = {f"{i}.{j}": x.cpu().contiguous() for i, kv in each for j, x in enumerate(kv)}
         metadata = {"format": _FORMAT, "piece": about, "sha256": checksum(about, tensors)}
-        write_whole(file, lambda partial: save_file(tensors, partial, metadata))
+        write_whole(file, lambda partial: save_private(tensors, partial, metadata))
 
 
 def ids_of(part: list[int] | Piece) -> Sequence[int]:

@@ -24,7 +24,7 @@ from kvalign.aligners import Aligner
 from kvalign.cache.layer import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.files import checked, parse_json, write_whole
+from kvalign.foundation.files import checked, make_private, parse_json, write_whole
 from kvalign.memory.sizes import ALL, usual_places
 from kvalign.methods.base import Method
 from kvalign.models import identity
@@ -189,13 +189,19 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
             tensors[name] = (x[:, :, :0] if is_of_memory(name) else x).cpu().contiguous()
         about = saved.model_copy(update={"memory_file": file}).model_dump_json()
         metadata.update(stream=about, **{_CHECKSUM: checksum(about, tensors)})
-        save_file(tensors, partial, metadata)
+        save_private(tensors, partial, metadata)
 
     try:
         write_whole(path, write_both)
     finally:
         _settle(path)
     return metadata[_CHECKSUM]
+
+
+def save_private(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that only its owner reads."""
+    save_file(tensors, path, metadata)
+    make_private(path)
 
 
 def _settle(path: Path) -> None:

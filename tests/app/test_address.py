@@ -66,7 +66,7 @@ def test_serve_answers_before_the_model_is_there(fails, monkeypatch, capsys):
     monkeypatch.setattr(
         "kvalign.app.serve.server.serve", lambda settings, app, at: taken.append(at)
     )
-    assert main(["serve", "--port", "0"]) == (2 if fails else 0)
+    assert main(["serve", "--model", "gpt2-mini", "--port", "0"]) == (2 if fails else 0)
     assert [one.status_code for one in answers] == [503, 503]
     assert answers[0].json()["status"] == "loading"
     assert answers[1].json()["error"]["message"] == "the model is loading"

@@ -15,6 +15,7 @@ from helpers.tiny_wheel import write_wheel
 from kvalign import load_model
 from kvalign.app import listing
 from kvalign.app.cli.main import main
+from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.foundation.files import sha256
 from kvalign.models import fetched
@@ -127,10 +128,15 @@ def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     assert "Paris" in first["text"] and "Paris" in last["text"] and last["num_forgotten_turns"]
 
 
-def test_chat_takes_what_was_fetched_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", [["chat", "--say", "Who?"], ["serve"]])
+def test_a_talk_takes_what_was_fetched_or_says_how_to_get_it(
+    command, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path))
-    assert main(["chat", "--say", "Who?"]) == 2
+    assert main(command) == 2
     err = capsys.readouterr().err
     assert "no model that can answer is here" in err and fetched.how_to_fetch(NAME) in err
     (tmp_path / NAME).mkdir()
-    assert ConversationSettings().resolved().model == NAME
+    settings = ConversationSettings if command[0] == "chat" else ServeSettings
+    assert settings().resolved().model == NAME
+    assert f"model {NAME}: fetched (--model names another)" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 save that fails or is killed leaves the stream of before.
 """
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,25 @@ def test_a_save_writes_what_is_new(loaded, path):
     with file.open("r+b") as out:
         out.write(whole[:RECORD])
     assert is_same(path, loaded, stream)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other rights")
+def test_only_the_owner_reads_what_was_said(loaded, path):
+    """Whatever the umask, and what an older version left readable."""
+    umask = os.umask(0)
+    try:
+        stream = begin(loaded, PROMPT * 60)
+        piece = kvalign.encode(loaded.model, loaded.tokenizer, PROMPT)
+        for _ in range(2):
+            go_on(stream)
+            stream.save(path)
+            piece.save(path.with_name("piece"))
+            assert {one.stat().st_mode & 0o777 for one in path.parent.iterdir()} == {0o600}
+            for one in path.parent.iterdir():
+                one.chmod(0o644)
+    finally:
+        os.umask(umask)
+    assert len([*path.parent.iterdir()]) == 3
 
 
 @pytest.mark.slow

@@ -177,6 +177,7 @@ class ServeSettings(TalkSettings):
 def serve(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.foundation.files import locked
 
+    settings = settings.resolved()
     key = os.environ.get("KVALIGN_API_KEY")
     if settings.api_key is None and key and not settings.without_key:
         settings = replace(settings, api_key=key)

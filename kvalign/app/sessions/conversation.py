@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
@@ -52,6 +52,11 @@ CUT = "…"  # what the model reads after an answer that was cut, before the tem
 class TalkSettings(StreamSettings):
     """Base of the settings of conversations, with a kept opening and answers that end."""
 
+    model: str = option(
+        "",
+        help="shipped name, hub id or folder of a causal LM (default: a fetched one that can "
+        "answer)",
+    )
     num_sinks: str = option(
         "auto",
         help="first entries that are never evicted; auto: all before the user's first word if "
@@ -77,6 +82,18 @@ class TalkSettings(StreamSettings):
     def sinks(self) -> int | None:
         """Number that `--num-sinks` gives; None: auto."""
         return number_of("--num-sinks", self.num_sinks, "auto or a number")
+
+    def resolved(self) -> Self:
+        """These settings with a model: the named one, or one that was fetched, which is printed.
+
+        Raises:
+            UserError: none was fetched.
+        """
+        if self.model:
+            return self
+        model = _fetched_model()
+        print(f"model {model}: fetched (--model names another)", file=sys.stderr)
+        return replace(self, model=model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +162,12 @@ class ConversationSettings(TalkSettings):
         if not all(turn.strip() for turn in self.say or ()):
             raise UserError("--say is empty: give at least one word")
 
-    def resolved(self) -> ConversationSettings:
-        """These settings with a model: the named one, that of the file, or one that was fetched.
-
-        Raises:
-            UserError: none was fetched.
-        """
+    def resolved(self) -> Self:
+        """The same, and before a fetched one that of the file."""
         from kvalign.streaming import stream_file
 
-        if self.model:
-            return self
-        if self.state is None or not self.state.exists():
-            return replace(self, model=_fetched_model())
+        if self.model or self.state is None or not self.state.exists():
+            return super().resolved()
         saved = stream_file.about(self.state)
         weights = (saved.weights or "auto") if self.weights == "auto" else self.weights
         return replace(self, model=saved.base_model or DEFAULT_MODEL, weights=weights)
