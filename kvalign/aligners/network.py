@@ -13,7 +13,7 @@
   model is unchanged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -205,6 +205,13 @@ class TableNetworkAligner(TableAligner):
         if self.config.family != "learned":
             raise UserError(f"{self.kind} is for learned positions, not {self.config.family} ones")
         super().check(model, sizes)
+
+    def network_of(self, layer: int) -> Sequence[Tensor] | None:
+        if self.config.sizes["hidden"] % 16 or self.config.head_dim % 16:
+            return None
+        network = self.network[layer]
+        layers = network.hidden, network.key, network.value
+        return [x for one in layers for x in (one.weight, one.bias)]
 
     def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
         x = super().anchor(layer, entries, birth)

@@ -14,6 +14,7 @@ the position embedding is large (the first positions), the token's part becomes 
 """
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -56,6 +57,12 @@ class TableAligner(Aligner):
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
         return standardised(*entries, Tables(*means, *scales))
+
+    def network_of(self, layer: int) -> Sequence[Tensor] | None:
+        """Weights of the network that corrects new entries of a layer once something was evicted,
+        as `kernel.write` takes them; empty: nothing does. None: they do not fit there.
+        """
+        return ()
 
     def squeezed(self, cache_size: int) -> tuple[Self, Tensor | None]:
         """Tables by places of such a cache, and the positions [P] int64 of these; None: places."""

@@ -203,7 +203,9 @@ class InSight(NamedTuple):
         if self.angles is not None and rotation is not None:  # which count from the first
             query = rotation.shift(query, self.behind)
         base = None if form.base is None else form.base[:, 0]
-        return kernel.attend(self.places, query, keys, values, scale, self.angles, base)
+        return kernel.attend(
+            self.places, query, keys, values, scale, angles=self.angles, bases=base
+        )
 
 
 def places_of(step: Step, num_slots: int) -> Tensor:

@@ -12,7 +12,9 @@
   key with its position is never computed.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, 
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.errors import UserError
+from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, window_of
 from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
@@ -115,6 +118,22 @@ def realigner_of(
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
 
 
+class _Alike(NamedTuple):
+    """How the entries after the sinks lie in rows with the same places.
+
+    Attributes:
+        ranks: [S - num_sinks] int64, of each slot its entry's number in the order of time; 0 where
+            none is.
+        order: as of `Step.window_order`.
+        key_scales, value_scales: of the slots in all layers, [L, H, S - num_sinks].
+    """
+
+    ranks: Tensor
+    order: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+
+
 class OnRead(Realigner):
     """Tables on architectures whose attention is a function in transformers' registry.
 
@@ -127,8 +146,9 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
-        self.step_means: list[Tensor] = []
         self.version, self.place_positions = -1, moving.place_positions
+        self._tables: list[Tables] = []
+        self._networks: list[Sequence[Tensor] | None] = []
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
@@ -143,23 +163,33 @@ class OnRead(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len) if self.rotation else sizes
 
-    def prepare(self, num_layers: int) -> None:
-        """Compute the mean keys of all layers into `step_means`, from the present tables."""
+    def prepare(self) -> None:
+        """Take the tables of all layers as they are now."""
         install(self.config)
         means = self.table.key
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
         if self.version != version:
             with no_autograd_modes():
-                self.step_means = [self._rotated_means(layer) for layer in range(num_layers)]
+                layers = range(len(means))
+                self._tables = [self._tables_of(layer) for layer in layers]
+                self._networks = [self.table.network_of(layer) for layer in layers]
             self.version = version
 
-    def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
-        if decode.ranks is None or decode.birth is None:
+    def describe(self, step: Step, decode: DecodeStep, dtype: torch.dtype) -> DecodeStep:
+        """Add rows of the tables for our kernel (`Step.rows`), or how entries lie (`_Alike`)."""
+        table = self.table
+        if kernel.attends(table.key, dtype):
+            return replace(decode, reading=step.rows)
+        if decode.birth is None or not step.is_even:
             return decode
-        places, table = decode.ranks + step.first_place, self.table
+        assert decode.places is not None
+        num_sinks = step.sizes.num_sinks
+        ranks = (decode.places[0, num_sinks:] - num_sinks).clamp_min(0)
+        order = step.window_order if decode.order is None else decode.order
+        places = ranks + step.first_place
         of_all = (table.key_scale, table.value_scale)
-        keys, values = (x.index_select(-1, places.to(x.device)) for x in of_all)
-        return replace(decode, scales=(keys, values))
+        scales = (x.index_select(-1, places.to(x.device)) for x in of_all)
+        return replace(decode, reading=_Alike(ranks, order, *scales))
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
@@ -173,6 +203,18 @@ class OnRead(Realigner):
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
 
+    def write(self, step: Step, layer: int, ring: KV, new: KV) -> bool:
+        decode = step.decode
+        is_ours = decode is not None and isinstance(decode.reading, Tensor)
+        if not is_ours or self.rotation is not None or not kernel.writes(ring.keys, new.keys):
+            return False
+        assert decode is not None
+        network = () if decode.evicting is False else self._networks[layer]
+        if network is None or isinstance(decode.evicting, Tensor):
+            return False
+        kernel.write(ring, decode.slot, new, step.count.births, self.tables(layer), network)
+        return True
+
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table
         means = table.key[layer, :, now]
@@ -184,10 +226,9 @@ class OnRead(Realigner):
             torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
         )
 
-    def tables(self, layer: int, key_means: Tensor | None = None) -> Tables:
-        means = self._rotated_means(layer) if key_means is None else key_means
-        scales = self.table.key_scale[layer], self.table.value_scale[layer]
-        return Tables(means, self.table.value[layer], *scales)
+    def tables(self, layer: int) -> Tables:
+        """Tables of a layer as `prepare` found them, mean keys rotated to their positions."""
+        return self._tables[layer]
 
     def attend(
         self,
@@ -200,30 +241,31 @@ class OnRead(Realigner):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Attention with sinks at their own positions; rows may have unequal lengths."""
-        tables = self.tables(layer, self.step_means[layer])
+        tables, decode = self.tables(layer), step.decode
         placed = None
         if self.rotation is not None:
             placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-        decode, of_both = step.decode, (query, placed, keys, values)
-        if decode is None or decode.scales is None:
+        reading = None if decode is None else decode.reading
+        if isinstance(reading, Tensor) and bias is None:
+            asked = dict(tables=tables, asking=placed, num_sinks=num_sinks)
+            return kernel.attend(reading, query, keys, values, scale, **asked)
+        of_both = query, placed, keys, values
+        if not isinstance(reading, _Alike):
             return _read_uneven(*of_both, tables, num_sinks, scale, bias, step)
-        assert decode.ranks is not None
-        assert decode.order is not None
-        ranks, order = (x.to(keys.device) for x in (decode.ranks, decode.order))
+        ranks, order = (x.to(keys.device) for x in (reading.ranks, reading.order))
         places = slice(step.first_place, step.first_place + len(order))
         hidden = ~step.visible[:, None, None].to(keys.device) if step.hides else None
         means = tables.key_means[:, places], tables.value_means[:, places]
-        of_step = Tables(*means, *(x[layer] for x in decode.scales))
+        of_step = Tables(*means, reading.key_scales[layer], reading.value_scales[layer])
         return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)
 
-    def _rotated_means(self, layer: int) -> Tensor:
-        """Mean keys [H, P, D], rotated to their positions on a rotary model."""
-        means = self.table.key[layer]
-        if self.rotation is None:
-            return means
-        now = torch.arange(means.shape[1], device=means.device)
-        return self.rotation.at(layer).shift(means, -now)
+    def _tables_of(self, layer: int) -> Tables:
+        table, means = self.table, self.table.key[layer]
+        if self.rotation is not None:
+            now = torch.arange(means.shape[1], device=means.device)
+            means = self.rotation.at(layer).shift(means, -now)
+        return Tables(means, table.value[layer], table.key_scale[layer], table.value_scale[layer])
 
 
 def read_alike(
@@ -248,7 +290,7 @@ def read_alike(
         placed: the same at its place, where keys rotate; None: they do not.
         tables: means of the places of the W entries after the sinks, and scales of the slots after
             the sinks.
-        ranks, order: as of `DecodeStep`.
+        ranks, order: as of `_Alike`.
         scale: of the query.
         bias: [B, H_kv, S] float32, added to the scores; None: none.
         hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.

@@ -67,11 +67,13 @@ class Realigner:
         """The sizes, with the number of steps after which entries are moved back."""
         return sizes
 
-    def prepare(self, num_layers: int) -> None:
+    def prepare(self) -> None:
         """Prepare `attend` before a pass begins."""
 
-    def describe(self, step: Step, decode: DecodeStep) -> DecodeStep:
-        """Add to the description of a usual pass what `attend` needs in all layers."""
+    def describe(self, step: Step, decode: DecodeStep, dtype: torch.dtype) -> DecodeStep:
+        """Add to the description of a usual pass what `attend` needs in all layers, whose entries
+        it gets in this dtype.
+        """
         return decode
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
@@ -79,6 +81,12 @@ class Realigner:
         the positions `at`, which are equal unless positions run on (`evicting`: `Aligner.anchor`).
         """
         return new
+
+    def write(self, step: Step, layer: int, ring: KV, new: KV) -> bool:
+        """Write the entries [B, H, 1, D] of a usual pass into a ring by our kernel, where it can;
+        return whether it did.
+        """
+        return False
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
         """Entries [B, H, S, D] after the sinks at new positions, from their stored form: as they

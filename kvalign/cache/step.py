@@ -36,14 +36,9 @@ class DecodeStep:
             differ.
         evicting: as of `Step.evicting`.
         places: as of `Step.places`; None if attention does not ask for them.
-        order: [W] int64, of the entries after the sinks in the order of time, each one's number
-            among the slots after the sinks, and in a static pass of the slots without one behind
-            them; None if attention does not ask for it, or rows differ.
-        ranks: [S - num_sinks] int64, of the slots after the sinks each one's number in that order;
-            0 where none is. None likewise.
+        order: [W] int64, `Step.window_order`; None if attention does not ask for it.
         all_at: positions of what attention gets, as of `Step.at_places`; None if keys are not bare.
-        scales: of keys and values in the slots after the sinks of all layers, [L, H, S - num_sinks]
-            each; None if no table is read.
+        reading: what the realigner needs in all layers, as its `describe` says.
         in_sight: these entries for our kernel, where it reads them as they are stored.
     """
 
@@ -56,9 +51,8 @@ class DecodeStep:
     evicting: Flags
     places: Tensor | None
     order: Tensor | None
-    ranks: Tensor | None
     all_at: slice | Tensor | None
-    scales: tuple[Tensor, Tensor] | None
+    reading: Any
     in_sight: "InSight | None"
 
 
@@ -173,6 +167,30 @@ class Step:
         return torch.where(slots < num_sinks, of_sinks, of_window)
 
     @property
+    def rows(self) -> Tensor:
+        """Row of a table for each slot that attention gets, [B or 1, S] int64: its place, further
+        on where entries were written at later positions; negative: it is not of the row.
+        """
+        places = self.places
+        if self.births == self.stored:
+            return places
+        further = (self.count.births - self.count.stored)[:, None]
+        return torch.where(places < self.sizes.num_sinks, places, places + further)
+
+    @property
+    def window_order(self) -> Tensor:
+        """Number among the slots after the sinks of the i-th oldest entry there, in even rows, [W]
+        int64; in a static pass those of the slots without one behind them.
+        """
+        num_sinks = self.sizes.num_sinks
+        num = max(self.stored[0] + 1 - num_sinks, 0)
+        if self.in_order:
+            return torch.arange(num, device=self.device)
+        first = self.count.end[:1] - self.count.stored[:1]  # after the sinks
+        num = self.size - num_sinks if self.is_static else num
+        return (first + torch.arange(num, device=self.device)) % self.sizes.num_window_slots
+
+    @property
     def visible(self) -> Tensor:
         """Return which of what attention gets are of the row, [B or 1, S] bool."""
         return self.places >= 0
@@ -248,33 +266,28 @@ class Step:
         return inputs
 
     def as_decode(
-        self, asks_for_places: bool, are_bare: bool = False, in_sight: "InSight | None" = None
+        self,
+        asks_for_places: bool,
+        are_bare: bool = False,
+        in_sight: "InSight | None" = None,
+        asks_for_order: bool = False,
     ) -> DecodeStep:
-        """The usual pass, described for attention that asks where entries are, for keys that are
-        stored bare, or for our kernel.
+        """The usual pass, described for attention that asks where entries are, or in which order
+        they were written, for keys that are stored bare, or for our kernel.
         """
-        device, num_sinks = self.device, self.sizes.num_sinks
         positions = position_ids(self.count.positions[:, None], self.place_positions)
-        order = ranks = read = None
+        read = None
         birth: slice | Tensor | None = None
         places = self.places if asks_for_places else None
         if self.in_order:
             stored = [n + 1 for n in self.stored]
-            read = order_of(self.sizes, stored, self.end + 1, self.length, device)
+            read = order_of(self.sizes, stored, self.end + 1, self.length, self.device)
             if isinstance(read, slice) and read.start == 0:  # it lies in order
                 read = None
         if self.is_alike:
             birth = slice(self.births[0], self.births[0] + 1)
             if self.is_static and self.hides:
                 birth = self.count.births[:1]
-        if places is not None and self.is_even:
-            ranks = (places[0, num_sinks:] - num_sinks).clamp_min(0)
-            num = max(self.stored[0] + 1 - num_sinks, 0)
-            order = torch.arange(num, device=device)
-            if not self.in_order:
-                first = self.count.end[:1] - self.count.stored[:1]  # after the sinks
-                num = self.size - num_sinks if self.is_static else num
-                order = (first + torch.arange(num, device=device)) % self.sizes.num_window_slots
         return DecodeStep(
             slot=self._slot,
             read=read,
@@ -284,10 +297,9 @@ class Step:
             birth=birth,
             evicting=self.evicting,
             places=places,
-            order=order,
-            ranks=ranks,
+            order=self.window_order if asks_for_order and self.is_even else None,
             all_at=self.at_places(places) if are_bare else None,
-            scales=None,
+            reading=None,
             in_sight=in_sight,
         )
 

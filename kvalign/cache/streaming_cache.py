@@ -169,7 +169,7 @@ class StreamingCache(FixedSizeCache):
             for layer in self.attention:
                 for ring in layer.rings:
                     ring.grow(step.size)
-        self.realigner.prepare(len(self.attention))
+        self.realigner.prepare()
         if not self.is_decode(step):
             self._rotate_sinks(step)
         return step
@@ -189,8 +189,9 @@ class StreamingCache(FixedSizeCache):
         # Attention may ask for the places of the slots that it gets.
         reads = self.realigner.strategy == "read" or self.memory is not None or self.stores_bare
         asks = in_sight is None and (reads or step.hides)
-        decode = step.as_decode(asks, self.stores_bare and in_sight is None, in_sight)
-        step.decode = self.realigner.describe(step, decode)
+        are_bare = self.stores_bare and in_sight is None
+        decode = step.as_decode(asks, are_bare, in_sight, self.memory is not None)
+        step.decode = self.realigner.describe(step, decode, self.attention[0].dtype)
         return step
 
     def _move_back(self, step: Step) -> None:

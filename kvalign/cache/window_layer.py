@@ -81,16 +81,17 @@ class WindowLayer(StreamingLayer):
         """Write one token of each row, and return what its attention gets."""
         realigner, form = self.realigner, self.entries.form
         slot = decode.slot.to(self.device) if step.decode is not None else self._slots(step)
-        stored = new
-        if realigner.strategy == "read" or self.sources is not self.entries:
-            anchored = self._anchored(step, new)
-            if realigner.strategy == "read":
-                stored = anchored
-            else:
-                self.sources.data.put_at(slot, anchored)
-        if form.is_int8:
-            stored = form.encode_at(stored, decode.at)
-        self.entries.data.put_at(slot, stored)
+        if not realigner.write(step, self.layer_idx, self.entries.data, new):
+            stored = new
+            if realigner.strategy == "read" or self.sources is not self.entries:
+                anchored = self._anchored(step, new)
+                if realigner.strategy == "read":
+                    stored = anchored
+                else:
+                    self.sources.data.put_at(slot, anchored)
+            if form.is_int8:
+                stored = form.encode_at(stored, decode.at)
+            self.entries.data.put_at(slot, stored)
         data = self.entries.data
         if decode.in_sight is not None:
             attend = partial(decode.in_sight.attend, form)

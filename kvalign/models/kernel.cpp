@@ -188,6 +188,15 @@ void rotate(float* x, const float* c, const float* s, int64_t num_pairs) {
   }
 }
 
+// What entries are at a place, [heads, places, dim] and [heads, places]: mean + scale * (what is stored).
+struct Tables {
+  const float *key_means, *value_means, *key_scales, *value_scales;
+  int64_t num_places, num_sinks;  // entries before `num_sinks` are stored as they are
+
+  bool places(int64_t at) const { return key_means && at >= num_sinks; }
+  int64_t row(int64_t head, int64_t at) const { return head * num_places + at; }
+};
+
 struct Attention {
   const float* query;
   const char *keys, *values;
@@ -200,6 +209,11 @@ struct Attention {
   Kind kind;
   const float *cosines, *sines, *bases;  // the angles of places, and what to add to keys before; or none
   int64_t num_pairs;
+  const float* asking = nullptr;  // the queries as they meet the means of tables
+  Tables tables{};
+  int64_t row_of_places = 0, row_of_slots = 0, head_of_slots = 0;  // from one to the next; 0: all are alike, or side by side
+
+  void lie_side_by_side() { row_of_places = num_slots, head_of_slots = num_slots, row_of_slots = num_heads * num_slots; }
 
   template <int VECTORS>
   void place(const float* base, int64_t at, float* key) const {  // at its place among those of its row
@@ -208,21 +222,34 @@ struct Attention {
     rotate(key, cosines + at * num_pairs, sines + at * num_pairs, num_pairs);
   }
 
+  // Products of a query with 16 vectors.
+  template <int VECTORS, class Part>
+  static Floats products(const Floats* x, Part part) {
+    Floats sums[16];
+    for (int j = 0; j < 16; j++) {
+      sums[j] = x[0] * part(j, 0);
+      for (int i = 1; i < VECTORS; i++) sums[j] = fma(x[i], part(j, i), sums[j]);
+    }
+    return totals(sums);
+  }
+
   template <int VECTORS, Kind KIND>
   void head(int64_t h) {  // of all rows
     using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
+    static constexpr float none[dim] = {};
+    const int64_t length = num_slots, own = h % num_heads, row = h / num_heads, *at = places + row * row_of_places;
+    const int64_t first_slot = row * row_of_slots + own * head_of_slots;
+    const Stored k = Stored{keys}.from(first_slot), v = Stored{values}.from(first_slot);
     const float* q = query + h * num_queries * dim;
-    const int64_t length = num_slots, *at = places + h / num_heads * num_slots;
-    const Stored k = Stored{keys}.from(h * num_slots), v = Stored{values}.from(h * num_slots);
     float* to = out + h * num_queries * dim;
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
     Floats x[VECTORS];
     const bool moves = KIND != FLOAT32 || num_pairs;
     std::vector<float> placed(moves ? KEYS * dim : 0);
-    const float* base = bases ? bases + h % num_heads * dim : nullptr;
-    const float* add = bias ? bias + h / num_heads * num_slots : nullptr;
+    const float* base = bases ? bases + own * dim : nullptr;
+    const float* add = bias ? bias + row * num_slots : nullptr;
     for (int64_t first = 0; first < length; first += KEYS) {
       const int64_t end = std::min(first + KEYS, length);
       Entries<VECTORS, FLOAT32> seen{k.from(first).first};
@@ -234,13 +261,29 @@ struct Attention {
         }
         seen.first = (const char*)placed.data();
       }
-      for (int64_t r = 0; r < num_queries; r++) {
-        for (int i = 0; i < VECTORS; i++) x[i] = load(q + r * dim + 16 * i);
-        for (int64_t s = first; s < end; s++) {
-          if (at[s] < 0) continue;
-          Floats sum = x[0] * seen.part(s - first, 0);
-          for (int i = 1; i < VECTORS; i++) sum = fma(x[i], seen.part(s - first, i), sum);
-          scores[r * filled + s] = scale * total(sum) + (add ? add[s] : 0);
+      for (int64_t s = first; s < end; s += 16) {
+        const int64_t num = std::min(end - s, BLOCK);
+        const float* means[16];
+        float scales[16], of_block[16];
+        if (tables.key_means)
+          for (int64_t j = 0; j < 16; j++) {
+            const int64_t place = at[s + std::min(j, num - 1)], in_table = tables.row(own, place);
+            means[j] = tables.places(place) ? tables.key_means + in_table * dim : none;
+            scales[j] = tables.places(place) ? tables.key_scales[in_table] : 1;
+          }
+        for (int64_t r = 0; r < num_queries; r++) {
+          for (int i = 0; i < VECTORS; i++) x[i] = load(q + r * dim + 16 * i);
+          const auto key = [&](int j, int i) { return seen.part(s - first + std::min<int64_t>(j, num - 1), i); };
+          Floats sums = products<VECTORS>(x, key);
+          if (tables.key_means) {
+            const float* asks = asking + (h * num_queries + r) * dim;
+            for (int i = 0; i < VECTORS; i++) x[i] = load(asks + 16 * i);
+            const auto mean = [&](int j, int i) { return load(means[j] + 16 * i); };
+            sums = fma(sums, load(scales), products<VECTORS>(x, mean));
+          }
+          store(of_block, sums * floats(scale));
+          for (int64_t j = 0; j < num; j++)
+            if (at[s + j] >= 0) scores[r * filled + s + j] = of_block[j] + (add ? add[s + j] : 0);
         }
       }
     }
@@ -254,8 +297,15 @@ struct Attention {
         for (int i = 0; i < VECTORS; i++) x[i] = load(to + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
           if (at[s] < 0) continue;
-          const Floats share = v.scaled(s, floats(scores[r * filled + s]));
-          for (int i = 0; i < VECTORS; i++) x[i] = fma(share, v.part(s, i), x[i]);
+          float share = scores[r * filled + s];
+          if (tables.places(at[s])) {
+            const int64_t in_table = tables.row(own, at[s]);
+            const float* mean = tables.value_means + in_table * dim;
+            for (int i = 0; i < VECTORS; i++) x[i] = fma(floats(share), load(mean + 16 * i), x[i]);
+            share *= tables.value_scales[in_table];
+          }
+          const Floats scaled = v.scaled(s, floats(share));
+          for (int i = 0; i < VECTORS; i++) x[i] = fma(scaled, v.part(s, i), x[i]);
         }
         for (int i = 0; i < VECTORS; i++) store(to + r * dim + 16 * i, x[i]);
       }
@@ -279,6 +329,51 @@ struct Attention {
     };
     const int64_t products = num_queries * num_slots * 16 * VECTORS;
     torch_parallel_for(0, num_rows * num_heads, FEW / products + 1, heads, this);
+  }
+};
+
+// Entries of one token of each row, without the means and scales of their places, and corrected by a network, if any.
+struct Writing {
+  struct Part {  // keys, or values
+    float* slots;
+    const float *entry, *mean, *scale, *weight, *bias;
+    int64_t row, head;  // from one entry to the next
+  } parts[2];
+  const float *hidden_weight, *hidden_bias;
+  const int64_t *slot, *place;
+  int64_t num_slots, num_places, num_rows, num_heads, dim, num_hidden;
+
+  static float product(const float* a, const float* b, int64_t num) {  // of a multiple of 16
+    Floats sum = floats(0);
+    for (int64_t i = 0; i < num; i += 16) sum = fma(load(a + i), load(b + i), sum);
+    return total(sum);
+  }
+
+  void run() const {
+    const int64_t num = num_heads * dim;
+    std::vector<float> both(2 * num), hidden(num_hidden);
+    for (int64_t row = 0; row < num_rows; row++) {
+      for (int i = 0; i < 2; i++)
+        for (int64_t h = 0; h < num_heads; h++) {
+          const Part& part = parts[i];
+          const float* from = part.entry + row * part.row + h * part.head;
+          const int64_t at = h * num_places + place[row];
+          for (int64_t d = 0; d < dim; d++)
+            both[i * num + h * dim + d] = (from[d] - part.mean[at * dim + d]) / part.scale[at];
+        }
+      for (int64_t j = 0; j < num_hidden; j++)
+        hidden[j] = std::max(product(hidden_weight + j * 2 * num, both.data(), 2 * num) + hidden_bias[j], 0.0f);
+      for (int i = 0; i < 2; i++)
+        for (int64_t h = 0; h < num_heads; h++) {
+          const Part& part = parts[i];
+          float* to = part.slots + ((row * num_heads + h) * num_slots + *slot) * dim;
+          for (int64_t d = 0; d < dim; d++) {
+            const int64_t n = h * dim + d;
+            to[d] = both[i * num + n];
+            if (num_hidden) to[d] += product(part.weight + n * num_hidden, hidden.data(), num_hidden) + part.bias[n];
+          }
+        }
+    }
   }
 };
 
@@ -620,6 +715,18 @@ int64_t size_of(AtenTensorHandle tensor, int64_t d) {
   return size;
 }
 
+bool is_none(AtenTensorHandle tensor) {  // of what kernel.py says of `_none`
+  int64_t num = 0;
+  aoti_torch_get_numel(tensor, &num);
+  return num == 0;
+}
+
+int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
+  int64_t stride = 0;
+  aoti_torch_get_stride(tensor, d, &stride);
+  return stride;
+}
+
 }  // namespace
 
 #define SHIM extern "C" __attribute__((visibility("default"))) AOTITorchError
@@ -643,25 +750,40 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
 
 // Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
 SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, AtenTensorHandle keys,
-                           AtenTensorHandle values, AtenTensorHandle angles, AtenTensorHandle bases, double scale,
+                           AtenTensorHandle values, AtenTensorHandle angles, AtenTensorHandle bases,
+                           AtenTensorHandle asking, AtenTensorHandle key_means, AtenTensorHandle value_means,
+                           AtenTensorHandle key_scales, AtenTensorHandle value_scales, double scale, int64_t num_sinks,
                            AtenTensorHandle* result) {
-  for (const auto tensor : {places, query, keys, values, angles, bases}) {
+  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
   }
+  for (const auto tensor : {keys, values})  // whose slots lie side by side
+    for (int d = 0; d < 4; d++)
+      if (stride_of(tensor, d) != (d == 2 ? size_of(keys, 3) : d == 3 ? 1 : stride_of(keys, d))) return AOTI_TORCH_FAILURE;
   const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 3);
   *result = made({rows, 1, queries, dim}, aoti_torch_dtype_float32());
   Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
   attention.out = data_of(*result), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
   attention.num_slots = size_of(keys, 2);
+  attention.row_of_slots = stride_of(keys, 0) / size_of(keys, 3);
+  attention.head_of_slots = stride_of(keys, 1) / size_of(keys, 3);
+  attention.row_of_places = size_of(places, 0) == 1 ? 0 : attention.num_slots;
   attention.kind = kind_of(keys), attention.num_pairs = size_of(angles, 3);
   attention.cosines = data_of(angles), attention.sines = attention.cosines + size_of(angles, 2) * attention.num_pairs;
-  attention.bases = size_of(bases, 0) ? data_of(bases) : nullptr;
-  if (size_of(places, 0) != rows || size_of(places, 1) != attention.num_slots) return AOTI_TORCH_FAILURE;
-  const int64_t last = *std::max_element(attention.places, attention.places + rows * attention.num_slots);
+  attention.bases = is_none(bases) ? nullptr : data_of(bases);
+  const int64_t num_places = is_none(key_means) ? 0 : size_of(key_means, 1);
+  if (num_places) {
+    attention.asking = data_of(asking);
+    attention.tables = {data_of(key_means), data_of(value_means), data_of(key_scales), data_of(value_scales), num_places, num_sinks};
+  }
+  const bool is_of_rows = size_of(places, 0) == 1 || size_of(places, 0) == rows;
+  if (!is_of_rows || size_of(places, 1) != attention.num_slots) return AOTI_TORCH_FAILURE;
+  const int64_t last = *std::max_element(attention.places, attention.places + size_of(places, 0) * attention.num_slots);
   if (attention.num_pairs && size_of(angles, 2) <= last) return AOTI_TORCH_FAILURE;
+  if (num_places && num_places <= last) return AOTI_TORCH_FAILURE;
   return run_for(dim, attention, rows);
 }
 
@@ -682,12 +804,14 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void attend(StableIValue* stack, uint64_t, uint64_t) {
-  AtenTensorHandle result = nullptr;
+  constexpr int GIVEN = 11;
+  AtenTensorHandle x[GIVEN], result = nullptr;
+  for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
   double scale;
-  std::memcpy(&scale, stack + 6, sizeof scale);
-  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]),
-                                           tensor(stack[4]), tensor(stack[5]), scale, &result);
-  give(stack, 6, error, result);
+  std::memcpy(&scale, stack + GIVEN, sizeof scale);
+  const auto error = aoti_torch_cpu_attend(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], scale,
+                                           (int64_t)stack[GIVEN + 1], &result);
+  give(stack, GIVEN, error, result);
 }
 
 // Of what kernel.py says of `attend_found`, in its order.
@@ -702,13 +826,35 @@ void attend_found(StableIValue* stack, uint64_t, uint64_t) {
   Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
   attention.out = data_of(found[0]), attention.of_all = data_of(found[1]), attention.scale = 1;
   attention.num_heads = 1, attention.num_queries = queries, attention.num_slots = size_of(keys, 1);
-  attention.kind = FLOAT32, attention.bases = nullptr;
-  attention.bias = size_of(bias, 0) ? data_of(bias) : nullptr;
+  attention.kind = FLOAT32, attention.bases = nullptr, attention.lie_side_by_side();
+  attention.bias = is_none(bias) ? nullptr : data_of(bias);
   attention.num_pairs = size_of(angles, 2), attention.cosines = data_of(angles);
   attention.sines = attention.cosines + size_of(angles, 1) * attention.num_pairs;
   const auto error = run_for(dim, attention, rows);
   give(stack, GIVEN, error, found[0]);
   stack[1] = (StableIValue)found[1];
+}
+
+// Of what kernel.py says of `write`, in its order.
+void write(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = 16;
+  AtenTensorHandle x[GIVEN];
+  for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
+  const auto ring = x[0], new_keys = x[3];
+  Writing all;
+  for (int i = 0; i < 2; i++) {
+    auto& one = all.parts[i];
+    one.slots = data_of(x[i]), one.entry = data_of(x[3 + i]);
+    one.row = stride_of(x[3 + i], 0), one.head = stride_of(x[3 + i], 1);
+    one.mean = data_of(x[6 + i]), one.scale = data_of(x[8 + i]);
+    one.weight = data_of(x[12 + 2 * i]), one.bias = data_of(x[13 + 2 * i]);
+  }
+  all.hidden_weight = data_of(x[10]), all.hidden_bias = data_of(x[11]), all.num_hidden = is_none(x[10]) ? 0 : size_of(x[10], 0);
+  all.slot = (int64_t*)data_of(x[2]), all.place = (int64_t*)data_of(x[5]);
+  all.num_slots = size_of(ring, 2), all.num_places = size_of(x[6], 1);
+  all.num_rows = size_of(new_keys, 0), all.num_heads = size_of(new_keys, 1), all.dim = size_of(new_keys, 3);
+  all.run();
+  for (int i = 0; i < GIVEN; i++) aoti_torch_delete_tensor_object(x[i]);
 }
 
 // Of what kernel.py says of `beyond`, in its order.
@@ -751,10 +897,10 @@ void attend_recalling(StableIValue* stack, uint64_t, uint64_t) {
   Attention seen{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(at)};
   seen.out = data_of(result), seen.of_all = of_seen.data(), seen.scale = scale, seen.kind = kind_of(keys);
   seen.num_heads = heads, seen.num_queries = queries, seen.num_slots = size_of(keys, 2);
-  seen.bases = nullptr, seen.num_pairs = 0;
+  seen.bases = nullptr, seen.num_pairs = 0, seen.lie_side_by_side();
   Attention found{data_of(asking), (char*)data_of(found_keys), (char*)data_of(found_values), (int64_t*)data_of(places)};
   found.out = found_out.data(), found.of_all = of_found.data(), found.scale = 1, found.kind = FLOAT32;
-  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found, found.bases = nullptr;
+  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found, found.bases = nullptr, found.lie_side_by_side();
   found.num_pairs = size_of(angles, 2), found.cosines = data_of(angles);
   found.sines = found.cosines + size_of(angles, 1) * found.num_pairs;
   Recalling both{seen, found, (float)loudness};
@@ -818,6 +964,7 @@ struct Registered {
     aoti_torch_library_impl(library, "attend", attend);
     aoti_torch_library_impl(library, "attend_found", attend_found);
     aoti_torch_library_impl(library, "attend_recalling", attend_recalling);
+    aoti_torch_library_impl(library, "write", write);
     aoti_torch_library_impl(library, "beyond", beyond);
     aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);

@@ -33,9 +33,14 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h"
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": f"{'AtenTensorHandle, ' * 6}double, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 11}double, int64_t, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
+_TABLES = ("key_means", "value_means", "key_scales", "value_scales")
+_WRITTEN = (
+    *("slot", "new_keys", "new_values", "places", *_TABLES, "hidden_weight", "hidden_bias"),
+    *("key_weight", "key_bias", "value_weight", "value_bias"),
+)
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "sketch", "scales"),
     *("worths", "newest", "since", "oldest"),
@@ -117,15 +122,18 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     of_attention = "Tensor places, Tensor query, Tensor keys, Tensor values, Tensor angles"
+    of_tables = ", ".join(f"Tensor {name}" for name in ("asking", *_TABLES))
+    of_writing = ", ".join(f"Tensor {name}" for name in _WRITTEN)
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     of_recalling = ", ".join(f"Tensor {name}" for name in _RECALLED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
-        f"attend({of_attention}, Tensor bases, float scale) -> Tensor",
+        f"attend({of_attention}, Tensor bases, {of_tables}, float scale, int num_sinks) -> Tensor",
         f"attend_found({of_attention}, Tensor bias) -> (Tensor, Tensor)",
         f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
         f"attend_recalling({of_recalling}, float scale, float loudness) -> Tensor",
+        f"write(Tensor(a!) keys, Tensor(b!) values, {of_writing}) -> ()",
         "beyond(Tensor ages, Tensor visible, Tensor far, int most_apart, int room) -> Tensor",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
     ):
@@ -151,11 +159,13 @@ def _define() -> torch.library.Library:
     def attend_recalling(*tensors: Any) -> Tensor:
         return attend(*tensors)
 
+    def write(*tensors: Tensor) -> None: ...
+
     def beyond(ages: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(ages)
 
     attentions = attend, attend_found, attend_recalling
-    for shape_of in (packed_product, *attentions, find, beyond, rotate):
+    for shape_of in (packed_product, *attentions, write, find, beyond, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -178,34 +188,91 @@ def inductor_configs() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _none() -> Tensor:
+    """What stands for a tensor that a kernel is not given."""
+    return torch.empty(1, 2, 0, 0)
+
+
+def attends(like: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `attend` takes queries of this dtype, of the numbers [..., D] of a head and on
+    the device of these, on this machine.
+    """
+    return (
+        dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and like.shape[-1] in DIMS
+        and like.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and is_here()
+    )
+
+
 def attend(
     places: Tensor,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     scale: float,
+    *,
     angles: Tensor | None = None,
     bases: Tensor | None = None,
+    tables: Sequence[Tensor] = (),
+    asking: Tensor | None = None,
+    num_sinks: int = 0,
 ) -> Tensor:
     """Attention of one query of each row.
 
     Args:
-        places: [B, S] int64, the place of each slot's entry among those that its row sees; negative
-            if it sees none there.
-        query: [B, H, 1, D] float32; D is one of `DIMS`.
-        keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
-            (`kvalign.cache.int8`).
+        places: [B or 1, S] int64, the place of each slot's entry among those that its row sees;
+            negative if it sees none there.
+        query: [B, H, 1, D] in floats; D is one of `DIMS`.
+        keys, values: slots, [B, H_kv, S, D] float32, float16 or bfloat16, or [B, H_kv, S, D + 4]
+            int8 (`kvalign.cache.int8`). The slots of a head lie side by side.
         angles: [1, 2, P, N] float32: cosines and sines that rotate N pairs of the numbers of a key,
             `halves` of `kvalign.models.rope`, to its place; there are P. None: keys do not rotate.
         bases: [H_kv, D] float32, what is added to keys of int8 before; None: 0.
+        tables: means [H_kv, P, D] of keys and of values, and their scales [H_kv, P], float32: an
+            entry at place p is mean[p] + scale[p] * (what is stored). Empty: as it is stored.
+        asking: [B, H, 1, D], the query as it meets the means of keys; None: as it is.
+        num_sinks: entries at the first places, which are stored as they are.
 
     Returns:
         [B, 1, H, D] float32.
     """
-    angles = query.new_empty(1, 2, 0, 0) if angles is None else angles
-    bases = query.new_empty(0, 0) if bases is None else bases
-    of_query = query.contiguous(), keys, values, angles, bases
-    return torch.ops.kvalign.attend(places, *of_query, scale)
+    query, none = query.float().contiguous(), _none()
+    asking = query if asking is None else asking.float().contiguous()
+    angles, bases = (none if x is None else x for x in (angles, bases))
+    of_query = query, keys, values, angles, bases, asking, *(tables or [none] * 4)
+    return torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
+
+
+def writes(ring: Tensor, new: Tensor) -> bool:
+    """Return whether `write` takes such a ring and such new keys or values."""
+    are_floats = ring.dtype == new.dtype == torch.float32
+    return are_floats and new.stride(3) == 1 and ring.is_contiguous()
+
+
+def write(
+    ring: Sequence[Tensor],
+    slot: Tensor,
+    new: Sequence[Tensor],
+    places: Tensor,
+    tables: Sequence[Tensor],
+    network: Sequence[Tensor] = (),
+) -> None:
+    """Write the entries of one token of each row, without the means and scales of their places.
+
+    Args:
+        ring: keys and values [B, H, S, D] float32, of which one slot is overwritten.
+        slot: [1] int64.
+        new: keys and values [B, H, 1, D] float32.
+        places: [B] int64.
+        tables: as of `attend`.
+        network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
+            it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
+    """
+    of_new = slot, *new, places, *tables, *(network or [_none()] * 6)
+    torch.ops.kvalign.write.default(*ring, *of_new)
 
 
 def attend_found(

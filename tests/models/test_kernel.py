@@ -99,6 +99,71 @@ def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
 
 
 @needs_kernel
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, torch.float32), (80, torch.bfloat16)])
+def test_our_attention_reads_tables_as_a_softmax_over_placed_entries_does(head_dim, dtype):
+    rng = torch.Generator().manual_seed(0)
+    ring = [torch.randn(2, 3, 40, head_dim, generator=rng).to(dtype)[:, :, :37] for _ in range(2)]
+    means = [torch.randn(3, 50, head_dim, generator=rng) for _ in range(2)]
+    scales = [torch.rand(3, 50, generator=rng) + 0.5 for _ in range(2)]
+    query, asking = torch.randn(2, 2, 6, 1, head_dim, generator=rng).unbind()
+    places = torch.stack([torch.randperm(50, generator=rng)[:37] for _ in range(2)])
+    places = places.masked_fill(torch.rand(2, 37, generator=rng) < 0.2, -1)
+    for at in (places, places[:1]):
+        rows = at.clamp_min(0).expand(2, -1)
+        is_sink, hidden = (rows < 4)[:, None], (at < 0)[:, None, None]
+        mean_keys, mean_values = (x[:, rows].transpose(0, 1) for x in means)
+        mean_keys, mean_values = (
+            x.masked_fill(is_sink[..., None], 0) for x in (mean_keys, mean_values)
+        )
+        key_scales, value_scales = (
+            x[:, rows].transpose(0, 1).masked_fill(is_sink, 1) for x in scales
+        )
+        stored = query.unflatten(1, (3, 2))[:, :, :, 0] @ ring[0].float().mT
+        scores = stored * key_scales[:, :, None]
+        scores = scores + asking.unflatten(1, (3, 2))[:, :, :, 0] @ mean_keys.mT
+        weights = (scores / 4).masked_fill(hidden, -torch.inf).softmax(-1)
+        expected = weights @ (mean_values + value_scales[..., None] * ring[1].float())
+        with torch.no_grad():
+            of_tables = dict(tables=[*means, *scales], asking=asking, num_sinks=4)
+            found = kernel.attend(at, query, *ring, 1 / 4, **of_tables)
+        assert_close(found, expected.flatten(1, 2)[:, None])
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_hidden", [0, 48])
+def test_our_kernel_writes_entries_without_their_places_and_corrected(num_hidden):
+    rng = torch.Generator().manual_seed(0)
+    ring = [torch.zeros(2, 3, 9, 16) for _ in range(2)]
+    new = torch.randn(2, 1, 6, 16, generator=rng).transpose(1, 2).chunk(2, dim=1)
+    means = [torch.randn(3, 50, 16, generator=rng) for _ in range(2)]
+    scales = [torch.rand(3, 50, generator=rng) + 0.5 for _ in range(2)]
+    places = torch.tensor([7, 31])
+    rows = [
+        (x[:, places].transpose(0, 1), s[:, places].T) for x, s in zip(means, scales, strict=True)
+    ]
+    expected = [
+        (x - m[:, :, None]) / s[..., None, None] for x, (m, s) in zip(new, rows, strict=True)
+    ]
+    network = ()
+    if num_hidden:
+        network = [
+            torch.randn(num_hidden, 96, generator=rng),
+            torch.randn(num_hidden, generator=rng),
+        ]
+        for _ in range(2):
+            network += [torch.randn(48, num_hidden, generator=rng), torch.randn(48, generator=rng)]
+        both = torch.cat([x.flatten(1) for x in expected], 1)
+        hidden = torch.nn.functional.linear(both, *network[:2]).relu()
+        added = [torch.nn.functional.linear(hidden, *network[i : i + 2]) for i in (2, 4)]
+        expected = [x + y.unflatten(1, (3, 1, 16)) for x, y in zip(expected, added, strict=True)]
+    with torch.no_grad():
+        kernel.write(ring, torch.tensor([5]), new, places, [*means, *scales], network)
+    for x, y in zip(ring, expected, strict=True):
+        assert_close(x[:, :, 5:6], y)
+        assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     ("head_dim", "num_pairs", "dtype"),
     [(16, 8, torch.float32), (80, 16, torch.bfloat16), (64, 32, torch.float16)],
