@@ -56,6 +56,7 @@ _FITS = {
 """What a CPU must have, by PyTorch's names; the first that fits is taken."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
 _GROUP, _BLOCK = 32, 16
+_NONE = torch.empty(1, 2, 0, 0)
 
 
 def is_here() -> bool:
@@ -188,10 +189,9 @@ def inductor_configs() -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _none() -> Tensor:
+def _none(like: Tensor) -> Tensor:
     """What stands for a tensor that a kernel is not given."""
-    return torch.empty(1, 2, 0, 0)
+    return like.new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
 
 
 def attends(like: Tensor, dtype: torch.dtype) -> bool:
@@ -239,7 +239,7 @@ def attend(
     Returns:
         [B, 1, H, D] float32.
     """
-    query, none = query.float().contiguous(), _none()
+    query, none = query.float().contiguous(), _none(query)
     asking = query if asking is None else asking.float().contiguous()
     angles, bases = (none if x is None else x for x in (angles, bases))
     of_query = query, keys, values, angles, bases, asking, *(tables or [none] * 4)
@@ -271,7 +271,7 @@ def write(
         network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
             it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
     """
-    of_new = slot, *new, places, *tables, *(network or [_none()] * 6)
+    of_new = slot, *new, places, *tables, *(network or [_none(new[0])] * 6)
     torch.ops.kvalign.write.default(*ring, *of_new)
 
 
