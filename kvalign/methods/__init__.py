@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvalign.aligners import Aligner
     from kvalign.cache.streaming_cache import StreamingCache
     from kvalign.methods.base import Method
+    from kvalign.methods.choice import Choice
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def make_method(
         TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
-    from kvalign.methods.choice import choose, needs_cache, warn_if_stale
+    from kvalign.methods.choice import choose, needs_cache
     from kvalign.models.wrapped import unwrapped
 
     inner = unwrapped(model)
@@ -81,15 +82,30 @@ def make_method(
     check_name(name)
     if cache_size is not None:
         cache_size = typed("cache_size", cache_size, int)
-    sizes_asked: dict[str, Any] = {**config}
-    aligner = sizes_asked.pop("aligner", None)
-    cached = needs_cache(sizes_asked)
+    sizes: dict[str, Any] = {**config}
+    aligner, cached = sizes.pop("aligner", None), needs_cache(sizes)
     choice = choose(inner, name, cache_size=cache_size, aligner=aligner, cached=cached)
     if name == AUTO:
         log.info("auto uses %s: %s", choice.method, choice.why or choice.note)
     if choice.note and warn:
         warn_once(choice.note)
-    name, aligner = choice.method, choice.aligner
+    return make_chosen(choice, model, cache_size, compile, warn, num_streams, **sizes)
+
+
+def make_chosen(
+    choice: Choice,
+    model: PreTrainedModel,
+    cache_size: int | None = None,
+    compile: bool | None = False,
+    warn: bool = True,
+    num_streams: int = 1,
+    **sizes_asked: Any,
+) -> Method:
+    """The method that `kvalign.methods.choice.choose` has chosen; the rest as of `make_method`."""
+    from kvalign.methods.choice import warn_if_stale
+    from kvalign.models.wrapped import unwrapped
+
+    inner, name, aligner = unwrapped(model), choice.method, choice.aligner
     cls = METHODS[name]
     for size in cls.ignored_settings():
         if (value := sizes_asked.pop(size, None)) is not None:

@@ -45,7 +45,7 @@ class Cached(Method):
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
         self.places_by = self.realigner()
-        self.cache = self.new_cache()
+        self._renew()
         self._before_edit: FixedSizeCache | None = None
         self.is_exact = sizes.is_oldest and is_exact(
             self.model, sizes.cache_size, self.cache.realigner
@@ -118,8 +118,21 @@ class Cached(Method):
     def fill(self) -> int:
         return self.cache.num_stored
 
+    def _renew(self) -> None:
+        self.cache, self._made_for = self.new_cache(), self.stepper
+
     def reset(self) -> None:
-        self.cache, self._before_edit = self.new_cache(), None
+        self._before_edit = None
+        # One that has received nothing stays, but for what depends on the model's weights.
+        is_used = bool(self.cache.seen) or self.cache.attention[0].is_initialized
+        if is_used or self._made_for is not self.stepper or self.sizes.cache_dtype != "model":
+            self._renew()
+
+    def new(self) -> Self:
+        method = super().new()
+        if method.cache is self.cache:
+            method._renew()
+        return method
 
     def select(self, rows: Sequence[int]) -> None:
         self._before_edit = None

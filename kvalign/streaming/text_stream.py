@@ -399,25 +399,20 @@ def stream(
         KeywordError: an unknown setting, with the nearest known one.
     """
     sampling, rest = Sampling.of(stream, config)
+    first: str | list[int] = prompt
     if keep is not None:
         if rest.get("num_sinks") is not None:
             raise UserError("keep and num_sinks set the same number: give one of them")
-        rest["num_sinks"] = _num_sinks(keep, prompt, model, tokenizer)
+        if isinstance(keep, str) and keep != "prompt":
+            raise UserError(f"keep must be 'prompt' or a number of tokens, got {keep!r:.80}")
+        if keep == "prompt":
+            first = encoded(prompt, tokenizer, unwrapped(model))
+        rest["num_sinks"] = len(first) if keep == "prompt" else typed("keep", keep, int)
     streaming = make_method(method, model, cache_size=cache_size, **rest)
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
-        text_stream.feed(prompt)
+        text_stream.feed(first)
     return text_stream
-
-
-def _num_sinks(
-    keep: int | str, prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    if isinstance(keep, str) and keep != "prompt":
-        raise UserError(f"keep must be 'prompt' or a number of tokens, got {keep!r:.80}")
-    if isinstance(keep, str):
-        return len(encoded(prompt, tokenizer, unwrapped(model)))
-    return typed("keep", keep, int)
 
 
 @spelled_out(SamplingConfig)

@@ -3,15 +3,20 @@ model that is not the default, and what each refuses.
 """
 
 import os
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
 from helpers.smaller import ENOUGH_LABELS, INSIDE, TEXT
+from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.app.commands import generate
 from kvalign.app.commands.generate import BEYOND, PROMPT, tokens_past
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.sizes import CacheSizes
+from kvalign.methods import choice
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
 
@@ -45,6 +50,27 @@ def test_a_method_that_only_feeds_is_enough(kvalign, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", type("Mine", (Method,), own))
     done = kvalign("generate --method mine --cache-size 16 --max-new-tokens 3")
     assert "3 tokens with mine" in done.err
+
+
+def test_a_method_is_chosen_checked_and_made_once(kvalign, monkeypatch):
+    calls = Counter[str]()
+
+    def count(target, name, counts=lambda *args: True):
+        plain = getattr(target, name)
+
+        def counted(*args, **keywords):
+            calls[name] += counts(*args)
+            return plain(*args, **keywords)
+
+        monkeypatch.setattr(target, name, counted)
+
+    count(choice, "choose")
+    count(CacheSizes, "__post_init__")
+    count(FixedSizeCache, "__init__")
+    count(PreTrainedTokenizerBase, "__call__", lambda tokenizer, text: text == PROMPT)
+    kvalign("generate --cache-size 16 --max-new-tokens 3")
+    once = ("choose", "__post_init__", "__init__", "__call__")
+    assert calls == dict.fromkeys(once, 1)
 
 
 @pytest.mark.slow

@@ -91,10 +91,10 @@ def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     if source is None:
         source = piped_text()
     prompt = source if source.strip() else PROMPT
-    prompt_len = len(encoded(prompt, loaded.tokenizer, loaded.model))
-    num_new = tokens_past(loaded.spec.context_len, prompt_len)
+    ids = encoded(prompt, loaded.tokenizer, loaded.model)
+    num_new = tokens_past(loaded.spec.context_len, len(ids))
     defaults = {} if num_new is None else {"max_new_tokens": num_new}
-    text_stream = settings.stream(loaded, prompt, settings.sinks_for(prompt_len), defaults)
+    text_stream = settings.stream(loaded, ids, settings.sinks_for(len(ids)), defaults)
     with suppress(KeyboardInterrupt):
         for number, piece in enumerate(marked(pieces_of(text_stream, "prompt"), text_stream)):
             if not as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -133,14 +133,14 @@ class StreamSettings(MethodSettings, ModelSettings):
     def stream(
         self,
         loaded: LoadedModel,
-        prompt: str = "",
+        prompt: Sequence[int] = (),
         num_sinks: int | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> TextStream:
-        """A new stream, like `kvalign.stream`. The choice of `auto` is printed on stderr.
-        `defaults` hold for sampling without a flag.
+        """A new stream of these token ids, like `kvalign.stream`. The choice of `auto` is printed
+        on stderr. `defaults` hold for sampling without a flag.
         """
-        from kvalign.methods import make_method
+        from kvalign.methods import make_chosen
         from kvalign.methods.choice import choose, needs_cache
         from kvalign.streaming.text_stream import TextStream
 
@@ -150,13 +150,12 @@ class StreamSettings(MethodSettings, ModelSettings):
         if choice.note:
             print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
-        streaming = make_method(
-            choice.method,
+        streaming = make_chosen(
+            choice,
             loaded.model,
-            cache_size=size,
+            size,
+            self.compile,
             num_sinks=num_sinks,
-            aligner=choice.aligner,
-            compile=self.compile,
             num_streams=self.num_streams,
             **sizes,
         )
