@@ -111,20 +111,18 @@ def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method])
     Raises:
         UserError: a corpus that is too short, a tokenizer that cannot write words.
     """
-    from kvalign.eval.protocol.grid import one_by_one
-    from kvalign.eval.protocol.questions import rows_of
+    from kvalign.eval.protocol.questions import ask_all
 
     progress.phase(f"reading {settings.corpus}")
-    by_kind = haystacks(settings, loaded)
-    distances = set(settings.distances)
-    num_all = len(by_kind) * settings.num_streams * settings.num_needles * len(distances)
-    for method, bar in one_by_one(methods, num_all, "questions"):
-        size = method.sizes.cache_size
+    by_kind, distances = haystacks(settings, loaded), set(settings.distances)
+
+    def streams_for(size: int) -> Iterator[list[Stop[Needle]]]:
         for kind, streams in by_kind.items():
             of_kind = {} if {*by_kind} == {"single"} else {"kind": kind}
-            stops = [stream.stops(distances, size) for stream in streams]
-            for row in rows_of(method, stops, asker(kind, loaded), "distance", bar):
-                yield row | of_kind | {"distance_tokens": row["distance"] * size}
+            for stream in streams:
+                yield stream.stops(distances, size, asker(kind, loaded), of_kind)
+
+    return ask_all(methods, lambda size: [*streams_for(size)], "questions")
 
 
 NUM_NEW = 48
@@ -155,7 +153,9 @@ class Haystack:
     ids: list[int]
     needles: list[Needle]
 
-    def stops(self, distances: Iterable[int], cache_size: int) -> list[Stop[Needle]]:
+    def stops(
+        self, distances: Iterable[int], cache_size: int, ask: Ask[Needle], of_kind: Row
+    ) -> list[Stop[Needle]]:
         """Places where each code is asked for: at each distance, in cache sizes, from its end."""
         from kvalign.eval.protocol.questions import Stop
 
@@ -163,7 +163,8 @@ class Haystack:
         stops, num_read = list[Stop[Needle]](), 0
         for end, distance, needle in sorted(places, key=itemgetter(0, 1)):
             room = len(needle.question) + needle.num_new
-            stops.append(Stop(distance, self.ids[num_read:end], [needle], room))
+            at = {"distance": distance, **of_kind, "distance_tokens": distance * cache_size}
+            stops.append(Stop(at, [self.ids[num_read:end]], [needle], ask, room))
             num_read = end
         return stops
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from kvalign.eval.protocol import Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
-from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
@@ -185,7 +184,7 @@ def read_stream(cache_size: int, settings: RecallSettings, device: torch.device)
 def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: int = 0) -> Row:
     import torch
 
-    from kvalign.eval.protocol.grid import sizes_of
+    from kvalign.eval.protocol.questions import row_of
     from kvalign.streaming.scoring import check_losses, hits, score
 
     start = time.perf_counter()
@@ -198,13 +197,11 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: 
     cache_size = method.sizes.cache_size
     ages = of_labels[is_answer]
     parts = torch.tensor([part_of(age, cache_size, farthest) for age in ages.tolist()])
-    row = {**sizes_of(method), "num_questions": len(right)}
     hits_of = {"accuracy": right[parts < len(QUARTERS)]}
     hits_of |= {name: right[parts == i] for i, name in enumerate(parts_of(farthest))}
     hits_of[BEYOND] = right[(ages > cache_size) & (ages <= math.ceil(1.5 * cache_size))]
-    for name, of_part in hits_of.items():
-        row |= share_of(name, of_part.tolist())
-    return row | {"seconds": seconds}
+    answers = {name: of_part.tolist() for name, of_part in hits_of.items()}
+    return row_of(method, answers, seconds, {"num_questions": len(right)})
 
 
 AT = "right answers at distances"

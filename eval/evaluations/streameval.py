@@ -17,27 +17,22 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
-from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from kvalign.eval.protocol.questions import Stop
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
-    from kvalign.streaming.scoring import OnLabels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,24 +75,18 @@ def streameval(
     Returns:
         A document whose rows have the sizes, `COLUMNS` (means over the queries: distance_tokens
         from the value's end to its answer, in_cache if its line is wholly seen by the step that
-        begins the answer, answer_nll_nats of an answer), num_queries, seconds.
-
-    Raises:
-        UserError: a stream too long for a method that does not evict.
+        begins the answer, answer_nll_nats of an answer), num_questions, num_tokens (mean length of
+        the stream before the question), seconds. A method that does not evict has no row for a
+        stream that exceeds its context length.
     """
-    from kvalign.eval.protocol.grid import one_by_one
+    from kvalign.eval.protocol.questions import ask_all
 
     texts = (
         pieces(settings.num_lines, settings.query_every, distance, settings.seed)
         for distance in dict.fromkeys(settings.distances)
     )
-    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
-    for method in methods:
-        check_fits(method, streams)
-    num_all = sum(one.piece.is_query for stream in streams for one in stream)
-    for method, bar in one_by_one(methods, num_all, "queries"):
-        for stream in streams:
-            yield score(method, stream, bar.update)
+    streams = [stops(encode(text, loaded.tokenizer)) for text in texts]
+    return ask_all(methods, lambda size: streams, "queries", MEANS)
 
 
 @dataclass(frozen=True)
@@ -129,17 +118,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class EncodedPiece:
-    """A piece as tokens [T] int64, and where it and its answer lie in the stream."""
+    """A piece as tokens, and where it and its answer lie in the stream."""
 
     piece: Piece
-    ids: Tensor
+    ids: list[int]
     start: int
     answer_start: int
     answer_end: int
 
     @property
-    def answer(self) -> Tensor:
+    def answer(self) -> list[int]:
         return self.ids[self.answer_start - self.start : self.answer_end - self.start]
+
+
+Query = tuple[EncodedPiece, EncodedPiece]
+"""A line, and the query for it."""
 
 
 def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
@@ -156,15 +149,11 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
             yield Piece(past, numbers[past], distance)
 
 
-def encode(
-    stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
-) -> list[EncodedPiece]:
+def encode(stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> list[EncodedPiece]:
     """Consecutive pieces as tokens, the first after the tokenizer's opening tokens. A number with
     its `>` is tokenised apart from the text around it, in lines and answers alike. So an answer has
     the same tokens as its line, whatever a tokenizer would merge.
     """
-    import torch
-
     from kvalign.models.input_ids import ids_of
 
     encoded: list[EncodedPiece] = []
@@ -174,72 +163,53 @@ def encode(
         answer, newline = (
             ids_of(text, tokenizer, prefix=False, goes_on=True) for text in (piece.answer, "\n")
         )
-        ids = torch.tensor([*opening, *answer, *newline], device=device)
+        ids = [*opening, *answer, *newline]
         answer_end = start + len(ids) - len(newline)
         encoded.append(EncodedPiece(piece, ids, start, answer_end - len(answer), answer_end))
         start += len(ids)
     return encoded
 
 
-def check_fits(method: Method, streams: Iterable[Sequence[EncodedPiece]]) -> None:
-    """Raise UserError for a method without room for a whole stream."""
-    method.reset()
-    longest = max(stream[-1].start + len(stream[-1].ids) for stream in streams)
-    if method.tokens_left is not None and longest > method.tokens_left:
-        raise UserError(
-            f"{method.name} has room for {method.tokens_left} tokens, the stream has {longest}: "
-            "lower --num-lines or choose a streaming method"
-        )
+def stops(stream: Sequence[EncodedPiece]) -> list[Stop[Query]]:
+    """The queries of a stream, each after the lines since the last one."""
+    from kvalign.eval.protocol.questions import Stop
+
+    lines, new, stops = dict[int, EncodedPiece](), list[list[int]](), list[Stop[Query]]()
+    for one in stream:
+        if one.piece.is_query:
+            at, query = {"distance_lines": one.piece.distance}, (lines[one.piece.line], one)
+            stops.append(Stop(at, new, [query], ask, len(one.ids), stays=True))
+            new = []
+        else:
+            lines[one.piece.line] = one
+            new.append(one.ids)
+    return stops
 
 
-def score(
-    method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
-) -> Row:
-    """Row of a method, for a stream whose queries all have one distance."""
-    from kvalign.eval.protocol.grid import sizes_of
-    from kvalign.streaming.scoring import check_losses
-
-    start = time.perf_counter()
-    right, nll = ask(method, stream, on_queries)
-    seconds = time.perf_counter() - start
-    check_losses(nll, method, most=math.inf)  # of whole answers
-    lines = {one.piece.line: one for one in stream if not one.piece.is_query}
-    queries = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
-    return {
-        **sizes_of(method),
-        "distance_lines": queries[0][1].piece.distance,
-        "distance_tokens": fmean(query.answer_start - line.answer_end for line, query in queries),
-        "in_cache": fmean(sees(method, line, query.answer_start) for line, query in queries),
-        "num_queries": len(queries),
-        **share_of("accuracy", right.tolist()),
-        "answer_nll_nats": nll.double().mean().item(),
-        "seconds": seconds,
-    }
-
-
-def ask(
-    method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
-) -> tuple[Tensor, Tensor]:
-    """Feed a stream; return for each of its Q queries whether the answer is right [Q] bool, and the
-    NLL of the right answer in nats [Q] float32.
+def ask(method: Method, asked: Query) -> dict[str, float]:
+    """Feed a query: whether its answer is right, the NLL of the right answer in nats, and where its
+    line is.
     """
     import torch
 
-    method.reset()
-    right, nll = [], []
-    for one in stream:
-        if not one.piece.is_query:
-            method.feed(one.ids[None])
-            continue
-        # Step by step: what is fed at once attends to all of itself besides a full cache.
-        last = one.answer_end - one.start - 1
-        steps = [method.feed(ids.view(1, 1)) for ids in one.ids[:last]]
-        method.feed(one.ids[None, last:])
-        every = torch.cat(steps[-len(one.answer) :])  # [answer tokens, V]
-        right.append((every.argmax(-1) == one.answer).all())
-        nll.append(torch.nn.functional.cross_entropy(every, one.answer, reduction="sum"))
-        on_queries(1)
-    return torch.stack(right).cpu(), torch.stack(nll).cpu()
+    from kvalign.streaming.scoring import check_losses
+
+    line, query = asked
+    ids = torch.tensor(query.ids, device=method.model.device)
+    answer = ids.new_tensor(query.answer)
+    # Step by step: what is fed at once attends to all of itself besides a full cache.
+    last = query.answer_end - query.start - 1
+    steps = [method.feed(token.view(1, 1)) for token in ids[:last]]
+    method.feed(ids[None, last:])
+    every = torch.cat(steps[-len(answer) :])  # [answer tokens, V]
+    nll = torch.nn.functional.cross_entropy(every, answer, reduction="sum")
+    check_losses(nll[None], method, most=math.inf)  # of a whole answer
+    return {
+        "distance_tokens": query.answer_start - line.answer_end,
+        "in_cache": sees(method, line, query.answer_start),
+        "accuracy": bool((every.argmax(-1) == answer).all()),
+        "answer_nll_nats": nll.item(),
+    }
 
 
 def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
@@ -253,6 +223,7 @@ def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
     return line.start >= num_sinks + dropped or line.answer_end <= num_sinks
 
 
+MEANS = ("distance_tokens", "in_cache", "answer_nll_nats")
 COLUMNS = {
     "distance_lines": Column("lines back", is_key=True),
     "accuracy": share_column("accuracy", "accuracy", "share of queries answered exactly"),

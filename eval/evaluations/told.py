@@ -85,15 +85,15 @@ def told(settings: ToldSettings, loaded: LoadedModel, methods: list[Method]) -> 
     Raises:
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
-    from kvalign.eval.protocol.grid import one_by_one
-    from kvalign.eval.protocol.questions import rows_of
+    from kvalign.eval.protocol.questions import ask_all
 
     progress.phase(f"reading {settings.corpus}")
-    talks = conversations(settings, loaded)
-    stages = sorted(set(settings.talk))
-    for method, bar in one_by_one(methods, len(talks) * len(stages), "rounds of questions"):
-        stops = [talk.stops(stages, method.sizes.cache_size) for talk in talks]
-        yield from rows_of(method, stops, is_right, "talk", bar)
+    talks, stages = conversations(settings, loaded), sorted(set(settings.talk))
+
+    def streams_for(size: int) -> list[list[Stop[Question]]]:
+        return [talk.stops(stages, size) for talk in talks]
+
+    return ask_all(methods, streams_for, "rounds of questions")
 
 
 # How a fact begins, its question, and what may stand at its end: words of different first letters.
@@ -190,7 +190,7 @@ class Conversation:
         for stage in stages:
             turns = self.talk_of(stage * cache_size)
             ids = [*new, *chain(*turns[num_turns:])]
-            stops.append(Stop(stage, ids, self.questions, longest))
+            stops.append(Stop({"talk": stage}, [ids], self.questions, is_right, longest))
             new, num_turns = [], len(turns)
         return stops
 

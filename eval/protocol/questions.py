@@ -1,17 +1,20 @@
-"""Questions about a stream some distance later (`needle`, `told`), each on a copy of it. So
-questions do not affect each other, and a stream is read once for all distances.
+"""Questions about streams, asked in one way: `needle`, `told` and `streameval` say what is read and
+what is asked where, `recall` scores its answers with the stream.
+
+A question is asked on a copy of the stream, so questions do not affect each other, and a stream is
+read once for all distances. Or it stays in the stream, with the right answer.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from kvalign.eval.protocol import Row
-from kvalign.eval.protocol.grid import sizes_of, title_of
+from kvalign.eval.protocol.grid import one_by_one, sizes_of, title_of
 from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
@@ -20,8 +23,8 @@ log = logging.getLogger(__name__)
 
 Q = TypeVar("Q")
 Ask = Callable[[Method, Q], Mapping[str, float]]
-"""Function that feeds a method a question and returns by measure how much of its answer is right:
-0 to 1, or a bool.
+"""Function that feeds a method a question and returns by measure how much of its answer is right, 0
+to 1, or a bool; or other figures (`means`).
 """
 
 
@@ -30,65 +33,104 @@ class Stop(Generic[Q]):
     """Place in a stream where questions are asked.
 
     Attributes:
-        distance: from their subject, in cache sizes.
-        ids: tokens since the last stop.
+        at: names and values that its row has, of the distance from what is asked for.
+        pieces: tokens since the last stop, each piece fed at once.
         questions: asked one by one.
+        ask: asks one.
         room: tokens of the longest question, with its answer.
+        stays: questions and answers stay in the stream.
     """
 
-    distance: int
-    ids: list[int]
+    at: Row
+    pieces: Sequence[Sequence[int]]
     questions: Sequence[Q]
+    ask: Ask[Q]
     room: int
+    stays: bool = False
+
+
+Streams = Sequence[Sequence[Stop[Q]]]
 
 
 @dataclass
 class Tally:
-    """Answers at one distance, and the length of each stream by then."""
+    """Answers at stops of equal `at`, and the length of each stream by then."""
 
+    at: Row
+    num_stops: int = 0  # in all
     answers: list[Mapping[str, float]] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
-    def row(self) -> Row:
-        mean = sum(self.num_tokens) / len(self.num_tokens)
-        row: Row = {"num_questions": len(self.answers), "num_tokens": mean}
-        for name in self.answers[0]:
-            row |= share_of(name, [answer[name] for answer in self.answers])
-        return row | {"seconds": self.seconds}
+
+def ask_all(
+    methods: Sequence[Method],
+    streams_for: Callable[[int], Streams[Q]],
+    units: str,
+    means: Collection[str] = (),
+) -> Iterator[Row]:
+    """Rows of all methods; `streams_for` makes the streams for caches of a size."""
+    num_each = sum(len(x) for one in methods[:1] for x in streams_for(one.sizes.cache_size))
+    for method, bar in one_by_one(methods, num_each, units):
+        yield from rows_of(method, streams_for(method.sizes.cache_size), bar, means)
 
 
 def rows_of(
-    method: Method, streams: Sequence[Sequence[Stop[Q]]], ask: Ask[Q], by: str, bar: Bar
+    method: Method, streams: Streams[Q], bar: Bar, means: Collection[str] = ()
 ) -> list[Row]:
     """Let a method read streams, and ask at each of their stops. The result is a row for each
-    distance, under the name `by`, whose questions fit. `bar` counts stops.
+    `at` whose questions fit, in order of occurrence. `bar` counts stops; of figures named in
+    `means` a row has the mean, of others the share and its interval.
     """
-    tallies = {stop.distance: Tally() for stops in streams for stop in stops}
+    tallies: dict[Any, Tally] = {}
+    for stop in (stop for stops in streams for stop in stops):
+        tallies.setdefault(tuple(stop.at.items()), Tally(stop.at)).num_stops += 1
     for stops in streams:
         method.reset()
         num_read = 0
         for number, stop in enumerate(stops):
-            began, tally = time.perf_counter(), tallies[stop.distance]
-            if method.tokens_left is not None and method.tokens_left < len(stop.ids) + stop.room:
+            began, tally = time.perf_counter(), tallies[tuple(stop.at.items())]
+            num_new = sum(map(len, stop.pieces))
+            if method.tokens_left is not None and method.tokens_left < num_new + stop.room:
                 bar.skip(len(stops) - number)
                 break
-            if stop.ids:
-                method.feed(torch.tensor([stop.ids], device=method.model.device))
-            num_read += len(stop.ids)
-            tally.answers += on_copies(method, stop.questions, ask)
+            for ids in filter(len, stop.pieces):
+                method.feed(torch.tensor([[*ids]], device=method.model.device))
+            num_read += num_new
             tally.num_tokens.append(num_read)
+            if stop.stays:
+                tally.answers += [stop.ask(method, question) for question in stop.questions]
+                num_read += stop.room
+            else:
+                tally.answers += on_copies(method, stop.questions, stop.ask)
             tally.seconds += time.perf_counter() - began
             bar.update(1)
     rows = []
-    for distance, tally in sorted(tallies.items()):
-        # Rows are of the same questions: one that lacks some is left out.
-        num_stops = sum(stop.distance == distance for stops in streams for stop in stops)
-        if len(tally.num_tokens) == num_stops:
-            rows.append(sizes_of(method) | {by: distance} | tally.row())
-        else:
-            log.warning("%s has no room for all questions at %d C", title_of(method), distance)
+    for tally in tallies.values():
+        if len(tally.num_tokens) == tally.num_stops:
+            num_tokens = sum(tally.num_tokens) / tally.num_stops
+            answers = {name: [one[name] for one in tally.answers] for name in tally.answers[0]}
+            more = tally.at | {"num_questions": len(tally.answers), "num_tokens": num_tokens}
+            rows.append(row_of(method, answers, tally.seconds, more, means))
+        else:  # rows are of the same questions
+            where = ", ".join(f"{name} {value}" for name, value in tally.at.items())
+            log.warning("%s has no room for all questions at %s", title_of(method), where)
     return rows
+
+
+def row_of(
+    method: Method,
+    answers: Mapping[str, Sequence[float]],
+    seconds: float,
+    more: Row,
+    means: Collection[str] = (),
+) -> Row:
+    """Row of a method: its sizes, `more`, and by measure the share of right answers, or a mean."""
+    row = sizes_of(method) | more
+    for name, values in answers.items():
+        mean = torch.tensor(values, dtype=torch.float64).mean().item() if name in means else 0.0
+        row |= {name: mean} if name in means else share_of(name, values)
+    return row | {"seconds": seconds}
 
 
 def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[Mapping[str, float]]:

@@ -51,8 +51,8 @@ class AnswerReader(Reader):
 
 def search(method, streams, distances, kind="single"):
     with progress.shown_as("needle") as bar:
-        stops = [stream.stops(distances, 40) for stream in streams]
-        return rows_of(method, stops, asker(kind, method), "distance", bar)
+        stops = [stream.stops(distances, 40, asker(kind, method), {}) for stream in streams]
+        return rows_of(method, stops, bar)
 
 
 def test_codes_are_in_the_text(loaded, streams):

@@ -13,7 +13,9 @@ from helpers.reader import Reader
 from helpers.tiny_models import tiny_model
 
 from kvalign.cache.sizes import CacheSizes
-from kvalign.eval.evaluations.streameval import ask, encode, pieces, score, sees
+from kvalign.eval.evaluations.streameval import MEANS, ask, encode, pieces, sees, stops
+from kvalign.eval.protocol.questions import rows_of
+from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.streaming.loop import stream_tokens
 
@@ -54,12 +56,12 @@ def test_queries_ask_for_what_was_registered_that_many_lines_before(distance):
 
 def test_tokens_are_the_text_and_answers_those_of_their_line(loaded):
     stream = encode(pieces(30, 10, 12, 0), loaded.tokenizer)
-    ids = torch.cat([one.ids for one in stream])
+    ids = [token for one in stream for token in one.ids]
     assert loaded.tokenizer.decode(ids) == as_text(30, 10, 12, 0)
     lines = {one.piece.line: one for one in stream if one.piece.distance is None}
     for query in queries(stream):
-        assert torch.equal(query.answer, lines[query.piece.line].answer)
-        assert torch.equal(ids[query.answer_start : query.answer_end], query.answer)
+        assert query.answer == lines[query.piece.line].answer
+        assert query.answer == ids[query.answer_start : query.answer_end]
         assert loaded.tokenizer.decode(query.answer) == query.piece.answer
 
 
@@ -67,8 +69,9 @@ def test_a_reader_that_can_do_it_is_right_as_far_as_it_remembers(loaded):
     oracle = Oracle(loaded, 200)
     oracle.sizes = CacheSizes(199, 0, 1)
     streams = [encode(pieces(60, 10, d, 0), loaded.tokenizer) for d in (0, 5, 10, 20)]
-    rows = [score(oracle, stream) for stream in streams]
-    assert [row["num_queries"] for row in rows] == [6, 6, 5, 4]
+    with progress.shown_as("streameval") as bar:
+        rows = rows_of(oracle, [stops(stream) for stream in streams], bar, MEANS)
+    assert [row["num_questions"] for row in rows] == [6, 6, 5, 4]
     assert [row["accuracy"] for row in rows] == [1, 1, 0, 0]
     assert [row["in_cache"] for row in rows] == [1, 1, 0, 0]
     assert [row["answer_nll_nats"] < 1e-6 for row in rows] == [True, True, False, False]
@@ -92,37 +95,44 @@ def test_teacher_forcing_is_greedy_decoding(loaded):
         method.reset()
         for before in stream[:i]:
             feed_as_scored(method, before)
-        opening = one.ids[: one.answer_start - one.start]
+        opening = torch.tensor(one.ids[: one.answer_start - one.start])
         for token in opening[:-1]:
             method.feed(token.view(1, 1))
         greedy = stream_tokens(method, opening[-1:][None], before=opening[:-1][None])
-        written = torch.cat(list(islice(greedy, len(one.answer))))
+        answer = written = torch.cat(list(islice(greedy, len(one.answer)))).tolist()
         change = len(expected)
-        if change < 3:
-            stream[i] = one = replace(one, ids=one.ids.clone())
-            one.answer[:] = written
         if change in (1, 2):
-            one.answer[-1 if change == 1 else 0] += 1
-        expected.append(torch.equal(written, one.answer))
+            wrong = len(answer) - 1 if change == 1 else 0
+            answer = [token + (place == wrong) for place, token in enumerate(answer)]
+        if change < 3:
+            begin, end = one.answer_start - one.start, one.answer_end - one.start
+            stream[i] = one = replace(one, ids=[*one.ids[:begin], *answer, *one.ids[end:]])
+        expected.append(written == one.answer)
     assert expected == [True, False, False, False]
-    right, nll = ask(method, stream)
-    assert right.tolist() == expected
     method.reset()
-    plain = [feed_as_scored(method, one) for one in stream]
-    assert torch.allclose(nll, torch.stack([found for found in plain if found is not None]))
+    found = []
+    for stop in stops(stream):
+        for ids in stop.pieces:
+            method.feed(torch.tensor([ids]))
+        found += [ask(method, query) for query in stop.questions]
+    assert [one["accuracy"] for one in found] == expected
+    method.reset()
+    plain = [float(nll) for one in stream if (nll := feed_as_scored(method, one)) is not None]
+    assert [one["answer_nll_nats"] for one in found] == pytest.approx(plain, rel=1e-5)
 
 
 def feed_as_scored(method, one):
     """Feed lines whole and queries token by token; the NLL of an answer, by its definition."""
+    ids = torch.tensor(one.ids)
     if one.piece.distance is None:
-        method.feed(one.ids[None])
+        method.feed(ids[None])
         return None
     nll = 0
-    for i, token in enumerate(one.ids[:-2]):
+    for i, token in enumerate(ids[:-2]):
         logits = method.feed(token.view(1, 1))
         if i + 1 >= one.answer_start - one.start:
-            nll = nll - logits[0].log_softmax(-1)[one.ids[i + 1]]
-    method.feed(one.ids[-2:][None])
+            nll = nll - logits[0].log_softmax(-1)[ids[i + 1]]
+    method.feed(ids[-2:][None])
     return nll
 
 
@@ -147,7 +157,7 @@ def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
 def seen_at(method, stream, query):
     """Indices of the tokens that the step before an answer attends to."""
     end = query.answer_start
-    *before, last = torch.cat([one.ids for one in stream])[None, :end].split(1, 1)
+    *before, last = torch.tensor([[x for one in stream for x in one.ids][:end]]).split(1, 1)
     for token in before:
         method.feed(token)
     held = method.cache.index().tolist() if method.name in ("window", "streaming-llm") else []

@@ -62,7 +62,7 @@ def test_a_reader_is_right_where_it_has_the_facts(memory_len, expected, loaded, 
     method = FactReader(loaded, memory_len)
     with progress.shown_as("told") as bar:
         stops = [talk.stops([0, 3, 8], 40) for talk in talks]
-        rows = rows_of(method, stops, told.is_right, "talk", bar)
+        rows = rows_of(method, stops, bar)
     by_chance = sum(q.right == 0 for talk in talks for q in talk.questions) / 24
     for row, right in zip(rows, expected, strict=True):
         assert row["num_questions"] == 24 and row["accuracy_low"] <= row["accuracy"]
@@ -88,7 +88,7 @@ def test_the_command(loaded, tmp_path, capsys, caplog):
     expected = [("dense", None, 1)]
     expected += [("streaming-llm", memory, talk) for memory in (0, 2000) for talk in (1, 8)]
     assert [(row["method"], row["memory"], row["talk"]) for row in rows] == expected
-    assert "dense C=40 has no room for all questions at 8 C" in caplog.text
+    assert "dense C=40 has no room for all questions at talk 8" in caplog.text
     names = [*SIZES, "talk", "num_questions", "num_tokens", *ENDS, "seconds"]
     recall = {"recall_places", "recall_layers"}  # of a memory
     assert all({*row} == {*names} | (recall if row["memory"] else set()) for row in rows)

@@ -57,7 +57,7 @@ def documents():
     ]
     asked = [
         row
-        | dict(distance_lines=d, distance_tokens=9.0 * d, in_cache=1.0, num_queries=4)
+        | dict(distance_lines=d, distance_tokens=9.0 * d, in_cache=1.0, num_questions=4)
         | {f"accuracy{end}": 0.5 + x for end, x in ENDS}
         | dict(answer_nll_nats=1.0 + d, seconds=1.0)
         for row in rows
