@@ -34,7 +34,7 @@ from helpers.result_parts import (
 from helpers.result_tables import draw_pictures, write_pages
 
 from kvalign.app.cli.arguments import parse
-from kvalign.app.suites.suite import Cell, keep, parse_suite, run_cell
+from kvalign.app.suites.suite import Cell, parse_suite, run_cells
 from kvalign.eval.report import SUITE_FILE, Suite
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json
@@ -59,11 +59,25 @@ class ResultsSettings(Settings):
 
 @dataclass(frozen=True)
 class Script:
-    """A measurement that is no command, in place of a cell."""
+    """A measurement that is no command of kvalign, in place of a cell."""
 
     name: str
     command: str
     is_preparation = False
+    model = None
+    path = Cell.path
+
+    def at(self, out: Path) -> "Script":
+        return self
+
+    def output(self) -> str:
+        """What it prints last: one line, its document."""
+        _, script, *flags = shlex.split(self.command)
+        words = [sys.executable, str(ROOT / script), *flags]
+        done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
+        if done.returncode:
+            raise RunError(f"exit code {done.returncode} of {self.command}")
+        return done.stdout.strip().splitlines()[-1]
 
 
 def rebuild(settings: ResultsSettings) -> None:
@@ -88,7 +102,7 @@ def rebuild(settings: ResultsSettings) -> None:
         os.chdir(work)  # so that documents name texts and folders without this machine's paths
         try:
             for name, steps in chosen:
-                run_cells(name.partition("/")[0], steps)
+                run_missing(Path(name.partition("/")[0]), steps)
             for name, steps in chosen:
                 place(name.partition("/")[0], steps, results)
         finally:
@@ -117,17 +131,12 @@ def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell | Scr
     return with_what_it_reads(found, only) if only else found
 
 
-def run_cells(part: str, steps: list[Cell | Script]) -> None:
+def run_missing(part: Path, steps: list[Cell | Script]) -> None:
     """Run what is missing of the cells of a part, in a folder of its name here."""
-    name = Path(part)
-    for cell in steps:
-        path = name / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
+    for path, cell in ((cell.path(part), cell) for cell in steps):
         if path.exists() and read_json(path).get("command") != cell.command:
             path.unlink()  # its command has changed since; scored labels are kept apart
-        if not path.exists():
-            print(f"== {name}/{cell.name}: {cell.command}", file=sys.stderr)
-            is_script = isinstance(cell, Script)
-            keep(cell, name, _run_script(cell) if is_script else run_cell(cell.at(name)))
+    run_cells([cell for cell in steps if not cell.path(part).exists()], part)
 
 
 def place(part: str, steps: list[Cell | Script], results: Path) -> None:
@@ -138,16 +147,6 @@ def place(part: str, steps: list[Cell | Script], results: Path) -> None:
     for name, document in made.items():
         for fault in faults(document):
             print(f"note: {part}/{name}: {fault}", file=sys.stderr)
-
-
-def _run_script(cell: Script) -> str:
-    """What a script prints last: one line, its document."""
-    _, script, *flags = shlex.split(cell.command)
-    words = [sys.executable, str(ROOT / script), *flags]
-    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
-    if done.returncode:
-        raise RunError(f"exit code {done.returncode} of {cell.command}")
-    return done.stdout.strip().splitlines()[-1]
 
 
 def main(argv: list[str]) -> int:

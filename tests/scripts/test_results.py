@@ -90,7 +90,7 @@ def in_process(monkeypatch):
         ran.append(cell)
         return output_of([*shlex.split(cell.command)[1:], "--json"])
 
-    monkeypatch.setattr(results, "run_cell", run)
+    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run)
     return ran
 
 
@@ -141,7 +141,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
             runpy.run_path(str(ROOT / script), run_name="__main__")
         return printed.getvalue().splitlines()[-1]
 
-    monkeypatch.setattr(results, "_run_script", run_script)
+    monkeypatch.setattr(results.Script, "output", run_script)
     choices = "--model llama-mini --corpus text:words.txt --cache-size 32 --facts-cache-size 32 "
     choices += "--distances 1,2 --num-labels 9 --num-streams 1"
     small = {
@@ -163,7 +163,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]
         smaller = results.Script(cell.name, f"python {script} {small[cell.name]}")
-        results.run_cells("scripts", [smaller])
+        results.run_missing(Path("scripts"), [smaller])
         results.place("scripts", [smaller], tmp_path / "made")
         folder = tmp_path / "made" / "scripts"
         assert all("commit" in fault for fault in faults(documents_of(folder)[cell.name]))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +68,14 @@ class Cell:
     def as_json(self) -> str:
         """Its settings, as its process reads them."""
         return json.dumps(vars(self.settings), default=str)
+
+    def output(self) -> str:
+        """Run it; what it prints, a JSON document."""
+        return run_cell(self)
+
+    def path(self, out: Path) -> Path:
+        """Return where its document is."""
+        return out / (PREPARED if self.is_preparation else ".") / f"{self.name}.json"
 
 
 def _filled(value: Any, out: str) -> Any:
@@ -203,6 +211,8 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
+    changed = " ".join(filter(None, (settings.variables, settings.override)))
+
     def summary() -> str:
         num = sum(is_finished(cell, settings.out) for cell in cells)
         return f"{num} of {len(cells)} cells are finished in {settings.out}" if num else ""
@@ -210,7 +220,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
-            _run(to_run, settings)
+            run_cells(to_run, settings.out, changed, settings if settings.ray else None)
         except UserError as error:
             if summary():
                 raise RunError(str(error)) from error
@@ -218,28 +228,31 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     return {cell.name: "run" if cell in to_run else "kept" for cell in cells}
 
 
-def _run(cells: list[Cell], settings: RunSettings) -> None:
-    """Run cells and keep what they print; with `ray` the evaluations run side by side. A line
-    before each says how long the rest takes.
+def run_cells(
+    cells: Sequence[Cell], out: Path, changed: str = "", on_ray: RunSettings | None = None
+) -> None:
+    """Run cells in order and keep what they print; with `on_ray` the evaluations run side by side.
+    A line before each says how long the rest takes.
+
+    Raises:
+        UserError: a cell was refused.
+        RunError: a cell failed.
     """
-    changed = " ".join(filter(None, (settings.variables, settings.override)))
-    parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
+    parallel = [cell for cell in cells if on_ray and not cell.is_preparation]
     began = time.perf_counter()
-    for number, cell in enumerate(cells):
-        if cell not in parallel:
-            there, left = cell.at(settings.out), ""
-            if number:  # by the speed of those before
-                seconds = (time.perf_counter() - began) * (len(cells) / number - 1)
-                left = f", about {timedelta(seconds=round(seconds))} left"
-            about = f"{cell.name}: {there.command}"
-            print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
-            identity = identity_of_cell(there)  # as it begins
-            output = run_cell(there)
-            keep(cell, settings.out, output, changed, identity)
-    if parallel:
-        of_cells = {cell.name: identity_of_cell(cell.at(settings.out)) for cell in parallel}
-        for cell, output in _run_on_ray(parallel, settings):
-            keep(cell, settings.out, output, changed, of_cells[cell.name])
+    for number, cell in enumerate(cell for cell in cells if cell not in parallel):
+        there, left = cell.at(out), ""
+        if number:  # by the speed of those before
+            seconds = (time.perf_counter() - began) * (len(cells) / number - 1)
+            left = f", about {timedelta(seconds=round(seconds))} left"
+        about = f"{cell.name}: {there.command}"
+        print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
+        identity = identity_of_cell(there)  # as it begins
+        keep(cell, out, there.output(), changed, identity)
+    if parallel and on_ray:
+        of_cells = {cell.name: identity_of_cell(cell.at(out)) for cell in parallel}
+        for cell, output in _run_on_ray(parallel, on_ray):
+            keep(cell, out, output, changed, of_cells[cell.name])
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -273,7 +286,7 @@ def _run_there(cell: Cell, folder: str, num_threads: int) -> tuple[str, str]:
 
 def is_finished(cell: Cell, out: Path) -> bool:
     """Return whether the cell's document exists; UserError if damaged, or another command's."""
-    path = _path(cell, out)
+    path = cell.path(out)
     if not path.exists():
         return False
     if read_json(path).get("command") != cell.command:
@@ -287,7 +300,7 @@ def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     for cell in finished:
         if (name := (there := cell.at(out)).model) is None:
             continue
-        before = read_json(_path(cell, out)).get(_IDENTITY)
+        before = read_json(cell.path(out)).get(_IDENTITY)
         num_unknown += before is None
         if before and (now := identity_of_cell(there)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
@@ -340,10 +353,6 @@ def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = 
     document |= {"command": cell.command, _IDENTITY: identity}
     if changed:
         document["changed"] = changed
-    path = _path(cell, out)
+    path = cell.path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(document) + "\n")
-
-
-def _path(cell: Cell, out: Path) -> Path:
-    return out / (PREPARED if cell.is_preparation else ".") / f"{cell.name}.json"
