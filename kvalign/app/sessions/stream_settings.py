@@ -145,8 +145,8 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.streaming.text_stream import TextStream
 
         size, aligner, sizes = self.cache_size, self.aligner, self.sizes()
-        asked = dict(cache_size=size, aligner=aligner, cached=needs_cache(sizes))
-        choice = choose(loaded.model, self.method, **asked)
+        cached = needs_cache(sizes)
+        choice = choose(loaded.model, self.method, cache_size=size, aligner=aligner, cached=cached)
         if choice.note:
             print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
