@@ -6,11 +6,11 @@ tokenizer (`gguf_tokenizer.py`). transformers reads it with the packages of `kva
 Quantised weights are unpacked, so the model works like any other.
 """
 
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
@@ -32,6 +33,7 @@ from kvalign.models.weights import check_header
 
 MOST_LAYERS = 2**10
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+_ROUNDED = 0.05  # of the logits' deviation, by which bfloat16 may round a merged model's
 _LONGEST = 300  # characters of a reason
 GGUF = ".gguf"
 _READERS = ("gguf", "accelerate")  # what transformers' reader imports
@@ -75,8 +77,12 @@ def read(
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
+            if Path(source, "adapter_config.json").is_file() and not find_spec("peft"):
+                raise UserError("it has an adapter, which is read with peft: pip install peft")
         how |= {"use_safetensors": True, "device_map": device_map}
         model = _pretrained(source, **how, **_local(source))
+        if getattr(model, "_hf_peft_config_loaded", False):
+            _merge(model)
     return model, tokenizer_of(name, source)
 
 
@@ -88,6 +94,38 @@ def _pretrained(source: str | Path, **how: Any) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
     return model
+
+
+def _merge(model: PreTrainedModel) -> None:
+    """Merge the adapter of a model's files into its weights.
+
+    Raises:
+        UserError: it cannot be merged, such as one of an embedding that the head shares.
+    """
+    ids = torch.arange(8, device=model.device)[None] % model.config.vocab_size
+    before = _logits(model.eval(), ids)
+    layers = [
+        (name, one)
+        for name, one in model.named_modules()
+        if hasattr(one, "get_base_layer") or hasattr(one, "unload_and_optionally_merge_module")
+    ]
+    for name, layer in layers:
+        if hasattr(layer, "unload_and_optionally_merge_module"):
+            inner = layer.unload_and_optionally_merge_module(True, False, None)
+        else:
+            layer.merge()
+            inner = layer.get_base_layer()
+        model.set_submodule(name, inner)
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    off = (_logits(model, ids) - before).std() / before.std()
+    if not off < _ROUNDED:
+        raise UserError("its adapter cannot be merged into its weights: merge it with peft")
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits.float()
 
 
 def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
@@ -222,7 +260,7 @@ def gguf_file(source: str) -> Path | None:
 
 def check_gguf_readers() -> None:
     """Raise UserError if a package for reading these files is missing or too old."""
-    needed = [name for name in _READERS if importlib.util.find_spec(name) is None]
+    needed = [name for name in _READERS if find_spec(name) is None]
     if Version(transformers.__version__) < Version(_SINCE):
         needed.append(f"transformers {_SINCE} or later")
     if needed:

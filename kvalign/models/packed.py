@@ -14,6 +14,8 @@ in bfloat16.
 """
 
 import functools
+import logging
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, final
@@ -25,12 +27,16 @@ from transformers.pytorch_utils import Conv1D
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.progress import warn_once
 from kvalign.models import kernel
+
+log = logging.getLogger(__name__)
 
 GROUP = 32  # inputs that share a scale
 FEW = 48  # rows up to which PyTorch's kernel is faster than unpacking
 _BLOCK = 64  # outputs that lie together
 _LEAST = 2**-24  # of a scale: the least number of float16
+_MOST = 0.9  # share of the bytes from which it is said to those alone who ask
 _CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
 
 
@@ -370,6 +376,8 @@ def pack(
         buffers = stored and {name: stored[f"{path}.{name}"] for name in kind.names}
         return kind(weight, bits, bias, buffers).train(model.training)
 
+    num_before = sum(x.nbytes for x in model.parameters())
+    sizes = {id(x): (name, x.nbytes, x.ndim) for name, x in model.named_parameters()}
     head = model.get_output_embeddings()
     modules = [(name, module) for name, module in model.named_modules() if _fits(module)]
     if not modules:
@@ -377,6 +385,7 @@ def pack(
     embedding = model.get_input_embeddings()
     rows = embedding.weight
     for name, module in modules:
+        sizes.pop(id(module.weight), None)
         bits = 8 if weights == "int8" or module is head else 4
         model.set_submodule(name, made(name, _weight_of(module), bits, module.bias))
     # Others do more than look up, such as Gemma's, which scales.
@@ -388,7 +397,21 @@ def pack(
         if not shares:
             product = made(f"{path}.product", rows.detach(), 8)
         model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))
+        sizes.pop(id(rows), None)
+    _say_what_is_left(weights, *sizes.values(), num_bytes=num_before)
     model.save_pretrained = model.push_to_hub = _not_saved
+
+
+def _say_what_is_left(weights: str, *left: tuple[str, int, int], num_bytes: int) -> None:
+    """Say what share of a model's bytes was packed, and which matrices not: by name, bytes and
+    dimensions, what is left of so many bytes.
+    """
+    share = 1 - sum(size for _, size, _ in left) / num_bytes
+    names = {re.sub(r"\.\d+\.", ".*.", name): None for name, _, ndim in left if ndim > 1}
+    line = f"{weights}: {share:.0%} of the bytes of the weights are packed"
+    if names:
+        line += f", not {', '.join([*names][:3])}{' ...' if len(names) > 3 else ''}"
+    (warn_once if share < _MOST else log.info)(line)
 
 
 def _not_saved(*args: Any, **kwargs: Any) -> NoReturn:

@@ -151,6 +151,18 @@ def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights
             assert difference(found, expected(ids[:, :length]).logits) < 0.2
 
 
+def test_what_is_not_packed_is_said(caplog):
+    """Of products whose inputs do not come in groups; a share that is large is no warning."""
+    packed.pack(copy.deepcopy(tiny_model("llama")), "int8")
+    assert not caplog.records
+    packed.pack(copy.deepcopy(tiny_model("llama", intermediate_size=72)), "int8")
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("int8: ")
+    assert line.endswith(
+        "% of the bytes of the weights are packed, not model.layers.*.mlp.down_proj.weight"
+    )
+
+
 def test_packed_weights_are_lost_nowhere(ids, tmp_path):
     """A copy, a pickle and a state have them; a folder that nothing reads is not written."""
     model = copy.deepcopy(tiny_model("llama"))
