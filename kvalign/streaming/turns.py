@@ -6,17 +6,10 @@ A model with a chat template uses it; any other model uses the plain form of Str
 
     ASSISTANT:
 
-A chat template is a program from outside. It is tried once, in its own process with little time and
-memory, before it runs in this process, where nothing could stop 9^(9^9).
 """
 
-import inspect
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice, takewhile
 from typing import Any
 
@@ -29,12 +22,9 @@ from transformers import (
 )
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.escape import check_text
 from kvalign.foundation.settings import typed
 from kvalign.models.input_ids import ids_of, masked, special_of, unused_in
-
-Tools = Sequence[Mapping[str, Any]] | None
-"""Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
+from kvalign.streaming.template import Dialect, Tools, render
 
 
 def turn_ids(
@@ -172,7 +162,7 @@ def messages_text(
     Args:
         tokenizer: of the model, with its chat template if it has one.
         messages: of `role` (system: only the first; user, assistant, tool), `content` and, for
-            an assistant's, perhaps `tool_calls`.
+            an assistant's, perhaps `tool_calls` and `reasoning_content`.
         goes_on: an answer was fed before them.
         template: values for the template, by name.
         tools: that the model may call, which the template tells it of.
@@ -182,8 +172,8 @@ def messages_text(
         return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
     answer = next(unused_in([*_texts_in([opening, messages, tools])]))
     before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
-    talk = [*opening, *before, *messages]
-    text = _render(tokenizer, talk, to_answer=True, values=template, tools=tools)
+    talk, told = Dialect.of(tokenizer).conversation([*opening, *before, *messages], tools)
+    text = render(tokenizer, talk, to_answer=True, values=template, tools=told)
     for message in (*opening, *messages):
         content = message["content"].strip()
         as_json = json.dumps(content, ensure_ascii=False)[1:-1]
@@ -205,7 +195,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turn = [_message("user", "?"), _message("assistant", answer)]
     for more in ([], [_message("user", next_turn)]):
         try:
-            text = _render(tokenizer, [*turn, *more], to_answer=False)
+            text = render(tokenizer, [*turn, *more], to_answer=False)
         except UserError:  # a template that cannot be used is refused where it is needed
             continue
         after = text.partition(answer)[2].partition(next_turn)[0]
@@ -234,27 +224,6 @@ def ends_of(config: GenerationConfig | PretrainedConfig) -> list[int]:
     ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
     which = "generation_config" if isinstance(config, GenerationConfig) else "config"
     return [typed(f"eos_token_id of a model's {which}", one, int) for one in ends]
-
-
-def call_text(tokenizer: PreTrainedTokenizerBase, call: Mapping[str, Any]) -> str:
-    """Return what a chat template writes for an answer that is one call of a tool; "" if it takes
-    no tools.
-
-    Args:
-        call: an entry of `tool_calls`: its function has a `name` and `arguments`.
-    """
-    tool = {"name": call["function"]["name"], "description": "?", "parameters": {}}
-    tools = [{"type": "function", "function": tool}]
-    question: list[dict[str, Any]] = [_message("user", "?")]
-    answered = [*question, {**_message("assistant", ""), "tool_calls": [call]}]
-    try:
-        plain, with_tools, whole = (
-            _render(tokenizer, talk, to_answer=False, tools=of)
-            for talk, of in ((question, None), (question, tools), (answered, tools))
-        )
-    except UserError:
-        return ""
-    return "" if plain == with_tools else whole.removeprefix(with_tools)
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -290,107 +259,3 @@ def _plain(message: dict[str, str]) -> str:
         return f"USER: {content}\n\nASSISTANT:"
     space = " " if role == "assistant" and not content[:1].isspace() else ""
     return f"{space}{content}\n\n"
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    to_answer: bool,
-    values: Mapping[str, Any] | None = None,
-    tools: Tools = None,
-) -> str:
-    values = values or {}
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
-    if clashes := sorted(name for name in values if name in own or name.endswith("_token")):
-        raise UserError(f"a chat template takes no {clashes[0]} from a request")
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    if fault := fault_of(tokenizer.chat_template, special):
-        raise UserError(f"the chat template of this model cannot be used: {fault}")
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=to_answer, **values
-        )
-        assert isinstance(text, str)
-        check_text(text)
-    except Exception as error:  # a program from outside raises anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the chat template of this model fails: {reason:.300}") from None
-    return text
-
-
-SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
-_REFUSED = 3  # an exit code
-
-# A template that fails there fails in time, which is all that is asked of it.
-_PROGRAM = f"""
-import json, sys, time
-from transformers.utils.chat_template_utils import render_jinja_template
-
-try:
-    import resource
-    seconds = int(time.process_time()) + 1 + {SECONDS}
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
-except (ImportError, OSError, ValueError):
-    pass
-
-template, values = json.load(sys.stdin)
-system, user, answer, result = (
-    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
-)
-tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
-call = dict(type="function", function=dict(name="f", arguments={{}}))
-calls = dict(role="assistant", content="", tool_calls=[call])
-talks = ([user], [system, user], [user, answer, user])
-of_tools = ([user], [system, user], [user, calls, result])
-for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
-    for to_answer in (True, False):
-        try:
-            (text,), _ = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=to_answer,
-                **values,
-            )
-        except MemoryError:
-            sys.exit({_REFUSED})
-        except Exception:
-            continue
-        if len(text) > {MOST_CHARACTERS}:
-            sys.exit({_REFUSED})
-"""
-
-
-def fault_of(template: object, values: Mapping[str, object]) -> str:
-    """Reason not to run a template here: its time, its memory or the length of its output; "" if
-    there is none.
-
-    Args:
-        template: as a tokenizer has it, several by name; anything but text is ignored.
-        values: special tokens, by their names in templates.
-    """
-    templates = template.values() if isinstance(template, dict) else [template]
-    requests = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
-    if all(map(_is_small, requests)):
-        return ""
-    most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
-    return f"it needs over {most} for a word"
-
-
-@lru_cache(maxsize=16)
-def _is_small(request: str) -> bool:
-    try:
-        process = subprocess.run(
-            [sys.executable, "-P", "-c", _PROGRAM],
-            input=request,
-            encoding="utf-8",
-            capture_output=True,
-            timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    except OSError:  # no such process can be started: nothing is known
-        return True
-    return 0 <= process.returncode != _REFUSED  # below: killed by a limit

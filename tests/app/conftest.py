@@ -14,7 +14,7 @@ def started_at_once():
     process of its own: tests/models/test_hostile_models.py, later, has those that fail there.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvalign.streaming.turns.fault_of", lambda *about: "")
+        patch.setattr("kvalign.streaming.template.fault_of", lambda *about: "")
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 

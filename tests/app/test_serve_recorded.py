@@ -34,10 +34,14 @@ CHUNK = {CHAT: TypeAdapter(ChatCompletionChunk), RESPONSES: TypeAdapter(Response
     ],
 )
 def test_recorded_requests_are_answered(path, server):
-    last = ""
+    last, call = "", ""
     with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
         for one in json.loads(path.read_text("utf-8")):
             body = json.dumps(one["body"]).replace("LAST", last) if "body" in one else None
+            if body and '"CALL"' in body:  # of the last response, unless that was cut
+                if not call:
+                    continue
+                body = body.replace('"CALL"', f'"{call}"')
             reply = client.request(one["method"], one["path"], content=body, headers=one["headers"])
             assert reply.status_code == one["status"], f"{one['about']}: {reply.text}"
             assert reply.headers.get("X-KVAlign-Ignored", "") == one.get("ignored", "")
@@ -49,6 +53,7 @@ def test_recorded_requests_are_answered(path, server):
             told = WHOLE[one["path"]].model_validate(whole)
             if one["path"] == RESPONSES:
                 last = told.id
+                call = next((x.call_id for x in told.output if x.type == "function_call"), call)
             check_calls(asked, told)
 
 

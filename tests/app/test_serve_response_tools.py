@@ -3,14 +3,16 @@
 import asyncio
 import json
 
+import openai
 import pytest
 from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 
-from kvalign.app.serve.forms import HERMES, Tools
+from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.turn import Answers, End, Piece
 from kvalign.app.serve.wire import parsed
+from kvalign.streaming.calls import FORMS
 
 SERVED, TEMPLATE = dict(cache_size=250, max_streams=4), HERMES_TEMPLATE
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
@@ -50,17 +52,20 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
     said = client.chat.completions.create(messages=messages, **how)
     assert apart.usage.input_tokens == said.usage.prompt_tokens
     assert apart.output_text == said.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="'no' is of no call"):
+        respond(client, [{**result, "call_id": "no"}], previous_response_id=after.id)
     # What a user says beside a result is a part of the turn.
     begun = respond(client, tool_choice=NAMED)
-    more = [{**result, "output": [{"type": "input_text", "text": "19"}]}, whole[0]]
+    called_id = begun.output[0].call_id
+    part = {"type": "input_text", "text": "19"}
+    more = [{**result, "call_id": called_id, "output": [part]}, whole[0]]
     beside = respond(client, more, previous_response_id=begun.id, max_output_tokens=4)
     assert beside.usage.input_tokens > after.usage.input_tokens
 
 
 def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
-    tools = Tools([WEATHER, TIME], (), HERMES)
-    answers = Answers(1, tools=tools)
+    answers = Answers(1, reading=READING)
     form, ending = ResponseForm("m", read(tools=FLAT), answers), End(0, "stop", 1, 0)
 
     async def parts_told():
@@ -76,6 +81,9 @@ def told(text, num):
     return form.whole([parts], usage_of(answers, [ending]))["output"], events
 
 
+READING = Reading(("<think>", "</think>"), FORMS["hermes"], {"weather": {}, "time": {}})
+
+
 def plain(items):
     return [{x: y for x, y in item.items() if x not in ("id", "call_id")} for item in items]
 
@@ -85,7 +93,11 @@ ONE = '<tool_call>\n{"name": "time"}\n</tool_call>'
 
 @pytest.mark.parametrize("num", [1, 5, 1000])
 @pytest.mark.parametrize(
-    "text", ["It is < 9.", f"Let me see.\n{ONE}\n{ONE}", ONE, "", "<tool_call>"]
+    "text",
+    [
+        *("It is < 9.", f"Let me see.\n{ONE}\n{ONE}", ONE, "", "<tool_call>"),
+        *(f"<think>Now?\n{ONE} No.</think>\n\nIt is 9.\n{ONE}", "<think>So", "<think>So</think>"),
+    ],
 )
 def test_items_in_pieces_are_the_items(text, num):
     items, events = told(text, num)
@@ -98,14 +110,17 @@ def test_items_in_pieces_are_the_items(text, num):
 
 
 def test_items_of_one_answer_are_one_message():
-    tools = Tools([WEATHER, TIME], (), HERMES)
-    text = f"Let me see.\n{ONE}\n{ONE}"
+    text = f"<think>When?</think>\n\nLet me see.\n{ONE}\n{ONE}"
     items, _ = told(text, 1000)
-    result = {"type": "function_call_output", "call_id": "a", "output": "9"}
-    back = read(input=[{"role": "user", "content": "When?"}, *items, result, result], tools=FLAT)
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": str(number)}
+        for number, item in enumerate(items[2:])
+    ]
+    asked = {"role": "user", "content": "When?"}
+    back = read(input=[asked, *items, *reversed(results)], tools=FLAT)
     _, answer, *results = back.messages
-    assert answer == tools.message(text)
-    assert [(one.role, one.content) for one in results] == [("tool", "9")] * 2
+    assert answer == READING.message(text) and answer.reasoning_content == "When?"
+    assert [(one.role, one.content) for one in results] == [("tool", "0"), ("tool", "1")]
     two = [{"role": "assistant", "content": text} for text in "ab"]
     apart = read(input=[*two, {"role": "user", "content": "c"}]).messages
     assert [one.content for one in apart] == ["a", "b", "c"]

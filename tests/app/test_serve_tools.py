@@ -4,18 +4,38 @@ Models that are this small call no tool by themselves. So what they write is giv
 and then obeys the tool's schema.
 """
 
+import copy
 import json
 
 import openai
 import pytest
+import torch
 from helpers.served import serving
-from helpers.tool_templates import TEMPLATES, TIME, WEATHER
+from helpers.tool_templates import (
+    BEGIN,
+    BEGINS,
+    END,
+    ENDS,
+    SEP,
+    TEMPLATES,
+    THINKING,
+    TIME,
+    WEATHER,
+    template,
+)
+from transformers import AddedToken
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import HERMES, LLAMA, Call, CallReader, Tools, form_of
+from kvalign.app.serve.forms import Constraints, Tools
 from kvalign.app.serve.messages import Message
+from kvalign.app.serve.reading import Reader, Reading
 from kvalign.app.serve.sessions import AS_READ, digest
 from kvalign.app.serve.wire import Chat
+from kvalign.foundation.errors import UserError
+from kvalign.streaming.answer import Answer
+from kvalign.streaming.calls import FORMS, Call, marks_of
+from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.template import Dialect, render
 from kvalign.streaming.turns import message_ids, messages_text, opening_len
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -29,13 +49,20 @@ def chat(**fields):
     )
 
 
-def read(form, *pieces):
-    """Content and calls of an answer in pieces, and those pieces of its content."""
-    reader, shown, calls = CallReader(form, ["weather", "time"]), [], []
-    for text, more in [*map(reader.read, pieces), reader.rest()]:
-        shown.append(text)
-        calls += more
-    return "".join(shown), calls
+HERMES, THINK = FORMS["hermes"], ("<think>", "</think>")
+KNOWN = {"weather": {}, "time": {}}
+
+
+def reading(form=HERMES, **more):
+    return Reading(form=form, tools=KNOWN, **more)
+
+
+def read(how, *pieces):
+    """Thoughts, content and calls of an answer in pieces."""
+    reader = Reader(how)
+    said = [*map(reader.read, pieces), reader.read("", is_last=True)]
+    thoughts, texts, calls = zip(*said, strict=True)
+    return "".join(thoughts), "".join(texts), [call for some in calls for call in some]
 
 
 TWO = (
@@ -43,12 +70,61 @@ TWO = (
     '<tool_call>\n{"name": "time"}\n</tool_call>\n'
 )
 CALLS = [Call("weather", '{"city": "Rome"}'), Call("time", "{}")]
+WHOLE = '{"name": "weather", "parameters": {"city": "Rome"}}'
+LISTED = f'[TOOL_CALLS][{WHOLE}, {{"name": "time"}}]'
+DRAFT = f"Shall I? {TWO} No.\n"
+ANSWERS = {
+    "two calls": (reading(), TWO, ("", "Let me see.", CALLS)),
+    "the end is missing": (
+        reading(),
+        TWO.rstrip().removesuffix("</tool_call>"),
+        ("", "Let me see.", CALLS),
+    ),
+    "a whole answer": (reading(FORMS["llama"]), f" {WHOLE}", ("", "", CALLS[:1])),
+    "behind a mark": (reading(FORMS["llama"]), f"<|python_tag|>{WHOLE}", ("", "", CALLS[:1])),
+    "a list": (reading(FORMS["mistral"]), f"So: {LISTED}", ("", "So:", CALLS)),
+    "one mark each": (
+        reading(FORMS["mistral-v11"]),
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]time[ARGS]{}',
+        ("", "", CALLS),
+    ),
+    "in a frame": (
+        reading(FORMS["deepseek-v3.1"]),
+        f'So:\n{BEGINS}{BEGIN}weather{SEP}{{"city": "Rome"}}{END}{BEGIN}time{SEP}{{}}{END}{ENDS}',
+        ("", "So:", CALLS),
+    ),
+    "functionary": (
+        reading(FORMS["functionary"]),
+        '<function=weather>{"city": "Rome"}</function><function=time>{}</function>',
+        ("", "", CALLS),
+    ),
+    "a draft": (reading(thoughts=THINK), f"<think>\n{DRAFT}</think>\n\n9", (DRAFT, "9", [])),
+    "a draft and a call": (
+        reading(thoughts=THINK),
+        f"\n<think>{DRAFT}</think>\n{TWO}",
+        (DRAFT, "Let me see.", CALLS),
+    ),
+    "a thought that the prompt began": (
+        reading(thoughts=THINK, is_thinking=True),
+        f"{DRAFT}</think>9 <think>",
+        (DRAFT, "9 <think>", []),
+    ),
+    "a thought that was cut": (reading(thoughts=THINK), f"<think>{DRAFT}", (DRAFT, "", [])),
+    "a whole answer after a thought": (
+        reading(FORMS["llama"], thoughts=THINK),
+        f"<think>{WHOLE}</think>\n{WHOLE}",
+        (WHOLE, "", CALLS[:1]),
+    ),
+    "no thoughts": (reading(), "<think>So</think> 9", ("", "<think>So</think> 9", [])),
+}
 
 
-@pytest.mark.parametrize("num", [1, 3, 7, len(TWO)])
-def test_calls_are_read_from_any_pieces(num):
-    pieces = [TWO[i : i + num] for i in range(0, len(TWO), num)]
-    assert read(HERMES, *pieces) == ("Let me see.", CALLS)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_read_from_any_pieces(name):
+    how, text, (thoughts, content, calls) = ANSWERS[name]
+    for num in (1, 3, 7, len(text)):
+        pieces = [text[i : i + num] for i in range(0, len(text), num)]
+        assert read(how, *pieces) == (thoughts.strip(), content, calls)
 
 
 @pytest.mark.parametrize(
@@ -56,29 +132,24 @@ def test_calls_are_read_from_any_pieces(num):
     [
         "No call < here, nor <tool here.",
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "time", "arguments": [1]}</tool_call>',
-        "<tool_call>time()</tool_call>",
+        "<tool_call>time()</tool_call> and more",
         "Cut in a <tool_call>\n{",
         " a space at the end ",
+        "It is {warm}.",
+        '{"name": "x", "parameters": {}}',
+        "{",
+        "[TOOL_CALLS] none",
+        "<|python_tag|>print(1)",
+        "<function=unknown>{}</function>",
     ],
 )
-def test_what_is_no_call_stays_text(text):
+@pytest.mark.parametrize("form", [*FORMS.values(), None], ids=[*FORMS, "none"])
+def test_what_is_no_call_stays_text(text, form):
     for pieces in ([text], list(text)):
-        assert read(HERMES, *pieces) == (text, [])
+        assert read(reading(form, thoughts=THINK), *pieces) == ("", text, [])
 
 
-def test_a_call_whose_end_is_missing_is_one():
-    assert read(HERMES, TWO.rstrip().removesuffix("</tool_call>")) == ("Let me see.", CALLS)
-
-
-def test_a_whole_answer_of_json_is_a_call_of_llama_3():
-    text = ' {"name": "weather", "parameters": {"city": "Rome"}}'
-    assert read(LLAMA, *text) == ("", CALLS[:1])
-    for plain in ("It is {warm}.", '{"name": "x", "parameters": {}}', "{"):
-        assert read(LLAMA, *plain) == (plain, [])
-
-
-@pytest.fixture(params=TEMPLATES, ids=["hermes", "llama"])
+@pytest.fixture(params=TEMPLATES)
 def form(request, loaded):
     """A form of calls, of which the model's template is for a while."""
     loaded.tokenizer.chat_template = TEMPLATES[request.param]
@@ -87,38 +158,84 @@ def form(request, loaded):
 
 
 def test_the_form_is_what_the_template_writes(form, loaded):
-    assert form_of(loaded.tokenizer) == form
-    loaded.tokenizer.chat_template = (
-        TEMPLATES[form].replace("tool_call>", "call>").replace('"parameters": ', '"parameters" : ')
-    )
-    assert form_of(loaded.tokenizer) is None
+    """And an earlier call is written as it is read."""
+    dialect = Dialect.of(loaded.tokenizer)
+    assert dialect.form == FORMS[form] and dialect.several is (form != "llama")
+    calls = [{"id": "a", "type": "function", "function": CALL}]
+    said = Message.model_validate({"role": "assistant", "content": None, "tool_calls": calls})
+    talk, _ = dialect.conversation([*ASKED, said.for_template()], None)
+    text = render(loaded.tokenizer, talk, to_answer=False).partition("assistant:")[2]
+    (call,) = reading(dialect.form).whole(text).calls
+    assert call.name == "weather" and json.loads(call.arguments) == json.loads(CALL["arguments"])
+
+
+def test_calls_of_an_unknown_form_stay_text(loaded):
+    loaded.tokenizer.chat_template = TEMPLATES["hermes"].replace("tool_call>", "call>")
     with pytest.raises(RequestError, match="tool_choice: how this model's chat template writes"):
         Tools.of(chat(tool_choice="required"), loaded.tokenizer)
-    assert Tools.of(chat(), loaded.tokenizer).read(TWO) == (TWO, [])
+    assert Tools.of(chat(), loaded.tokenizer).form is None
+    loaded.tokenizer.chat_template = None
 
 
-@pytest.mark.parametrize("template", [PLAIN, None])
-def test_a_template_without_tools_refuses_them(template, loaded):
-    loaded.tokenizer.chat_template = template
-    with pytest.raises(RequestError, match="^tools is not supported: the chat template") as caught:
+def test_a_model_without_a_template_refuses_tools(loaded):
+    with pytest.raises(RequestError, match="^tools is not supported: this model has") as caught:
         Tools.of(chat(), loaded.tokenizer)
     assert caught.value.param == "tools"
-    loaded.tokenizer.chat_template = None
+
+
+def said(*calls, **more):
+    """An answer of calls, given by their ids."""
+    function = {"name": "time", "arguments": "{}"}
+    made = [{"id": one, "type": "function", "function": function} for one in calls]
+    return {"role": "assistant", "content": "", "tool_calls": made, **more}
+
+
+def result(content, call=None):
+    return {"role": "tool", "content": content, **({"tool_call_id": call} if call else {})}
+
+
+def test_results_are_of_the_calls_that_they_name():
+    talk = [*ASKED, said("a", "b"), result("2", "b"), result("1", "a")]
+    more = [said("a"), result("3", "a"), said(None, ""), result("4"), result("5")]
+    messages = chat(messages=[*talk, *more]).messages
+    told = [one.for_template() for one in messages if one.role == "tool"]
+    assert [one["content"] for one in told] == ["1", "2", "3", "4", "5"]
+    assert {one["name"] for one in told} == {"time"}
+    calls = [call for one in messages for call in one.for_template().get("tool_calls", ())]
+    assert [x["id"] for x in calls[:3]] == [x["tool_call_id"] for x in told[:3]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([said("a"), result("1", "b")], "'b' is of no call"),
+        ([said("a", "b"), result("1", "a")], "'b' has no result"),
+        ([said("a", "b"), result("1", "a"), result("2")], "a tool_call_id of its own|each call"),
+        ([said("a", "a"), result("1", "a"), result("2", "a")], "each call needs an id of its own"),
+        ([said("a", "b"), result("1")], "1 results follow 2 calls"),
+        ([said("a"), *ASKED, result("1", "a")], "'a' is of no call"),
+    ],
+)
+def test_a_result_of_no_call_is_refused_by_name(messages, what):
+    with pytest.raises(RequestError, match=what):
+        chat(messages=[*ASKED, *messages])
 
 
 def test_a_conversation_in_parts_is_the_whole(form, loaded):
     """Only new messages are written; calls and results stand in the template's own form."""
+    if "mistral" in form:  # its results name their calls
+        return
     call = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": CALL}],
     }
-    talk = [*ASKED, call, {"role": "tool", "content": 'It is "warm"', "tool_call_id": "1"}]
-    messages = [Message.model_validate(one).for_template() for one in talk]
+    talk = [*ASKED, call, {"role": "tool", "content": 'It is "warm"'}]
+    messages = [one.for_template() for one in chat(messages=talk).messages]
     tools = chat().tools
     how = dict(tools=[tool.for_template() for tool in tools])
     whole = messages_text(loaded.tokenizer, messages, goes_on=False, **how)
-    assert f'"{form.key}": {{"city": "Rome", "unit": "C"}}' in whole and '"weather"' in whole
+    assert '{"city": "Rome", "unit": "C"}' in whole and '"weather"' in whole
     rest = messages_text(loaded.tokenizer, messages[2:], goes_on=True, **how)
     assert whole.endswith(rest) and "warm" in rest and "Rome" not in rest
     opening = opening_len(loaded.tokenizer, None, **how)
@@ -131,17 +248,69 @@ def test_special_tokens_in_tools_and_calls_are_text(form, loaded):
     end = loaded.tokenizer.eos_token
     tool = {"type": "function", "function": {"name": "f", "description": end, "parameters": {}}}
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": end}}}
-    talk = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, *ASKED]
+    talk = [
+        *ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "123456789"}]},
+        *ASKED,
+    ]
     for special, num in ((False, 0), (True, 2)):
         how = dict(tools=[tool], goes_on=False, special_tokens=special)
         ids = message_ids(loaded.tokenizer, talk, **how)
         assert ids.count(loaded.tokenizer.eos_token_id) == num
 
 
+def test_a_template_of_one_call_takes_no_two(loaded):
+    loaded.tokenizer.chat_template = TEMPLATES["llama"]
+    talk = [*ASKED, said("a", "b"), *ASKED]
+    messages = [one.for_template() for one in chat(messages=talk).messages]
+    with pytest.raises(UserError, match="takes one call of an answer"):
+        message_ids(loaded.tokenizer, messages, goes_on=False)
+    loaded.tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize("left_out", ["tools", "calls"])
+def test_what_a_template_leaves_out_stands_in_its_texts(left_out, loaded):
+    """As SmolLM2's, which has no tools, and SmolLM3's, which tells of them and writes no calls."""
+    loaded.tokenizer.chat_template = PLAIN if left_out == "tools" else template("")
+    told = 'tools <tool_call>{"name": "look_up"}</tool_call>'
+    if left_out == "calls":
+        loaded.tokenizer.chat_template = template("").replace("system: tools", f"system: {told}")
+    tools = [tool.for_template() for tool in chat().tools]
+    talk = [{"role": "system", "content": "Be brief."}, *ASKED, said("a"), result("19", "a")]
+    messages = [one.for_template() for one in chat(messages=talk).messages]
+    text = messages_text(loaded.tokenizer, messages, goes_on=False, tools=tools)
+    assert HERMES.text("time", "{}") in text and "<tool_response>\n19\n</tool_response>" in text
+    assert text.count("Of a city.") == 1 and text.index("Of a city.") < text.index("How warm")
+    assert Tools.of(chat(tool_choice="required"), loaded.tokenizer).form == HERMES
+    loaded.tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize("kind", THINKING)
+def test_thoughts_reach_a_template_in_its_way(kind, loaded):
+    """As a field, or in the text, from which a template takes them: never as plain text."""
+    loaded.tokenizer.chat_template = THINKING[kind]
+    how = Reading(thoughts=Dialect.of(loaded.tokenizer).thoughts)
+    assert how.thoughts == THINK
+    for fields in (
+        dict(content="<think>\nSo\n</think>\n\n9"),
+        dict(content="9", reasoning_content="So"),
+        dict(content="9", reasoning="So"),
+    ):
+        messages = chat(messages=[*ASKED, {"role": "assistant", **fields}, *ASKED]).messages
+        messages = [how.taken_apart(one) for one in messages]
+        assert (messages[1].content, messages[1].reasoning_content) == ("9", "So")
+        told = [one.for_template() for one in messages]
+        ids = message_ids(loaded.tokenizer, told, goes_on=False)
+        text = "".join(loaded.tokenizer.decode(ids).split())
+        assert "So" not in text and "assistant:9" in text
+        assert how.is_begun(loaded.tokenizer, torch.tensor(ids)) is (kind == "text")
+    loaded.tokenizer.chat_template = None
+
+
 def test_an_answer_and_what_a_client_sends_back_are_the_same(loaded):
-    """Ids, blanks and the order of arguments make no difference."""
-    tools = Tools([WEATHER, TIME], (), HERMES)
-    ours = tools.message(TWO.replace('"Rome"', '"Rome", "unit": "C"'))
+    """Ids, thoughts, blanks and the order of arguments make no difference."""
+    how = reading(thoughts=THINK)
+    ours = how.message("<think>So.</think>" + TWO.replace('"Rome"', '"Rome", "unit": "C"'))
     functions = [
         {"name": "weather", "arguments": '{"unit":"C","city":"Rome"}'},
         {"name": "time", "arguments": ""},
@@ -149,15 +318,44 @@ def test_an_answer_and_what_a_client_sends_back_are_the_same(loaded):
     calls = [
         {"id": x, "type": "function", "function": y} for x, y in zip("ab", functions, strict=True)
     ]
-    said = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
-    theirs = Message.model_validate(said)
+    back = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
+    theirs = Message.model_validate(back)
     assert digest("", [ours], AS_READ) == digest("", [theirs], AS_READ)
     plain = Message(role="assistant", content="Let me see.")
     assert digest("", [ours], AS_READ) != digest("", [plain], AS_READ)
 
 
-@pytest.fixture
-def client(form, loaded):
+def drawn(tokenizer, constraint, num=300):
+    """Tokens of a form, drawn at random up to the end."""
+    generator, ids = torch.Generator().manual_seed(3), [1]
+    while ids[-1] != tokenizer.eos_token_id and len(ids) < num:
+        scores = torch.rand((1, len(tokenizer)), generator=generator)
+        ids.append(int(constraint(torch.tensor([ids]), scores).argmax()))
+    return ids[1:]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
+    """As Qwen's, Hermes' (not special), Mistral's and DeepSeek's are."""
+    tokenizer, of = copy.deepcopy(loaded.tokenizer), FORMS[form]
+    marks = marks_of(of, THINK)
+    tokenizer.add_tokens([AddedToken(x, special=is_special) for x in sorted(marks)])
+    named = {"type": "function", "function": {"name": "weather"}}
+    tools = Tools.of(chat(tool_choice=named), tokenizer)
+    constraints = Constraints(tokenizer, [tokenizer.eos_token_id])
+    how = Reading(Dialect.of(tokenizer).thoughts, of, tools.parameters, is_thinking=True)
+    ids = drawn(tokenizer, constraints.of(tools, "tool_choice", "</think>\n\n")(1))
+    assert {tokenizer.get_vocab()[x] for x in ("</think>", of.begin, of.end) if x} <= {*ids}
+    answer = Answer(tokenizer, [1], Sampling(), [tokenizer.eos_token_id], how.spelled(tokenizer))
+    said = how.whole("".join(answer.take(token)[1] for token in ids))
+    assert (said.thoughts, said.text) == ("", "")
+    (call,) = said.calls
+    assert call.name == "weather" and {*json.loads(call.arguments)} == {"city", "unit"}
+
+
+@pytest.fixture(params=["hermes", "llama"])
+def client(request, loaded, monkeypatch):
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES[request.param])
     with serving(loaded, cache_size=250, max_streams=4) as one, one.client() as client:
         yield client
 
@@ -204,6 +402,6 @@ def test_tools_of_a_session_stay(client):
     named = dict(extra_body={"session": "told"}, max_tokens=4)
     ask(client, **named)
     again = dict(messages=[{"role": "user", "content": "And now?"}], **named)
-    with pytest.raises(openai.BadRequestError, match="the tools of a session stay"):
+    with pytest.raises(openai.BadRequestError, match="the tools and .* of a session stay"):
         ask(client, **again, tools=[TIME])
     assert ask(client, **again).usage.prompt_tokens_details.cached_tokens > 0

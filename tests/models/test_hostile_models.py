@@ -96,7 +96,7 @@ LATER = {
 @pytest.mark.parametrize("template", LATER.values(), ids=LATER)
 def test_templates_that_take_one_turn_alone(template, tokenizer, monkeypatch):
     """No process tries these out."""
-    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
+    monkeypatch.setattr("kvalign.streaming.template.fault_of", lambda *args: "")
     tokenizer.chat_template = template
     turn_ids(tokenizer, "Hi", True)
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")

@@ -153,7 +153,7 @@ def of_family(name):
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch):
     """These templates are ours: none is tried in a process of its own."""
-    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *about: "")
+    monkeypatch.setattr("kvalign.streaming.template.fault_of", lambda *about: "")
 
 
 @pytest.fixture(params=FAMILIES)

@@ -2,8 +2,10 @@
 chats, and the items of responses.
 """
 
+import hashlib
 import json
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -12,12 +14,14 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 
 from kvalign.app.serve.errors import RequestError
+from kvalign.streaming.calls import read_json
 
 _MOST_IGNORED = 20  # names that are told
 _NO_VALUE = """
@@ -139,10 +143,7 @@ def _joined(content: Any, info: ValidationInfo) -> Any:
 
 
 def _an_object(arguments: str) -> str:
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
+    value = read_json(arguments or "{}")
     if not isinstance(value, dict):
         raise ValueError("arguments of a call must be the text of a JSON object")
     return json.dumps(value)
@@ -169,24 +170,31 @@ class OfFunction(Form):
 
 
 class ToolCall(OfFunction):
-    harmless: ClassVar = ("id", "index")
+    harmless: ClassVar = ("index",)
     within = "messages"
+    id: str | None = None
     arguments: Arguments
 
 
 class Message(Form):
-    """One message; `content` is its text. Results of calls are read in the order of the calls."""
+    """One message; `content` is its text."""
 
-    harmless: ClassVar[Collection[str]] = ("annotations", "tool_call_id")
+    harmless: ClassVar[Collection[str]] = ("annotations",)
     within = "messages"
     role: Literal["system", "user", "assistant", "tool"]
     content: Text
+    reasoning_content: str | None = None  # what was thought before an answer
+    tool_call_id: str | None = None
+    _called: str = PrivateAttr("")  # the tool whose result it is
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
 
     @classmethod
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         if values.get("role") == "tool":  # as litellm and older clients say what was called
             values = {name: value for name, value in values.items() if name != "name"}
+        if values.get("role") == "assistant" and isinstance(values.get("reasoning"), str):
+            values = {"reasoning_content": values["reasoning"], **values}
+            del values["reasoning"]  # as vLLM and OpenRouter call it
         fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
@@ -201,20 +209,91 @@ class Message(Form):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        calls = [
-            {"type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in self.calls
-        ]
         own: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.role == "assistant" and self.reasoning_content:
+            own["reasoning_content"] = self.reasoning_content
+        if self.role == "tool" and self.tool_call_id:
+            own["tool_call_id"] = _short(self.tool_call_id)
+        if self._called:
+            own["name"] = self._called
+        calls = [
+            {
+                "id": _short(call.id or str(number)),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for number, (call, (name, arguments)) in enumerate(
+                zip(self.tool_calls or (), self.calls, strict=True)
+            )
+        ]
         return {**own, "tool_calls": calls} if calls else own
+
+
+def _short(call_id: str) -> str:
+    """An id of a call as Mistral's templates want it: 9 letters and digits."""
+    is_short = re.fullmatch("[A-Za-z0-9]{9}", call_id)
+    return call_id if is_short else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def in_order(results: Sequence[Message], calls: Sequence[tuple[str | None, str]]) -> list[Message]:
+    """Results of calls, in the order of the calls, whose ids and names these are. Without ids they
+    are in that order.
+
+    Raises:
+        RequestError: a result of no call, or a call that alone has none.
+    """
+
+    def refused(what: str) -> RequestError:
+        return RequestError(f"messages: {what}", param="messages", code="tool_call_id")
+
+    by_id = {one.tool_call_id: one for one in results if one.tool_call_id}
+    names = {call_id: name for call_id, name in calls if call_id}
+    for call_id in by_id:
+        if call_id not in names:
+            raise refused(f"the tool_call_id {call_id!r:.80} is of no call of the answer before")
+    if not by_id:
+        if len(results) != len(calls):
+            counts = f"{len(results)} results follow {len(calls)} calls"
+            raise refused(f"{counts}: give each result the tool_call_id of its call")
+        ordered = [*results]
+    elif len(by_id) < len(results) or len(names) < len(calls):
+        raise refused("each call needs an id of its own, and each result the tool_call_id of one")
+    else:
+        for call_id in names:
+            if call_id not in by_id:
+                raise refused(f"the call {call_id!r:.80} has no result")
+        ordered = [by_id[call_id] for call_id in names]
+    for one, (_, name) in zip(ordered, calls, strict=True):
+        one._called = name
+    return ordered
+
+
+def matched(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which the results of calls stand in the order of the calls. Results with which
+    they begin are of calls that only the server knows.
+    """
+    ordered, calls = list[Message](), list[tuple[str | None, str]]()
+    for is_result, run in groupby(messages, key=lambda message: message.role == "tool"):
+        several = [*run]
+        begins = all(message.role == "system" for message in ordered)
+        ordered += in_order(several, calls) if is_result and not begins else several
+        calls = [(call.id, call.name) for call in several[-1].tool_calls or ()]
+    return ordered
 
 
 class Item(Message):
     """An item of /v1/responses, read as the message that it is: one, a call that an answer has, or
-    the result of a call. Results are read in the order of the calls.
+    the result of a call, or what was thought before it.
     """
 
-    harmless: ClassVar = (*Message.harmless, "id", "status", "phase", "call_id")
+    harmless: ClassVar = (
+        *Message.harmless,
+        "id",
+        "status",
+        "phase",
+        "summary",
+        "encrypted_content",
+    )
     within = "input"
 
     @classmethod
@@ -224,25 +303,34 @@ class Item(Message):
         if kind == "function_call":
             call: dict[str, Any] = {"type": "function"}
             call |= {name: values.pop(name) for name in ("name", "arguments") if name in values}
+            call["id"] = values.pop("call_id", None)
             values |= {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind == "function_call_output":
             values |= {"role": "tool", "content": values.pop("output", None)}
+            values["tool_call_id"] = values.pop("call_id", None)
+        elif kind == "reasoning":
+            parts = values.pop("content", None) or values.pop("summary", None) or []
+            texts = (one["text"] for one in parts if isinstance(one, dict) and "text" in one)
+            thoughts = "\n".join(text for text in texts if isinstance(text, str))
+            values |= {"role": "assistant", "content": "", "reasoning_content": thoughts}
         elif kind != "message":
             raise unsupported(f"input: an item of the type {kind!r:.80}", "input")
         return super().obeyed(values, ignored)
 
 
 def messages_of(items: Iterable[Message]) -> list[Message]:
-    """The messages that items are. An answer comes in several of them, its text and its calls; it
-    is one message.
+    """The messages that items are. An answer comes in several of them, its thoughts, its text and
+    its calls; it is one message.
     """
     messages = list[Message]()
     for role, run in groupby(items, key=lambda message: message.role):
         several = list(run)
         calls = [call for message in several for call in message.tool_calls or ()]
-        if role == "assistant" and calls:
+        thoughts = "".join(message.reasoning_content or "" for message in several)
+        if role == "assistant" and (calls or thoughts):
             content = "".join(message.content for message in several)
-            several = [Message(role=role, content=content, tool_calls=calls)]
+            fields: dict[str, Any] = dict(tool_calls=calls or None, reasoning_content=thoughts)
+            several = [Message(role=role, content=content, **fields)]
         messages += several
     return messages
 

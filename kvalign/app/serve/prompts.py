@@ -6,7 +6,7 @@ changed, a message in the middle left out, shortened or rewritten.
     asked for  a b x f g i j k l m           cut c d e, put x there, cut h, and feed l m
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import Tools
-from kvalign.app.serve.messages import Message, unsupported
+from kvalign.app.serve.messages import Message, in_order, unsupported
+from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
 from kvalign.app.serve.wire import Chat, Headers, Request
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
+from kvalign.streaming.template import Dialect
 from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
 
 
@@ -33,6 +35,15 @@ class Prompts:
     method: Method
     settings: ServeSettings
     keeps_opening: bool  # whether a session's system prompt stays as sinks
+
+    def reading(self, request: Chat, tools: Tools | None) -> Reading:
+        """Rules for the answers to a request, before its tokens are known."""
+        return Reading(
+            thoughts=Dialect.of(self.tokenizer).thoughts,
+            form=tools.form if tools else None,
+            tools=tools.parameters if tools else {},
+            is_single=request.parallel_tool_calls is False,
+        )
 
     def new_session(self, session: Session, request: Chat, tools: Tools | None) -> Session:
         """A new session from a request, with as many sinks as its system prompt and its tools have
@@ -137,18 +148,21 @@ class Prompts:
         return begin - first
 
 
-def new_messages(session: Session, request: Chat) -> Sequence[Message]:
-    """The messages of a request that are new to a session; RequestError if the others, or the
-    tools, differ from its own.
+def new_messages(
+    session: Session, request: Chat, calls: Callable[[], list[tuple[str | None, str]]]
+) -> Sequence[Message]:
+    """The messages of a request that are new to a session; RequestError if the others, or what
+    begins it beside them, differ from its own. `calls` gives ids and names of those of its last
+    answer.
     """
     messages = request.messages
     if session.is_new:
         return messages
     if request.opening != session.tools:
         raise RequestError(
-            "the tools of a session stay as they were in its first turn: send the same ones, or "
-            "name another session",
-            param="tools",
+            "the tools and the chat_template_kwargs of a session stay as they were in its first "
+            "turn: send the same ones, or name another session",
+            param="tools" if request.tools else "chat_template_kwargs",
             code="session_mismatch",
         )
     digests = digest(request.opening, messages, session.comparison)
@@ -158,7 +172,8 @@ def new_messages(session: Session, request: Chat) -> Sequence[Message]:
     turns = messages[1:] if system is not None else messages
     is_turn = all(message.role == "tool" for message in turns[:-1])
     if is_turn and (system is None or as_read(system) == as_read(session.system or "")):
-        return turns
+        results = [message for message in turns if message.role == "tool"]
+        return [*in_order(results, calls()), *turns[len(results) :]] if results else turns
     raise RequestError(
         "these messages do not continue the session: send only the new turn, or all messages "
         "with the server's answers unchanged, or name another session",

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import as_json
+from kvalign.app.serve.reading import Reader, Said
 from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
 from kvalign.app.serve.wire import Request
 
@@ -27,11 +27,12 @@ Events = asyncio.Queue[Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Part of an answer as it is told: its content, the calls of tools that are complete now, and
-    with the last part its end.
+    """Part of an answer as it is told: its thoughts, its content, the calls of tools that are
+    complete now, and with the last part its end.
     """
 
     index: int
+    thoughts: str
     content: str
     calls: Sequence[dict[str, Any]]
     first_call: int  # number of the first of these calls in the answer
@@ -61,9 +62,9 @@ class TextForm:
         has_usage = request.stream_options and request.stream_options.include_usage
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}  # of each chunk
 
-    def of_text(self, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def of_whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Return a choice's fields for a whole answer."""
-        return {"text": content}
+        return {"text": "".join(part.content for part in parts)}
 
     def of_part(self, part: Part) -> dict[str, Any]:
         """Return a choice's fields for a part, in a chunk."""
@@ -86,11 +87,9 @@ class TextForm:
         """The document of complete answers, each in its parts."""
         choices = []
         for index, parts in enumerate(answers):
-            text = self.of_text(
-                "".join(part.content for part in parts), [x for part in parts for x in part.calls]
-            )
             logprobs = self.of_tokens([one for part in parts for one in part.tokens])
-            choices.append(choice_of(index, text, parts[-1].finish, logprobs))
+            whole = self.of_whole(parts)
+            choices.append(choice_of(index, whole, parts[-1].finish, logprobs))
         return self.document(self.kind, choices, usage=usage)
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class TextForm:
 
     def events_of(self, part: Part) -> str:
         chunk = ""
-        if not part.end or part.content or part.calls:
+        if not part.end or part.thoughts or part.content or part.calls:
             logprobs = self.of_tokens(part.tokens)
             chunk = self._chunk(part.index, self.of_part(part), logprobs=logprobs)
         return chunk + (self._chunk(part.index, self.of_end, part.finish) if part.end else "")
@@ -136,14 +135,19 @@ class ChatForm(TextForm):
     opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
     of_end: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def of_text(self, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def of_whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        content = "".join(part.content for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
+        if thoughts := "".join(part.thoughts for part in parts):
+            message["reasoning_content"] = thoughts
+        if calls := [call for part in parts for call in part.calls]:
             message |= {"content": content or None, "tool_calls": calls}
         return {"message": message}
 
     def of_part(self, part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
+        if part.thoughts:
+            delta["reasoning_content"] = part.thoughts
         if part.calls:
             calls = enumerate(part.calls, part.first_call)
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
@@ -215,20 +219,21 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
     """Yield the parts that are there, until the answers end or an error ends them. A client that
     disconnects, or a reader that stops, cancels them.
     """
-    readers = [answers.tools.reader() if answers.tools else None for _ in range(answers.num)]
+    reading = answers.reading
+    readers = [Reader(reading) if reading else None for _ in range(answers.num)]
     num_calls = [0] * answers.num
 
     def part_of(event: Piece | End) -> Part:
         index, reader = event.index, readers[event.index]
-        first, tokens, end = num_calls[index], tuple[TokenLogprob, ...](), None
+        text, tokens, end = "", tuple[TokenLogprob, ...](), None
         if isinstance(event, Piece):
-            tokens = event.tokens
-            content, calls = reader.read(event.text) if reader else (event.text, [])
+            text, tokens = event.text, event.tokens
         else:
             end = event
-            content, calls = reader.rest() if reader else ("", [])
-        num_calls[index] += len(calls)
-        return Part(index, content, [*map(as_json, calls)], first, tokens, end)
+        said = reader.read(text, is_last=end is not None) if reader else Said("", text, [])
+        first, num_calls[index] = num_calls[index], num_calls[index] + len(said.calls)
+        calls = reading.calls(said.calls, index, first) if reading else []
+        return Part(index, said.thoughts, said.text, calls, first, tokens, end)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -22,6 +22,8 @@ _OF_CHATS = (
     *("n", "session", "logprobs", "response_format", "max_completion_tokens"),
     "chat_template_kwargs",
 )
+_TEXT, _THOUGHTS = "message", "reasoning"  # items, and what their events are called
+_EVENTS = {_TEXT: "response.output_text", _THOUGHTS: "response.reasoning_text"}
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
 
 
@@ -128,19 +130,23 @@ class ResponseForm(ChatForm):
         # Of a stream, in which each item of the output begins, comes in pieces, and ends.
         self._number, self._output = 0, list[dict[str, Any]]()
         self._finish: str | None = None
-        self._message: dict[str, Any] | None = None  # the item of text that comes
+        self._item: dict[str, Any] | None = None  # of text or of thoughts, that comes
 
-    def part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def part(self, kind: str, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Content of an item of this kind."""
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
         entries = logprobs["content"] if logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
-    def message(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
-        """An item of text."""
-        head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+    def item(self, kind: str, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
+        """An item of text or of thoughts."""
+        own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **own}
         return {**head, "status": status, "content": [*parts]}
 
     def call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The item of a call that `as_json` has."""
+        """The item of a call in the form of chats."""
         head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
         return {**head, "call_id": call["id"], **call["function"]}
 
@@ -152,9 +158,12 @@ class ResponseForm(ChatForm):
         text = "".join(part.content for part in parts)
         calls = [self.call(call) for part in parts for call in part.calls]
         status, output = self.status_of(parts[-1].finish), calls
-        if text or not calls:
+        thoughts = "".join(part.thoughts for part in parts)
+        if text or not (calls or thoughts):
             logprobs = self.of_tokens([one for part in parts for one in part.tokens])
-            output = [self.message(status, self.part(text, logprobs)), *calls]
+            output = [self.item(_TEXT, status, self.part(_TEXT, text, logprobs)), *calls]
+        if thoughts:
+            output = [self.item(_THOUGHTS, status, self.part(_THOUGHTS, thoughts)), *output]
         return self.response(status, output, usage)
 
     def response(
@@ -201,46 +210,53 @@ class ResponseForm(ChatForm):
 
     def events_of(self, part: Part) -> str:
         events, self._finish = "", part.finish
+        if part.thoughts:
+            events += self._delta(_THOUGHTS, part.thoughts)
         if part.content or part.tokens:
-            if self._message is None:
-                events += self._message_begins()
             logprobs = (self.of_tokens(part.tokens) or {"content": []})["content"]
-            self._text += part.content
-            self._logprobs += logprobs
-            delta = {"delta": part.content, "logprobs": logprobs}
-            events += self._event("response.output_text.delta", **self._place, **delta)
+            events += self._delta(_TEXT, part.content, logprobs)
         for call in part.calls:
-            events += self._message_ends("completed") + self._call(self.call(call))
+            events += self._item_is_whole("completed") + self._call(self.call(call))
         return events
 
     def end(self, ends: Sequence[End]) -> str:
         status = self.status_of(self._finish)
-        last = self._message_begins() if not self._output and self._message is None else ""
-        last += self._message_ends(status)
+        last = self._delta(_TEXT, "") if not self._output and self._item is None else ""
+        last += self._item_is_whole(status)
         whole = self.response(status, self._output, usage_of(self.answers, ends))
         return last + self._event(f"response.{status}", response=whole)
 
-    def _message_begins(self) -> str:
+    def _delta(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> str:
+        """A piece of an item of this kind, which may begin."""
+        events = ""
+        if self._item is None or self._item["type"] != kind:
+            events = self._item_is_whole("completed") + self._item_begins(kind)
+        self._text += text
+        self._logprobs += logprobs
+        more = {"logprobs": [*logprobs]} if kind == _TEXT else {}
+        if text or logprobs:
+            events += self._event(f"{_EVENTS[kind]}.delta", **self._place, delta=text, **more)
+        return events
+
+    def _item_begins(self, kind: str) -> str:
         self._text, self._logprobs = "", list[Any]()
-        self._message = item = self.message("in_progress")
-        self._place = {
-            "item_id": item["id"],
-            "output_index": len(self._output),
-            "content_index": 0,
-        }
-        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        part = self.part("")
+        self._item = item = self.item(kind, "in_progress")
+        number = len(self._output)
+        self._place = {"item_id": item["id"], "output_index": number, "content_index": 0}
+        added = self._event("response.output_item.added", output_index=number, item=item)
+        part = self.part(kind, "")
         return added + self._event("response.content_part.added", **self._place, part=part)
 
-    def _message_ends(self, status: str) -> str:
-        if self._message is None:
+    def _item_is_whole(self, status: str) -> str:
+        if self._item is None:
             return ""
-        part = self.part(self._text, {"content": self._logprobs})
-        item = {**self._message, "status": status, "content": [part]}
-        done = {"text": self._text, "logprobs": self._logprobs}
-        self._message = None
+        kind = self._item["type"]
+        part = self.part(kind, self._text, {"content": self._logprobs})
+        item = {**self._item, "status": status, "content": [part]}
+        more = {"logprobs": self._logprobs} if kind == _TEXT else {}
+        self._item = None
         return (
-            self._event("response.output_text.done", **self._place, **done)
+            self._event(f"{_EVENTS[kind]}.done", **self._place, text=self._text, **more)
             + self._event("response.content_part.done", **self._place, part=part)
             + self._item_ends(item)
         )

@@ -1,11 +1,12 @@
 """Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.forms import Constraints, Tools
-from kvalign.app.serve.messages import Message
+from kvalign.app.serve.messages import Message, unsupported
 from kvalign.app.serve.prompts import (
     RUN,
     Change,
@@ -26,6 +27,7 @@ from kvalign.app.serve.prompts import (
     new_messages,
     session_for,
 )
+from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
@@ -121,21 +123,22 @@ class Service:
         A response is in a session of its own or that of an earlier one. One that sends all messages
         takes up the state of the session that had them, which stays.
         """
+        prompts, tools = self.prompts, Tools.of(request, self.tokenizer)
+        reading = prompts.reading(request, tools)
+        request.messages = [reading.taken_apart(message) for message in request.messages]
         previous, begun = None, None
         if isinstance(request, ResponseRequest):
+            if reading.thoughts and request.num_top is not None:
+                raise unsupported("logprobs of a model that thinks", "top_logprobs")
             previous = request.previous
             if previous is None:
                 begun = self.sessions.begun(request.messages, request.opening)
-        sampling, name, prompts = self._sampling(request), request.session, self.prompts
-        tools = Tools.of(request, self.tokenizer)
-        if tools and tools.form and request.parallel_tool_calls is False:
-            stops = (*(sampling.stop_strings or ()), *filter(None, [tools.form.end]))
-            sampling = replace(sampling, stop_strings=stops)  # the first call ends the answer
+        sampling, name = self._sampling(request), request.session
         if request.num_choices > 1:
             _refuse(name)
             new = prompts.new_session(Session(""), request, tools)
             ids = prompts.of_messages(new, request.messages, request, tools)
-            return self._submit([(new, ids)], sampling, request, put, tools=tools)
+            return self._submit([(new, ids)], sampling, request, put, tools=tools, reading=reading)
         with self._session(name, request.messages, request.opening) as former:
             session: Session | None = former
             if former.is_new or previous != len(former.ids) - former.num_new:
@@ -148,19 +151,21 @@ class Service:
                         code="previous_response_not_found",
                     )
             if session is None:
-                return self._again(former, put, tools)
+                return self._again(former, put, reading)
             start = None
             if session.is_new and begun and (state := self._state(begun)) is not None:
                 session = replace(begun, id=session.id, state=None, checksum="", number=0)
                 start = state, Edits([], session.num_fed, session.num_fed)
-            messages = new_messages(session, request)
+            last = partial(self._last_calls, former, reading)
+            messages = new_messages(session, request, last)
             if session.is_new:
                 session = prompts.new_session(session, request, tools)
             session = session.with_request(request.messages, request.fields, headers.key)
             ids = prompts.of_messages(session, messages, request, tools)
             if self.settings.edit and session.is_new and name is None:
                 start = self._edited(session, ids)
-            return self._submit([(session, ids)], sampling, request, put, messages, tools, start)
+            of = messages, tools, reading, start
+            return self._submit([(session, ids)], sampling, request, put, *of)
 
     def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
         """Continue texts; with a session, continue its text."""
@@ -216,10 +221,31 @@ class Service:
         except RequestError:
             return None
 
-    def _again(self, session: Session, put: Put, tools: Tools | None = None) -> Answers:
+    def _last_calls(self, session: Session, reading: Reading) -> list[tuple[str | None, str]]:
+        """Ids and names of the calls of a session's last answer."""
+        reading = self._placed(reading, session, session.ids[: len(session.ids) - session.num_new])
+        calls = reading.calls(reading.whole(session.answer).calls)
+        return [(call["id"], call["function"]["name"]) for call in calls]
+
+    def _placed(self, reading: Reading, session: Session, before: Tensor) -> Reading:
+        """Rules for an answer to these tokens [T]."""
+        return replace(
+            reading,
+            is_thinking=reading.is_begun(self.tokenizer, before),
+            place=f"{session.id or secrets.token_hex(12)} {len(before)}",
+        )
+
+    def _goes_on(self, session: Session) -> Tensor:
+        """The tokens [T] of a session that goes on: without an end, which has not been fed."""
+        ids = session.ids
+        return ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids
+
+    def _again(self, session: Session, put: Put, reading: Reading | None = None) -> Answers:
         """Last answer of a session again."""
         num_before = len(session.ids) - session.num_new
-        answers = Answers(1, num_cached=num_before, tools=tools)
+        if reading is not None:
+            reading = self._placed(reading, session, session.ids[:num_before])
+        answers = Answers(1, num_cached=num_before, reading=reading)
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
         answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
@@ -274,32 +300,38 @@ class Service:
         put: Put,
         messages: Sequence[Message] | None = None,
         tools: Tools | None = None,
+        reading: Reading | None = None,
         start: tuple[State, Edits] | None = None,
     ) -> Answers:
-        """Pass turns to the engine: for each session, its input and the answers.
+        """Pass turns to the engine: for each session, its input and the answers. Those of messages
+        have a `reading`, those of texts have none.
 
         `messages` are the new messages of a session that is stored with its answer; `start` is a
         state that a new session takes up, with edits that make it its own.
         """
         num_choices, schema = request.num_choices, request.schema_of_answer
         constraint, ends = None, self.ends
+        if reading is not None:
+            ((session, new),) = pairs
+            reading = self._placed(reading, session, torch.cat([self._goes_on(session), new]))
+        # A form begins where a thought that the prompt has begun ends.
+        opens = reading is not None and reading.is_thinking and reading.thoughts
+        before_form = f"{opens[1]}\n\n" if opens else ""
         if tools and tools.must:
-            constraint = self.constraints.of(tools.grammar, "tool_choice")
+            constraint = self.constraints.of(tools, "tool_choice", before_form)
         elif schema is not None:
-            constraint = self.constraints.of(schema, "response_format")
+            constraint = self.constraints.of(schema, "response_format", before_form)
         if constraint is not None:
             ends = self.json_ends
             sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself
-        answers = Answers(len(pairs) * num_choices, tools=tools)
+        answers = Answers(len(pairs) * num_choices, reading=reading)
         for number, (session, new) in enumerate(pairs):
-            before = session.ids
-            if len(before) and int(before[-1]) in self.ends:
-                before = before[:-1]  # it has not been fed, and the session goes on
+            before = self._goes_on(session)
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, text = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             update = (
-                SessionUpdate(self.sessions, messages, session, ids, self._writer, put, tools)
+                SessionUpdate(self.sessions, messages, session, ids, self._writer, put, reading)
                 if messages
                 else None
             )
@@ -320,6 +352,7 @@ class Service:
                     draw,
                     request.num_top,
                     constraint,
+                    reading,
                 )
                 for draw in range(num_choices)
             ]

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import Tools
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Change
+from kvalign.app.serve.reading import Reader, Reading
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
@@ -49,7 +49,8 @@ class TokenLogprob:
 class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
     tokens before it, `ends` end it, and it draws with seed + `draw`. With
-    `num_top` each token is shown with its logprob; a `constraint` gives it a form.
+    `num_top` each token is shown with its logprob; a `constraint` gives it a form. Its text shows
+    what `reading` looks for; None: no special token.
 
     Attributes:
         turn: whose answer it is, once that has begun.
@@ -71,6 +72,7 @@ class AnswerRow(Row):
         draw: int = 0,
         num_top: int | None = None,
         constraint: Callable[[int], LogitsProcessor] | None = None,
+        reading: Reading | None = None,
     ):
         before, device = ids.tolist(), method.model.device
         unknown = unknown_ids(tokenizer, method.model.config.vocab_size)
@@ -83,7 +85,9 @@ class AnswerRow(Row):
         self._sizes, self._num_before = method.sizes, len(before)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
-        self._answer = Answer(tokenizer, before, sampling, ends)
+        spelled = reading.spelled(tokenizer) if reading else ()
+        self._answer = Answer(tokenizer, before, sampling, ends, spelled)
+        self._single = Reader(reading) if reading and reading.is_single else None
         self.token_ids = self._answer.token_ids
         self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
         self._num_said = 0  # characters of its tokens so far
@@ -112,12 +116,19 @@ class AnswerRow(Row):
         super().append(token, token_ids, logits)
         piece, text = self._answer.take(token_ids[0])
         self.text += text
+        if self._single is not None and text:
+            self._single.read(text)
+            if self._single.has_call:
+                self._answer.finish = "stop"
         logprobs = self._logprobs_of(logits, token_ids[0], piece)
         if text or logprobs:
             self._put(Piece(self.index, text, logprobs))
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is this row's alone."""
+        if isinstance(error, RequestError):
+            self.failure = error
+            return
         log.error("a token could not be taken", exc_info=error)
         self.failure = NOT_FINITE if isinstance(error, RunError) else OUR_FAULT
 
@@ -255,7 +266,7 @@ class Answers:
     num_reencoded: int = 0  # those that were, of turns that stay when older ones go
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory
-    tools: Tools | None = None  # that they may call
+    reading: Reading | None = None  # None: their text is as it is
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
         """Count a prompt: the tokens that a method has been fed of it when the answers begin, and
@@ -280,7 +291,7 @@ class SessionUpdate:
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
     put: Put  # told of the end
-    tools: Tools | None = None  # that the answer may call
+    reading: Reading | None = None  # of the answer
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: AnswerRow, state: State | None) -> None:
@@ -295,9 +306,7 @@ class SessionUpdate:
                 self.put(error)
 
     def _keep(self, row: AnswerRow, state: State | None) -> None:
-        answer = Message(role="assistant", content=row.text)
-        if self.tools is not None:
-            answer = self.tools.message(row.text)
+        answer = (self.reading or Reading()).message(row.text)
         before, said = self.session.messages_digest, [*self.messages, answer]
         digests = digest(before, said, self.session.comparison)
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])

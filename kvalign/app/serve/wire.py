@@ -17,7 +17,8 @@ from pydantic import (
 )
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.messages import MOST_TOOLS, Form, Message, NamedTool, Tool
+from kvalign.app.serve.messages import MOST_TOOLS, Form, Message, NamedTool, Tool, matched
+from kvalign.streaming.calls import read_json
 from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
@@ -99,7 +100,9 @@ class Request(Form):
 
     @property
     def opening(self) -> str:
-        """Return a digest of the tools, which begin a conversation; "" without one."""
+        """Return a digest of what begins a conversation beside its messages: the tools, and values
+        for the chat template; "" without one.
+        """
         return ""
 
     @property
@@ -167,7 +170,7 @@ class Chat(Request):
             raise ValueError("only the first message may be a system message")
         if messages[-1].role not in ("user", "tool"):
             raise ValueError("the last message must be the user's or a tool's")
-        return messages
+        return matched(messages)
 
     @field_validator("response_format")
     @classmethod
@@ -212,9 +215,12 @@ class Chat(Request):
 
     @property
     def opening(self) -> str:
-        if not self.tools:
+        if not (self.tools or self.chat_template_kwargs):
             return ""
-        text = json.dumps([tool.for_template() for tool in self.tools], sort_keys=True)
+        parts: list[Any] = [tool.for_template() for tool in self.tools or ()]
+        if self.chat_template_kwargs:
+            parts.append(self.chat_template_kwargs)
+        text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -294,7 +300,7 @@ def parsed(model: type[M], body: bytes, session: str | None) -> M:
     """
     ignored: list[str] = []
     try:
-        values = json.loads(body.decode())
+        values = read_json(body.decode())
         if isinstance(values, dict) and values.get("session") is None and session is not None:
             values["session"] = session
         request = model.model_validate(values, context={"ignored": ignored})
@@ -303,7 +309,7 @@ def parsed(model: type[M], body: bytes, session: str | None) -> M:
         param = str(fault["loc"][0]) if fault["loc"] else None
         what = fault["msg"].removeprefix("Value error, ")
         raise RequestError(f"{param or 'the body'}: {what}", param=param) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     request._ignored = ignored
     return request

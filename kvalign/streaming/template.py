@@ -1,0 +1,268 @@
+"""A chat template: a program from outside that writes a conversation, and what it takes, found by
+trying it.
+
+It is tried once, in its own process with little time and memory, before it runs in this process,
+where nothing could stop 9^(9^9).
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.escape import check_text
+from kvalign.streaming.calls import FORMS, CallForm, as_text, form_in
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+)  # Qwen3, DeepSeek-R1, SmolLM3; Magistral
+Arguments = Literal["mapping", "text"]
+_ABOUT_TOOLS = """\
+You may call these tools. To call one, write its name and its arguments as JSON, as here:
+{example}
+The tools:
+{tools}"""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Parts of a conversation that a chat template takes; the rest is written into its texts.
+
+    Attributes:
+        tells_of_tools: whether it tells the model of them.
+        form: in which the model writes a call; None: unknown.
+        arguments: how it takes those of an earlier call; None: it leaves calls out.
+        several: whether it takes several calls of an answer.
+        thoughts: marks around what the model thinks before it answers; None: it does not.
+        takes_thoughts: whether thoughts are a field of a message.
+    """
+
+    tells_of_tools: bool
+    form: CallForm | None
+    arguments: Arguments | None
+    several: bool
+    thoughts: tuple[str, str] | None
+    takes_thoughts: bool
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Dialect":
+        """The dialect of a tokenizer's chat template. Of one that always fails it has nothing."""
+        return _dialect_of(tokenizer, str(tokenizer.chat_template), len(tokenizer))
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> tuple[list[dict[str, Any]], Tools]:
+        """Messages and tools as the template takes them.
+
+        Args:
+            messages: in OpenAI's form, but a call's arguments are a mapping; `reasoning_content`
+                is what the model thought.
+        """
+        talk = [self._message(one) for one in messages]
+        if tools and not self.tells_of_tools:
+            example = (self.form or FORMS["hermes"]).text("TOOL", '{"PARAMETER": "VALUE"}')
+            about = _ABOUT_TOOLS.format(
+                example=example, tools="\n".join(as_text(one["function"]) for one in tools)
+            )
+            if talk[0]["role"] == "system":
+                talk[0] = {**talk[0], "content": f"{talk[0]['content']}\n\n{about}"}
+            else:
+                talk.insert(0, {"role": "system", "content": about})
+            tools = None
+        return talk, tools
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        own, calls = dict(message), message.get("tool_calls") or ()
+        thoughts = own.pop("reasoning_content", None)
+        if own["role"] == "tool" and self.arguments is None:
+            result = f"<tool_response>\n{own['content']}\n</tool_response>"
+            return {"role": "user", "content": result}
+        if calls and self.arguments is None:
+            written = [self._as_text(one["function"]) for one in own.pop("tool_calls")]
+            own["content"] = "\n".join(filter(None, [own["content"], *written]))
+        elif calls:
+            if len(calls) > 1 and not self.several:
+                raise UserError("the chat template of this model takes one call of an answer")
+            if self.arguments == "text":
+                own["tool_calls"] = [_with_text(one) for one in calls]
+        if thoughts and self.takes_thoughts:
+            own["reasoning_content"] = thoughts
+        elif thoughts and self.thoughts:
+            begin, end = self.thoughts
+            own["content"] = f"{begin}\n{thoughts}\n{end}\n\n{own['content']}"
+        return own
+
+    def _as_text(self, function: Mapping[str, Any]) -> str:
+        form = self.form or FORMS["hermes"]
+        return form.text(function["name"], as_text(function["arguments"]))
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": as_text(function["arguments"])}}
+
+
+@lru_cache(maxsize=8)
+def _dialect_of(tokenizer: PreTrainedTokenizerBase, template: str, num_tokens: int) -> Dialect:
+    user, function = {"role": "user", "content": "?"}, {"name": "look_up", "description": "?"}
+    tool: dict[str, Any] = {"type": "function", "function": {**function, "parameters": {}}}
+
+    def tried(*answers: dict[str, Any], of: Tools = None) -> str:
+        try:
+            return render(tokenizer, [user, *answers], to_answer=False, tools=of)
+        except UserError:
+            return ""
+
+    def answer(content: str, **fields: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": content, **fields}
+
+    told = tried(of=[tool])
+    tells_of_tools, of = "look_up" in told, [tool] if told else None
+    call: dict[str, Any] = {"id": "call12345", "type": "function"}
+    call["function"] = {"name": "look_up", "arguments": {"place": "Rome"}}
+    result = {"role": "tool", "content": "0result0", "name": "look_up", "tool_call_id": call["id"]}
+    calls: dict[Arguments, Any] = {"mapping": call, "text": _with_text(call)}
+    written: dict[Arguments, str] = {}
+    for way, one in calls.items():
+        text = tried(answer("", tool_calls=[one]), of=of)
+        is_shown = text.count("look_up") > told.count("look_up") and "Rome" in text
+        if is_shown and "0result0" in tried(answer("", tool_calls=[one]), result, of=of):
+            written[way] = text
+    # JSON, if the template writes that; else marks of another kind around each argument.
+    of_json = [how for how, text in written.items() if '{"place":"Rome"}' in "".join(text.split())]
+    how = next(iter([*of_json, *written]), None)
+    form, several = form_in(written[how] if how else told), True
+    if how:
+        both = tried(answer("", tool_calls=[calls[how]] * 2), of=of)
+        several = both.count("Rome") > written[how].count("Rome")
+    added = tokenizer.get_added_vocab().keys()
+    marks = (x for x in _THOUGHTS if {*x} <= added or any(mark in template for mark in x))
+    return Dialect(
+        tells_of_tools=tells_of_tools,
+        form=form if tells_of_tools else form or FORMS["hermes"],
+        arguments=how,
+        several=several,
+        thoughts=next(marks, None),
+        takes_thoughts="0thought0" in tried(answer("!", reasoning_content="0thought0")),
+    )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    to_answer: bool,
+    values: Mapping[str, Any] | None = None,
+    tools: Tools = None,
+) -> str:
+    """Return what a chat template writes; UserError if it fails, or may not run here."""
+    values = values or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    if clashes := sorted(name for name in values if name in own or name.endswith("_token")):
+        raise UserError(f"a chat template takes no {clashes[0]} from a request")
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if fault := fault_of(tokenizer.chat_template, special):
+        raise UserError(f"the chat template of this model cannot be used: {fault}")
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=to_answer, **values
+        )
+        assert isinstance(text, str)
+        check_text(text)
+    except Exception as error:  # a program from outside raises anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template of this model fails: {reason:.300}") from None
+    return text
+
+
+SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
+_REFUSED = 3  # an exit code
+
+# A template that fails there fails in time, which is all that is asked of it.
+_PROGRAM = f"""
+import json, sys, time
+from transformers.utils.chat_template_utils import render_jinja_template
+
+try:
+    import resource
+    seconds = int(time.process_time()) + 1 + {SECONDS}
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
+except (ImportError, OSError, ValueError):
+    pass
+
+template, values = json.load(sys.stdin)
+system, user, answer, result = (
+    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
+)
+tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
+call, call_as_text = (
+    dict(type="function", function=dict(name="f", arguments=one)) for one in ({{}}, "{{}}")
+)
+calls, calls_as_text = (
+    dict(role="assistant", content="", tool_calls=[one]) for one in (call, call_as_text)
+)
+thoughts = dict(answer, reasoning_content="?")
+talks = ([user], [system, user], [user, answer, user], [user, thoughts])
+of_tools = ([user], [system, user], [user, calls, result], [user, calls_as_text, result])
+for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
+    for to_answer in (True, False):
+        try:
+            (text,), _ = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=to_answer,
+                **values,
+            )
+        except MemoryError:
+            sys.exit({_REFUSED})
+        except Exception:
+            continue
+        if len(text) > {MOST_CHARACTERS}:
+            sys.exit({_REFUSED})
+"""
+
+
+def fault_of(template: object, values: Mapping[str, object]) -> str:
+    """Reason not to run a template here: its time, its memory or the length of its output; "" if
+    there is none.
+
+    Args:
+        template: as a tokenizer has it, several by name; anything but text is ignored.
+        values: special tokens, by their names in templates.
+    """
+    templates = template.values() if isinstance(template, dict) else [template]
+    requests = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
+    if all(map(_is_small, requests)):
+        return ""
+    most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
+    return f"it needs over {most} for a word"
+
+
+@lru_cache(maxsize=16)
+def _is_small(request: str) -> bool:
+    try:
+        process = subprocess.run(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            input=request,
+            encoding="utf-8",
+            capture_output=True,
+            timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError:  # no such process can be started: nothing is known
+        return True
+    return 0 <= process.returncode != _REFUSED  # below: killed by a limit
