@@ -248,8 +248,8 @@ class OnRead(Realigner):
         num_sinks = min(step.sizes.num_sinks, keys.shape[2])
         reading = None if decode is None else decode.reading
         if isinstance(reading, Tensor) and bias is None:
-            asked = dict(tables=tables, asking=placed, num_sinks=num_sinks)
-            return kernel.attend(reading, query, keys, values, scale, **asked)
+            of_slots = reading, query, keys, values, scale
+            return kernel.attend(*of_slots, tables=tables, asking=placed, num_sinks=num_sinks)
         of_both = query, placed, keys, values
         if not isinstance(reading, _Alike):
             return _read_uneven(*of_both, tables, num_sinks, scale, bias, step)
