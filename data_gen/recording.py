@@ -41,12 +41,11 @@ from kvalign.data_gen.store import (
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.files import locked, sha256
 from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.machine import AUTO, check_disk
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.identity import say_weak
 from kvalign.models.input_ids import prefix_ids
 from kvalign.models.loading import LoadedModel, load_model
 
@@ -109,7 +108,6 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         free=_FREE + ("versions",) * is_finished,
         config_name=CONFIG,
         result_name=MANIFEST,
-        read_config=lambda path: _as_now(path, config).model_dump(mode="json"),
     )
     if run.state() == "finished":
         return open_store(settings.folder)
@@ -137,15 +135,6 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
         run.finish(_manifest(shards, config).model_dump(mode="json"))
     return open_store(settings.folder)
-
-
-def _as_now(path: Path, config: RecordingConfig) -> RecordingConfig:
-    """The config in a folder; one of 0.2, which has no identity, with that of the new config."""
-    there = read_checked(RecordingConfig, path)
-    if there.identity is not None:
-        return there
-    say_weak()
-    return there.model_copy(update={"identity": config.identity})
 
 
 def _pieces(settings: RecordSettings, loaded: LoadedModel) -> Iterator[list[int]]:

@@ -29,7 +29,7 @@ from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_whole
 from kvalign.foundation.folders import MANIFEST, folder_of, newest_first
 from kvalign.models.architectures import ModelSpec, rotation_of
-from kvalign.models.identity import embedding_fingerprint, identity, identity_of, say_weak
+from kvalign.models.identity import embedding_fingerprint, identity, identity_of
 from kvalign.models.loading import LoadedModel
 
 CONFIG = "config.json"
@@ -63,7 +63,8 @@ class RecordingConfig(BaseModel):
     """Config of a recording, `config.json`: the text, the model and the shapes.
 
     Attributes:
-        identity: of the model (`kvalign.models.identity`); None in older recordings.
+        format: of the file.
+        identity: of the model (`kvalign.models.identity`).
         embedding_fingerprint: of the model, for the config of an aligner.
         stale: description of the stale keys and values.
         shapes: of a chunk's tensors, by number evicted: L, H, S, D.
@@ -74,9 +75,10 @@ class RecordingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = 1
+    format: int = 1
     settings: RecordedSettings
     model: ModelSpec
-    identity: str | None = None
+    identity: str
     embedding_fingerprint: tuple[float, ...]
     stale: str
     shapes: dict[int, tuple[int, int, int, int]]
@@ -164,6 +166,7 @@ class Manifest(BaseModel):
     """Manifest of a finished recording, `manifest.json`.
 
     Attributes:
+        format: of the file.
         num_chunks, num_rows: of each split; rows of each kv.
         input_label_mse: mean squared difference of stale and aligned entries over both splits,
             by kv and number evicted.
@@ -173,6 +176,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    format: int = 1
     num_chunks: dict[str, int]
     num_rows: dict[str, int]
     input_label_mse: dict[str, dict[int, float]]
@@ -236,9 +240,6 @@ def check_model(store: Store) -> None:
     is not missed.
     """
     name, digest = store.config.model.name, store.config.identity
-    if digest is None:
-        say_weak()
-        return
     try:
         now = identity_of(name)
     except UserError:

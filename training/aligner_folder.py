@@ -19,7 +19,7 @@ from kvalign.memory.plan import FILE as PLAN
 
 OVERWRITE = "give --overwrite or another --out"
 IDENTITY = "identity"
-"""Entry of the data in a record: the identity of the model; not in records of version 0.2."""
+"""Entry of the data in a record: the identity of the model."""
 
 BYTES_A_WEIGHT = 16  # in training: itself, its gradient and two moments, in float32
 

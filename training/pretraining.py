@@ -119,7 +119,6 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
         work_dir / "run",
         {"settings": settings.as_dict(), **first},
         free=_FREE,
-        read_config=lambda path: first | read_json(path),  # 0.2 wrote only the name of the first
     )
     if resumable.state() == "new":
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings

@@ -21,7 +21,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import read_checked
 from kvalign.models.architectures import ModelSpec
-from kvalign.models.identity import identity, is_of
+from kvalign.models.identity import identity
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.training.aligner_folder import (
     IDENTITY,
@@ -86,8 +86,7 @@ def train_on_text(
         loaded = load_model(settings.model, device_of(settings.accelerator), "float32")
     model, longest = loaded.model, loaded.spec.context_len
     if former is not None:
-        digest = former.training[settings.kvs[0]]["data"].get(IDENTITY)
-        if not is_of(model, digest, former.embedding_fingerprint):
+        if former.training[settings.kvs[0]]["data"][IDENTITY] != identity(model):
             raise ExistsError(
                 f"{out} holds an aligner that was trained with other weights than "
                 f"{settings.model} has now: {OVERWRITE}"
@@ -151,13 +150,7 @@ def _in_aligner(out: Path, settings: TextSettings) -> AlignerConfig | None:
     config = read_checked(AlignerConfig, out / CONFIG)
     same = record_of("train", settings, {})["command"], text_sha256(settings.corpus)
     parts = [config.training.get(kv, {}) for kv in settings.kvs]
-    sources = [
-        (
-            part.get("command", "").replace("--aligner-kind ", ""),  # of 0.2
-            part.get("data", {}).get("text_sha256"),
-        )
-        for part in parts
-    ]
+    sources = [(part.get("command"), part.get("data", {}).get("text_sha256")) for part in parts]
     return config if sources == [same] * len(sources) else None
 
 

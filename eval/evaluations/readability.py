@@ -99,9 +99,6 @@ class ReadabilitySettings(ComparisonSettings):
     keep: Path | None = KEEP_PARTS
 
     def __post_init__(self) -> None:
-        if self.page is None and self.out and not str(self.out).endswith(".json"):
-            object.__setattr__(self, "page", self.out)  # where --out meant it, in version 0.2
-            object.__setattr__(self, "out", None)
         super().__post_init__()
         idle = self.changed().keys() - {"text", "rule", "out", "csv", "page", "open"}
         if self.text and idle:

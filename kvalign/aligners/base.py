@@ -87,6 +87,7 @@ class AlignerConfig(BaseModel):
     """Base model of an aligner and its training: the `config.json` of its folder.
 
     Attributes:
+        format: of the file.
         kind: name in `kvalign.aligners.kinds.KINDS`.
         base_model: the model's name at the time of training. Informative, since a folder may have
             moved.
@@ -104,6 +105,7 @@ class AlignerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    format: int = 1
     kind: Text
     base_model: Text
     family: Family

@@ -403,10 +403,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         num_gone = [0] * num_rows
         if "gone" in state:
             num_gone = expect_tensor(state, "gone", (num_rows,), torch.int64).tolist()
-        # Version 0.2 had no ring: there the order of time is that of the slots.
-        self.end = stored
-        if "end" in state:
-            self.end = int(expect_tensor(state, "end", (1,), torch.int64))
+        self.end = int(expect_tensor(state, "end", (1,), torch.int64))
         if min(num_gone) < 0 or self.end < stored:
             raise UserError("a stream's numbers of tokens are inconsistent")
         spec = spec_of(model.config)
@@ -425,7 +422,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
                 of_rows = spec.of_entries(num_rows, *shape)
                 if dtype == torch.int8:
                     form: Any = self.form(model.dtype, i)
-                    tensor = form.read(state, i, name, of_rows, seen, self.frame)
+                    tensor = form.read(state, i, name, of_rows)
                 else:
                     tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
                 return tensor.to(device or model.device)

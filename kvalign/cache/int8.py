@@ -39,12 +39,6 @@ from kvalign.models.wrapped import in_eval_mode, no_autograd_modes
 
 _SCALE = 4  # bytes
 _TINY = torch.finfo(torch.float32).tiny
-_OLDER = {
-    new.format(j): old.format(j)
-    for new, old in (("bare.{}", "entries.{}"), ("bare_sinks.{}", "sinks.{}"))
-    for j in range(2)
-}
-"""Names that 8 bits had in version 0.2, where keys were not bare."""
 
 
 @dataclass(frozen=True)
@@ -112,31 +106,14 @@ class Int8(Form):
         return KV(self.placed(bare, at).to(self.dtype), self.decode(stored.values))
 
     def read(
-        self,
-        state: dict[str, Tensor],
-        layer: int,
-        name: str,
-        shape: tuple[int | None, ...],
-        seen: list[int],
-        frame: CacheSizes,
+        self, state: dict[str, Tensor], layer: int, name: str, shape: tuple[int | None, ...]
     ) -> Tensor:
-        """Tensor of a layer's saved state, of rows of so many tokens, also as version 0.2 saved it:
-        keys with their rotation and base.
-        """
-        is_older = f"{layer}.bare.0" not in state
-        full = f"{layer}.{_OLDER.get(name, name) if is_older else name}"
+        """Tensor of a layer's saved state; UserError if its scales are not finite."""
+        full = f"{layer}.{name}"
         tensor = expect_tensor(state, full, shape, torch.int8)
         if not _scales(tensor).isfinite().all():
             raise UserError(f"a stream's {full} has scales that are not finite")
-        if not is_older or not name.endswith(".0"):
-            return tensor
-        at: Tensor = torch.arange(tensor.shape[2])
-        if name.startswith("bare."):
-            ends = torch.tensor([n - frame.num_moved(n) for n in seen])[:, None, None]
-            at = ends + torch.arange(-tensor.shape[2], 0)
-        of_keys = self.without_position() if name.startswith("memory") else self
-        exact = replace(of_keys, dtype=torch.float32)
-        return exact.encode(exact.bare(exact.decode(tensor), at))
+        return tensor
 
 
 def _scales(stored: Tensor) -> Tensor:

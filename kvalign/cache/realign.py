@@ -227,8 +227,10 @@ class OnRead(Realigner):
         )
 
     def tables(self, layer: int) -> Tables:
-        """Tables of a layer as `prepare` found them, mean keys rotated to their positions."""
-        return self._tables[layer]
+        """Tables of a layer, mean keys rotated to their positions: as `prepare` found them, unless
+        gradients are recorded.
+        """
+        return self._tables_of(layer) if torch.is_grad_enabled() else self._tables[layer]
 
     def attend(
         self,

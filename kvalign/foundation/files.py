@@ -159,11 +159,20 @@ def parse_json(text: str, where: object) -> Any:
 
 
 def checked(model: type[M], values: Any, where: object) -> M:
-    """Values from JSON or YAML as a pydantic model.
+    """Values from JSON or YAML as a pydantic model. One of a file of ours has a field `format`: the
+    number that this version writes, and the only one that it reads.
 
     Raises:
-        UserError: what is missing, unknown or wrong, by field; it begins with `where`.
+        UserError: another format; what is missing, unknown or wrong, by field; it begins with
+            `where`.
     """
+    if (own := model.model_fields.get("format")) and isinstance(values, dict):
+        found = values.get("format")
+        if type(found) is not int or found != own.default:
+            raise UserError(
+                f"{where} has format {_SHORT.repr(found):.80}, and this version of kvalign reads "
+                f"{own.default}: make it again"
+            )
     try:
         return model.model_validate(values)
     except RecursionError:

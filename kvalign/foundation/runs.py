@@ -31,7 +31,6 @@ class ResumableRun:
         free: names of fields in it, at any depth, that may differ when the run is resumed.
         config_name, result_name: of the two files.
         remedy: for the message about a folder with another run.
-        read_config: reads the first file, also of earlier versions, in the form of this version.
     """
 
     def __init__(
@@ -43,11 +42,10 @@ class ResumableRun:
         config_name: str = "run.json",
         result_name: str = "result.json",
         remedy: str = "give those, or name another --out",
-        read_config: Callable[[Path], dict[str, Any]] = read_json,
     ):
         self.folder, self.free, self.remedy = folder, frozenset(free), remedy
-        self.read_config = read_config
-        self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
+        described = {"format": 1} | config
+        self.config: dict[str, Any] = json.loads(json.dumps(described))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
     def state(self) -> State:
@@ -70,7 +68,7 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; "" if
         they are the same.
         """
-        return _first_difference(self.read_config(self.config_path), self.config, self.free)
+        return _first_difference(read_json(self.config_path), self.config, self.free)
 
     def begin(self) -> None:
         """Write the description of the run."""

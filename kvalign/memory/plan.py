@@ -39,6 +39,7 @@ class RecallPlan(BaseModel):
     """Plan of a model's memory.
 
     Attributes:
+        format: of the file.
         base_model: the model's name when it was measured. Informative.
         embedding_fingerprint: of that model.
         recall_places, recall_layers: see `CacheSizes`.
@@ -47,6 +48,7 @@ class RecallPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    format: int = 1
     base_model: str
     embedding_fingerprint: Annotated[
         tuple[FiniteFloat, ...], Field(min_length=FINGERPRINT_LEN, max_length=FINGERPRINT_LEN)

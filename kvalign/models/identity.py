@@ -36,7 +36,6 @@ from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
-from kvalign.foundation.progress import warn_once
 from kvalign.models import loading, model_folder
 from kvalign.models.packed import PackedLinear, embedded
 from kvalign.models.weights import opened
@@ -81,22 +80,6 @@ def identity_of(name: str) -> str:
     return _of_folder(name, source) or identity(loading.load_model(name, "cpu", "float32").model)
 
 
-def is_of(model: PreTrainedModel, digest: str | None, fingerprint: Sequence[float]) -> bool:
-    """Return whether something was made with this very model.
-
-    Args:
-        digest: the identity that was written beside it; None: by version 0.2, which wrote only the
-            fingerprint of the embedding. A line says, once, that this is a weak test.
-        fingerprint: what 0.2 wrote.
-    """
-    if digest is not None:
-        return digest == identity(model)
-    if not has_fingerprint(model, fingerprint):
-        return False
-    say_weak()
-    return True
-
-
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
     ids = torch.linspace(
@@ -116,14 +99,6 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     reference = torch.tensor(expected, dtype=actual.dtype)
     return len(reference) == len(actual) and torch.allclose(
         reference, actual, rtol=2e-2, atol=2e-2 * float(reference.abs().max())
-    )
-
-
-def say_weak() -> None:
-    """Say, once, that what 0.2 wrote is known by its embedding alone."""
-    warn_once(
-        f"what kvalign 0.2 saved says of its model only {FINGERPRINT_LEN} embedding weights: "
-        "whether the other weights are still the same cannot be tested until it is saved again"
     )
 
 

@@ -105,9 +105,7 @@ class Entries:
 
 
 class Before(NamedTuple):
-    """Record in a stream's file of its memory: where it is, its `SUMS` and its `DIGESTS`, which
-    version 0.2 did not write.
-    """
+    """Record in a stream's file of its memory: where it is, its `SUMS` and its `DIGESTS`."""
 
     file: MemoryFile
     sums: Tensor

@@ -36,13 +36,14 @@ from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.memory_file import Count
 from kvalign.streaming.stream_file import checksum, open_saved, save_private
 
-_FORMAT = "kvalign piece 1"
+_KIND = "kvalign piece"
 
 
 class PieceInfo(BaseModel):
     """Information about a piece in its file, beside the entries.
 
     Attributes:
+        format: of the file.
         ids: its tokens.
         before: those that stood before it when it was encoded.
         base_model, identity, weights: of the model, as of a saved stream.
@@ -50,6 +51,7 @@ class PieceInfo(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    format: int = 2
     ids: list[Count]
     before: list[Count]
     base_model: str
@@ -113,7 +115,7 @@ class Piece:
         check_output(file, "file", "path")
         about, each = self.info.model_dump_json(), enumerate(self.entries)
         tensors = {f"{i}.{j}": x.cpu().contiguous() for i, kv in each for j, x in enumerate(kv)}
-        metadata = {"format": _FORMAT, "piece": about, "sha256": checksum(about, tensors)}
+        metadata = {"format": _KIND, "piece": about, "sha256": checksum(about, tensors)}
         write_whole(file, lambda partial: save_private(tensors, partial, metadata))
 
 
@@ -205,7 +207,7 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
     with open_saved(path, "piece") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") != _KIND:
         raise UserError(wrong)
     about = metadata.get("piece", "")
     if metadata.get("sha256") != checksum(about, tensors):

@@ -43,7 +43,7 @@ from kvalign.streaming.memory_file import (
 )
 from kvalign.streaming.sampling import Sampling
 
-_FORMAT = "kvalign stream 2"
+_KIND = "kvalign stream"
 _CHECKSUM = "sha256"
 STATE = "method."  # begins the names of the tensors of a method's state
 
@@ -53,34 +53,33 @@ class SavedStream(BaseModel):
     (`CacheSizes`) are further fields.
 
     Attributes:
+        format: of the file.
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
-        identity: of the model (`kvalign.models.identity`); None in older files.
-        embedding_fingerprint: of the model, in older files.
-        weights: form of the model's weights, as `load_model` names it; None in older files.
-        tokenizer: SHA-256 of its vocabulary; None in older files.
+        identity: of the model (`kvalign.models.identity`).
+        weights: form of the model's weights, as `load_model` names it.
+        tokenizer: SHA-256 of its vocabulary.
         num_fed: tokens that the method has been fed.
         is_emptied: whether it has lost them all, most to evictions and the rest to an edit.
         num_new: tokens that were generated since the last input.
-        answers, notes: see `TextStream`; older files have no answers, nor has `kvalign serve`.
-        memory_file: where its memory is; None: there is none, or it is in the file itself, as older
-            versions wrote it.
+        answers, notes: see `TextStream`; `kvalign serve` has no answers.
+        memory_file: where its memory is; None: there is none.
     """
 
     model_config = ConfigDict(extra="allow")
 
+    format: int = 3
     method: str
     num_sinks: Count
     aligner: str | None
     base_model: str
-    identity: str | None = None
-    embedding_fingerprint: list[float] = []
+    identity: str
     sampling: dict[str, Any]
     device: str
     num_fed: Count
     num_new: Count
     is_emptied: bool = False
-    weights: str | None = None
-    tokenizer: str | None = None
+    weights: str
+    tokenizer: str
     answers: list[tuple[Count, Count]] = []
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
@@ -175,7 +174,7 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
     tensors, before = dict(tensors), _memory_of(path)
     parts = [tensors[name] for name in _of_memory(tensors)]
     digests = tensors.pop(STATE + "digests", None)
-    file, metadata = None, {"format": _FORMAT}
+    file, metadata = None, {"format": _KIND}
 
     def write_both(partial: Path) -> None:
         nonlocal file
@@ -217,8 +216,8 @@ def remove(path: Path) -> None:
 
 
 def checksum_of(path: Path) -> str:
-    """Checksum stored in a file, which identifies it; "" without a file, or for an older file
-    without one. Its tensors are not read: `read` compares them.
+    """Checksum stored in a file, which identifies it; "" without a file. Its tensors are not read:
+    `read` compares them.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -256,7 +255,7 @@ def _read(
     wrong = f"{path} is not a stream that kvalign saved"
     with open_saved(path, "stream") as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT:
+        if metadata.get("format") != _KIND:
             raise UserError(wrong)
         document = parse_json(metadata.get("stream", ""), wrong)
         present = [*file.keys()]
@@ -293,8 +292,8 @@ def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_model(saved: SavedStream, model: PreTrainedModel) -> None:
     """Raise UserError unless the stream belongs to this model, with weights of this form."""
-    is_of_form = saved.weights in (None, weights := weights_of(model))
-    if is_of_form and identity.is_of(model, saved.identity, saved.embedding_fingerprint):
+    is_of_form = saved.weights == (weights := weights_of(model))
+    if is_of_form and saved.identity == identity.identity(model):
         return
     if is_of_form or saved.base_model != spec_of(model.config).name:
         raise UserError(f"it is a stream of {saved.base_model}: the weights of this model differ")

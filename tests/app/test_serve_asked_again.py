@@ -8,9 +8,6 @@ import openai
 import pytest
 from helpers.served import serving
 
-from kvalign.app.serve import prompts
-from kvalign.streaming import stream_file
-
 SERVED = dict(cache_size=48, max_sessions=100)
 DRAWN = dict(temperature=1, seed=1, max_tokens=8)
 GREEDY = dict(temperature=0)
@@ -114,29 +111,3 @@ def test_messages_are_compared_as_people_read_them(is_named, server):
         messages = says(made(asked), made(answer), "Why?")
         assert messages != says(asked, answer, "Why?")
         assert ask(server, messages, name)[1] == held.num_fed > 0
-
-
-@pytest.mark.slow
-def test_a_session_of_0_2_goes_on(loaded, tmp_path, monkeypatch):
-    """Its file says nothing of fields, and its messages were compared letter by letter."""
-    how = dict(cache_size=48, sessions=tmp_path, keep_unnamed=True)
-    monkeypatch.setattr(prompts, "AS_READ", "")
-    with serving(loaded, **how) as server:
-        answers = [ask(server, says("Who? "), name, **GREEDY)[0] for name in (None, "s")]
-    assert answers[0].startswith(" ")
-    monkeypatch.undo()
-    for path in tmp_path.glob("*.safetensors"):
-        saved, tensors = stream_file.read(path)
-        for name in ("compared", "fields"):
-            del saved.notes[name]
-        stream_file.write(path, saved, tensors)
-    with serving(loaded, **how) as server:
-        assert server.service.folder_notes() == ""
-        assert ask(server, says("Who? "), "s", **GREEDY)[0] == answers[1]
-        whole = says("Who? ", answers[0], "Why?")
-        assert ask(server, says("Who?", answers[0].strip(), "Why?"))[1] == 0, "as 0.2 compared them"
-        assert ask(server, whole)[1] > 0
-        then, num_cached = ask(server, whole, "s")
-        assert num_cached > 0
-    with serving(loaded, **how) as server:
-        assert ask(server, [*whole, *says("", then, "When?")[1:]], "s")[1] > 0

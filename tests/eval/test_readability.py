@@ -89,7 +89,7 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
     assert "readability has results of readability already" in capsys.readouterr().err
     Path("readability/report.html").unlink()  # as if it had been killed
     assert main([*argv, "--page", "readability", "--seed", "1"]) == 2
-    assert main([*argv, "--out", "readability"]) == 0  # as in version 0.2
+    assert main([*argv, "--page", "readability"]) == 0
     assert Path("readability/report.html").exists()
     document = json.loads(Path("readability/readability.json").read_text(encoding="utf-8"))
     assert document["command"] == f"kvalign {shlex.join(argv)}"

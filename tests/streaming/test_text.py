@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.methods.registry import METHODS
-from kvalign.models import identity
 
 PROMPT = "The history of the island"
 
@@ -153,29 +152,15 @@ def test_another_tokenizer_is_refused(gpt2, tmp_path):
     more.add_tokens(["<more>"])
     expected = list(stream)
     assert list(kvalign.load_stream(path, gpt2.model, more)) == expected
-    change_stream(path, lambda tensors, about: about.pop("tokenizer"))
-    assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == expected
-
-
-def test_a_stream_of_0_2_is_known_by_its_embedding_until_it_is_saved_again(gpt2, tmp_path, caplog):
-    path = tmp_path / "talk.safetensors"
-    begin(gpt2).save(path)
-    fingerprint = [*identity.embedding_fingerprint(gpt2.model)]
-    change_stream(path, lambda t, a: a.update(identity=None, embedding_fingerprint=fingerprint))
-    identity.warn_once.cache_clear()
-    for _ in range(2):
-        again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-    (line,) = [x.message for x in caplog.records if x.levelname == "WARNING"]
-    assert "says of its model only 16 embedding weights" in line
-    again.save(path)
-    other = copy.deepcopy(gpt2.model)
-    other.transformer.h[3].mlp.c_proj.weight.data[5, 6] += 1
-    with pytest.raises(UserError, match="the weights of this model differ"):
-        kvalign.load_stream(path, other, gpt2.tokenizer)
 
 
 WRONG_FILES = {
     "another model": (lambda t, a: a.update(identity="0" * 32), "of gpt2-mini: the weights of"),
+    "another format": (
+        lambda t, a: a.update(format=2),
+        "has format 2, and this version of kvalign",
+    ),
+    "no format": (lambda t, a: a.pop("format"), "has format None, and this version of kvalign"),
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
     "another field": (lambda t, a: a.update(num_moons=1), "its fields are not those of a stream"),

@@ -19,7 +19,7 @@ from kvalign.training.kinds import TRAINERS
     ("words", "message"),
     [
         ("--data d --objective kl", "--objective is for kvalign train table or table-network, not"),
-        ("--data=d --aligner-kind table", "--data is for kvalign train network, not table"),
+        ("table --data=d", "--data is for kvalign train network, not table"),
         ("table --no-resume", "--resume is for kvalign train network, not table"),
     ],
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvalign import training
 from kvalign.aligners.kinds import KINDS, TARGETS
-from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next, say_written
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
@@ -42,10 +41,7 @@ def kind_and_flags(args: Sequence[str]) -> tuple[str, list[str]]:
     kind, flags = args[0] if args else "", [*args[1:]]
     names = {word.partition("=")[0].replace("--no-", "--") for word in args if word[:2] == "--"}
     if kind[:1] in ("", "-"):
-        older = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
-        older.add_argument("--aligner-kind", default="network" if names & OF_NETWORKS else "table")
-        known, flags = older.parse_known_args(args)
-        kind = known.aligner_kind
+        kind, flags = "network" if names & OF_NETWORKS else "table", [*args]
     if kind not in KINDS:
         raise UserError(unknown(KINDS.what, kind, KINDS))
     flags_of = {name: cls.flags() for name, cls in all_settings().items()}

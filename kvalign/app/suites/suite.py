@@ -296,21 +296,14 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    cells, num_unknown = [], 0
+    cells = []
     for cell in finished:
         if (name := (there := cell.at(out)).model) is None:
             continue
         before = read_json(cell.path(out)).get(_IDENTITY)
-        num_unknown += before is None
-        if before and (now := identity_of_cell(there)) and now != before:
+        if (now := identity_of_cell(there)) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             cells.append(cell)
-    if num_unknown:
-        print(
-            f"{num_unknown} cells in {out} were finished by kvalign 0.2, which did not write down "
-            "the weights of their models: whether these are still the same is not known",
-            file=sys.stderr,
-        )
     return cells
 
 
