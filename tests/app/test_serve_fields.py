@@ -3,6 +3,7 @@ The names are those of the installed `openai` package: a newer one's new field f
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -96,6 +97,42 @@ def test_only_a_name_that_no_api_has_is_ignored_and_told(form):
 def test_each_field_of_responses_has_a_rule(form, kind):
     read_as = {"type", "name", "arguments", "output", "call_id"} if form is Item else set()
     assert names(kind) - {*form.model_fields, *form.harmless, *REFUSED, *read_as} == set()
+
+
+@pytest.mark.parametrize("form", [Chat, Completion, Message, StreamOptions])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # vLLM, llama.cpp, SGLang, Ollama, TGI, TabbyAPI, LM Deploy, NIM, Gemini's API, and any.
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        *("grammar", "json_schema", "regex", "ebnf", "structural_tag", "format", "parameters"),
+        *("grammar_string", "regex_pattern", "responseSchema", "response_schema", "json_mode"),
+        *("nvext", "extra_body", "sampling_params", "options", "constrained_by", "stop_regex"),
+    ],
+)
+def test_no_promise_of_a_form_is_only_ignored(form, name):
+    with pytest.raises(RequestError, match=f"{name} is not supported"):
+        asked(form, **{name: {"type": "object"}})
+    assert asked(form, **{name: None}).model_dump() == asked(form).model_dump()
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar", "ebnf", "json", "json_object_schema"])
+def test_a_form_of_another_type_is_refused_by_name(kind):
+    with pytest.raises(RequestError, match=f"the type '{kind}' is not supported"):
+        asked(Chat, response_format={"type": kind, "value": "[0-9]"})
+
+
+def test_what_shapes_the_beginning_is_what_it_is_looked_up_by():
+    plain, tool = asked(Chat), {"type": "function", "function": {"name": "f"}}
+    fields = [{}, {"a": True}, {"a": False}], [[], [tool]]
+    openings = [
+        asked(Chat, chat_template_kwargs=values, tools=tools).opening
+        for values, tools in product(*fields)
+    ]
+    assert plain.opening == openings[0] == "" and len({*openings}) == len(openings)
+    for name in ("enable_thinking", "reasoning_effort", "documents", "think", "system", "template"):
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            asked(Chat, **{name: "low"})
 
 
 @pytest.mark.parametrize(

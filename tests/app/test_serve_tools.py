@@ -4,6 +4,7 @@ Models that are this small call no tool by themselves. So what they write is giv
 and then obeys the tool's schema.
 """
 
+import contextlib
 import copy
 import json
 
@@ -396,6 +397,53 @@ def test_one_of_all_is_called_and_none_where_none_may_be(client):
     assert names <= {"weather", "time"}
     plain = ask(client, tool_choice="none", max_tokens=5).choices[0]
     assert plain.message.tool_calls is None and plain.message.content
+
+
+def nested(depth):
+    """A schema of objects within objects."""
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE = {
+    "400 deep": nested(200),
+    "900 deep": nested(450),
+    "40 deep": nested(40),
+    "itself": {"$ref": "#"},
+    "itself among others": {"anyOf": [{"$ref": "#"}]},
+    "a part that is itself": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/properties/a"}},
+        "required": ["a"],
+    },
+    "nowhere": {"$ref": "#/$defs/x"},
+    "not a schema": {"type": 5},
+    "a false part": {"type": "object", "properties": {"a": False}, "required": ["a"]},
+}
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+def test_a_schema_is_obeyed_or_refused_in_a_line(schema, client):
+    function = {"name": "f", "parameters": schema}
+    asked = dict(tools=[{"type": "function", "function": function}], max_tokens=8)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for more in ({**asked, "tool_choice": "required"}, asked, dict(tools=[], response_format=form)):
+        with contextlib.suppress(openai.BadRequestError):
+            assert ask(client, **more).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("depth", [90, 400, 900, 100_000])
+def test_arguments_are_taken_or_refused_in_a_line(depth, client):
+    call = {"name": "time", "arguments": '{"a":' * depth + "1" + "}" * depth}
+    calls = [{"id": "a", "type": "function", "function": call}]
+    talk = [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, result("1", "a")]
+    if depth < 100:
+        assert ask(client, messages=talk, max_tokens=2).choices
+        return
+    with pytest.raises(openai.BadRequestError, match="nested over 100 deep"):
+        ask(client, messages=talk)
 
 
 def test_tools_of_a_session_stay(client):

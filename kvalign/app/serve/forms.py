@@ -94,10 +94,10 @@ _COMPACT: Any = {"whitespace_flexible": False}  # a small model may write blanks
 
 
 class Constraint(transformers.LogitsProcessor):
-    """Form of one answer, which begins after `num_before` tokens."""
+    """Form of one answer, which begins after `num_before` tokens and which `field` asks for."""
 
-    def __init__(self, matcher: "LLMatcher", num_before: int):
-        self._matcher, self._num_read = matcher, num_before
+    def __init__(self, matcher: "LLMatcher", num_before: int, field: str):
+        self._matcher, self._num_read, self._field = matcher, num_before, field
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] after ids [1, T], which go on those of the last call."""
@@ -105,8 +105,8 @@ class Constraint(transformers.LogitsProcessor):
         self._num_read = input_ids.shape[1]
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            what = "the schema allows nothing that goes on as this answer begins"
-            raise RequestError(what, code="unsupported")
+            what = f"{self._field} has a schema that allows nothing that goes on as an answer began"
+            raise RequestError(what, param=self._field, code="unsupported")
         bits = np.unpackbits(words, bitorder="little")[: scores.shape[1]]
         allowed = torch.zeros(scores.shape[1], dtype=torch.bool)
         allowed[: len(bits)] = torch.from_numpy(bits).bool()
@@ -157,7 +157,7 @@ class Constraints:
             fault = "no value obeys it" if matcher.is_error() else ""
         if fault:
             raise refusal(f"has a schema that cannot be obeyed: {' '.join(fault.split()):.300}")
-        return lambda num_before: Constraint(LLMatcher(self._tokenizer, grammar), num_before)
+        return lambda num: Constraint(LLMatcher(self._tokenizer, grammar), num, field)
 
     def _literal(self, text: str) -> str:
         """A text in a grammar."""

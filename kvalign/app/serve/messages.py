@@ -24,31 +24,41 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.streaming.calls import read_json
 
 _MOST_IGNORED = 20  # names that are told
+_OF_A_FORM = re.compile("constrain|ebnf|format|grammar|guided|json|lark|regex|schema|structur")
+"""Words in the name of a field that promises a form of an answer, whatever API has it."""
 _NO_VALUE = """
-access_programs audio chat_template chat_template_kwargs conversation detail dry_allowed_length
-dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent enable_thinking file file_data
-file_id format guided_choice guided_grammar guided_json guided_regex image image_url include input
-input_audio instructions json_schema logprobs max_completion_tokens max_new_tokens max_output_tokens
+access_programs adapter_id audio cfg_scale character chat_instruct_command chat_template
+chat_template_args chat_template_kwargs connectors context conversation custom_logit_processor
+custom_params detail dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers
+dynatemp_exponent enable_search enable_thinking extra_body file file_data file_id format
+generation_config guided_choice guided_grammar guided_json guided_regex guideline image image_url
+include input input_audio input_ids inputs instruction_template instruction_template_str
+instructions json_schema logprobs lora_path max_completion_tokens max_new_tokens max_output_tokens
 messages mirostat_eta mirostat_tau mm_processor_kwargs models moderation n_discard n_predict name
-namespace num_ctx num_predict output_schema prediction previous_response_id prompt prompt_logprobs
-provider reasoning_effort reasoning_format repeat_last_n response_format samplers
-spaces_between_special_tokens structural_tag structured_outputs system text think thinking
-thinking_budget top_logprobs truncate truncate_prompt_tokens typical web_search_options
+namespace num_ctx num_predict nvext output_config output_schema parameters plugins preamble
+prediction preset previous_response_id prompt prompt_embeds prompt_logprobs prompt_mode provider
+random_seed reasoning_budget reasoning_effort reasoning_format repeat_last_n response_format
+response_prefix samplers sampling_params search_options search_parameters session_params
+spaces_between_special_tokens stop_sequences structural_tag structured_outputs system
+system_prompt template template_vars text think thinking thinking_budget thinking_token_budget
+tool_prompt top_logprobs truncate truncate_prompt_tokens typical vllm_xargs web_search_options
 xtc_threshold
 """
 _VALUES: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens async background continue_final_message defer_loading echo ignore_eos "
-    "include_obfuscation include_stop_str_in_output return_token_ids "
-    "return_tokens_as_token_ids safe_prompt use_beam_search watermark": (False,),
-    "add_generation_prompt do_sample include_reasoning skip_special_tokens": (True,),
-    "dry_multiplier dynatemp_range frequency_penalty min_tokens mirostat n_keep n_probs "
-    "no_repeat_ngram_size presence_penalty top_a xtc_probability": (0,),
+    "add_special_tokens async background ban_eos_token continue_final_message defer_loading echo "
+    "ignore_eos include_obfuscation include_stop_str_in_output no_stop_trim raw return_token_ids "
+    "return_tokens_as_token_ids safe_prompt thinking_forced_open token_healing use_beam_search "
+    "watermark": (False,),
+    "add_generation_prompt do_sample include_reasoning parse_tool_calls separate_reasoning "
+    "skip_special_tokens stream_reasoning": (True,),
+    "dry_multiplier dynatemp_range frequency_penalty min_new_tokens min_tokens mirostat n_indent "
+    "n_keep n_probs no_repeat_ngram_size presence_penalty top_a xtc_probability": (0,),
     "best_of length_penalty num_beams repeat_penalty tfs_z typical_p": (1,),
     "top_n_sigma": (-1,),
-    "allowed_token_ids bad_words context_management documents functions logits_processors lora "
-    "stop_token_ids tools transforms": ([],),
+    "allowed_token_ids bad_words banned_strings banned_tokens context_management documents "
+    "functions logits_processors lora stop_token_ids tools transforms": ([],),
     "logit_bias options": ({},),
-    "grammar refusal suffix": ("",),
+    "grammar negative_prompt refusal suffix": ("",),
     "allowed_callers": (["direct"],),
     "caller": ({"type": "direct"},),
     "function_call": ("none",),
@@ -69,8 +79,8 @@ obeyed, by name; the values ask for nothing of them, and null always does.
 
 class Form(BaseModel, extra="forbid", strict=True):
     """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name,
-    and so is a `type` that is not known. A name that no API has is ignored, and noted in the list
-    `ignored` of pydantic's context.
+    and so is a `type` that is not known, and a field whose name promises a form. Another name that
+    no API has is ignored, and noted in the list `ignored` of pydantic's context.
 
     Attributes:
         harmless: fields that change no token of an answer.
@@ -106,6 +116,8 @@ class Form(BaseModel, extra="forbid", strict=True):
             elif name in REFUSED:
                 if value is not None and value not in REFUSED[name]:
                     raise unsupported(f"{where}{name}", cls.within or name)
+            elif value and _OF_A_FORM.search(name.lower()):
+                raise unsupported(f"{where}{name:.80}", cls.within or name)
             elif len(ignored) < _MOST_IGNORED and f"{where}{name}" not in ignored:
                 ignored.append(f"{where}{name}")
         return fields
