@@ -95,7 +95,7 @@ def judge(
         UserError: only answers of the text count, and there are none.
     """
     progress.phase("judging by streaming")
-    choosing, rest = excerpts(text, aligner.config.chunk_len - 1)
+    choosing, rest = excerpts(text, aligner.config.largest_cache)
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(choosing)]
@@ -196,7 +196,7 @@ def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
     """Number of tokens that `judge` counts for the progress."""
     choosing, rest = (
         sum(ids.numel() for ids in rows.values())
-        for rows in excerpts(text, aligner.config.chunk_len - 1)
+        for rows in excerpts(text, aligner.config.largest_cache)
     )
     return 2 ** len(kvs) * 2 * choosing + 4 * rest
 

@@ -1,7 +1,6 @@
 """Model and methods of a comparison: every requested method, at every size."""
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,8 +24,6 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.packed import PACKED, weights_of
 from kvalign.policies import OLDEST
-
-log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ComparisonSettings)
 
@@ -160,7 +157,7 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
     merit: Merit = "any" if "methods" in settings.changed() else "used"
     names = aligners_at_hand(model, max(settings.cache_sizes), at_least=merit)[:1]
     if names and names[0] not in checkpoints.ALIGNERS:
-        log.warning("%s", note_of_use(names[0], settings.model))
+        progress.say(note_of_use(names[0], settings.model))
     return names
 
 
@@ -180,7 +177,7 @@ def _exclusions(settings: ComparisonSettings, model: PreTrainedModel) -> set[tup
             todo = f"{how_to_train(model, max(settings.cache_sizes))} makes one"
         else:
             todo = "streaming-llm needs none here"
-        log.warning("%s is left out: %s (%s; --aligner names one)", name, why, todo)
+        progress.say(f"{name} is left out: {why} ({todo}; --aligner names one)")
     return set(reasons)
 
 

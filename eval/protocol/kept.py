@@ -23,6 +23,7 @@ from torch import Tensor
 from kvalign.eval.protocol import Row
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, write_json, write_whole
+from kvalign.foundation.folders import as_file_name
 from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
@@ -127,5 +128,5 @@ def _digest(*tensors: Tensor) -> str:
 def _path(folder: Path, key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
-    label = "-".join(filter(None, (key["method"], key["aligner"])))
+    label = as_file_name("-".join(filter(None, (key["method"], key["aligner"]))))
     return folder / f"{label}-{sizes}-{digest}.parquet"

@@ -29,7 +29,12 @@ def of_corpus(name: str, corpus: Sequence[str]) -> str:
     """Folder name with the corpus, unless that is the default."""
     if tuple(corpus) == DEFAULT_CORPUS:
         return name
-    return f"{name}-{re.sub(r'[^A-Za-z0-9._]+', '-', '-'.join(corpus))[:_MOST_CHARS].strip('-')}"
+    return f"{name}-{as_file_name('-'.join(corpus))[:_MOST_CHARS].strip('-')}"
+
+
+def as_file_name(text: str) -> str:
+    """A text as a part of a file's name: of letters, digits and `._-`."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text)
 
 
 def beside(recording: Path, name: str) -> Path:

@@ -85,10 +85,9 @@ def make_method(
     sizes: dict[str, Any] = {**config}
     aligner, cached = sizes.pop("aligner", None), needs_cache(sizes)
     choice = choose(inner, name, cache_size=cache_size, aligner=aligner, cached=cached)
-    if name == AUTO:
-        log.info("auto uses %s: %s", choice.method, choice.why or choice.note)
-    if choice.note and warn:
-        warn_once(choice.note)
+    if name == AUTO or choice.note:
+        how = "auto uses " if name == AUTO else ""
+        log.info("%s%s: %s", how, choice.method, choice.why or choice.note)
     return make_chosen(choice, model, cache_size, compile, warn, num_streams, **sizes)
 
 

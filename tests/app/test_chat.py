@@ -249,6 +249,7 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
     assert turns == ["> Who?", "> Why␛[2J?", "> /etc/hosts?", "> When?"]
     assert printed.out.startswith("> Who?\n") and "\n\n> Why␛[2J?\n" in printed.out
     assert "\ngpt2-mini with kvalign (table-kl), cache of 40 entries, " in printed.err
+    assert "; no chat template, so turns are plain text" in printed.err
     for line in (
         "/save [FILE]  save the conversation to FILE, now and after each answer",
         "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",

@@ -201,7 +201,7 @@ def test_who_is_let_in(flags, key, monkeypatch):
     monkeypatch.delenv("KVALIGN_API_KEY", raising=False)
     if key == "of the environment":
         monkeypatch.setenv("KVALIGN_API_KEY", key)
-    assert main(["serve", *flags]) == 0
+    assert main(["serve", "--model", "gpt2-mini", *flags]) == 0
     assert [settings.api_key for settings in served] == [key]
 
 

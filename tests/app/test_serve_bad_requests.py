@@ -117,6 +117,8 @@ def test_addresses(server):
             assert client.get(path).status_code == 404
         assert client.get("/health", headers={"Authorization": ""}).status_code == 200
         assert client.get("/metrics", headers={"Authorization": ""}).status_code == 401
+        for path in ("/", "/v1", "/v1/"):  # the address that is printed
+            assert "\n/v1/chat/completions\n" in client.get(path).text
         told = client.get("/metrics").text
         assert "kvalign_generated_tokens_total" in told and "kvalign_streams " in told
         assert "kvalign_streams 0.0" not in told, "there is the one beside"
@@ -136,7 +138,7 @@ def test_heads_and_slashes(server):
         assert model["id"] == "gpt2-mini"
         path, body = chat()
         assert client.post(f"{path}/", json=body, headers=KEY).status_code == 200
-        is_form(client.get("//", headers=KEY), 404, "no such address")
+        is_form(client.get("/v2//", headers=KEY), 404, "no such address")
 
 
 def test_origins(server):

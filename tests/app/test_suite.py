@@ -114,6 +114,7 @@ def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
 def test_another_model_leaves_the_aligners_of_a_suite_behind():
     for model, keeps in (("gpt2-mini", True), ("llama-mini", False)):
         cells = parse_suite(read_suite("quick"), "quick", f"--model {model}")
+        assert cells == parse_suite(read_suite("quick"), "quick", variables=f"model={model}")
         assert {"--aligner" in cell.command for cell in cells} == {keeps}
     named = "--model llama-mini --aligner kvalign-llama-mini-table"
     assert all(named in cell.command for cell in parse_suite(read_suite("quick"), "quick", named))

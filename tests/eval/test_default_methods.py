@@ -49,11 +49,11 @@ def test_all_methods_have_equal_sinks(models, caplog):
     assert sinks(some, models["llama"]) == {"streaming-llm": {0, 2}, "recompute": {0, 2}}
 
 
-def test_what_lacks_an_aligner_is_left_out_and_said_once(model, caplog):
+def test_what_lacks_an_aligner_is_left_out_and_said_once(model, capsys):
     methods = make_grid(PerplexitySettings(**SIZES), model)
     without = [name for name in DEFAULT if not METHODS[name].takes_aligner]
     assert names(methods) == 2 * without
-    (said,) = caplog.messages
+    (said,) = capsys.readouterr().err.splitlines()
     spec = spec_of(model.config)
     todo = "kvalign train --model NAME makes one" if spec.family == "learned" else "none here"
     assert (
@@ -67,17 +67,16 @@ def test_what_is_asked_for_is_refused(asked, models):
         make_grid(PerplexitySettings(**SIZES, **asked), models["gpt2"])
 
 
-def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
+def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models["gpt2"].config, "name_or_path", "mine")
     tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
     methods = make_grid(PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"])
     assert names(methods) == ["kvalign", "kvalign"]
-    assert "using kvalign-data/mine/table, trained here" in caplog.text
-    caplog.clear()
+    assert "using kvalign-data/mine/table, trained here" in capsys.readouterr().err
     assert names(make_grid(PerplexitySettings(**SIZES, methods=("window",)), models["gpt2"]))
     given = tables(models["gpt2"], scale=0.1, chunk_len=CONTEXT_LEN)
     (first, *_) = make_grid(
         PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"], [given]
     )
-    assert first.aligner is given and not caplog.messages
+    assert first.aligner is given and not capsys.readouterr().err

@@ -29,6 +29,8 @@ def file(model, tmp_path_factory):
 
 
 def test_logits_and_tokens_are_those_of_the_model_it_was_made_of(file, model, ids):
+    """Whatever lies beside it: the folder has another tokenizer, without a template."""
+    load_model("gpt2-mini").tokenizer.save_pretrained(file.parent)
     loaded = load_model(str(file))
     assert torch.equal(loaded.model(ids[:, :40]).logits, model(ids[:, :40]).logits)
     text = "Thus the 1 café ends"

@@ -46,7 +46,7 @@ class RunSettings(Settings):
     override: str = option(
         "",
         help='flags that replace those of the cells, such as "--device cuda"; with '
-        "another --model a cell loses the aligners that it names",
+        "another --model, here or as a variable, a cell loses the suite's aligners",
     )
     variables: str = option(
         "", help='variables of the suite to change, such as "model=FOLDER corpus=text:mine.txt"'

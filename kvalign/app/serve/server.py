@@ -38,6 +38,7 @@ from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.turn import Answers, Event
 from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
+from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
 
@@ -121,6 +122,16 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         check_model(model_id)
         return JSONResponse(model)
 
+    @app.api_route("/", methods=_READ)
+    @app.api_route("/v1", methods=_READ)
+    async def about() -> Response:
+        paths = "\n".join(
+            sorted({getattr(route, "path", "") for route in app.routes} - {"/", "/v1"})
+        )
+        return Response(
+            f"{name}, served by kvalign. Addresses:\n{paths}\n", media_type="text/plain"
+        )
+
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         is_well = service.engine.is_alive()
@@ -159,7 +170,8 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
     if notes := service.folder_notes():
         print(notes, file=sys.stderr)
     print(
-        f"{service.method.spec.name} with {service.method.in_words}{note}: "
+        f"{service.method.spec.name} with {service.method.in_words}{note}"
+        f"{of_template(service.tokenizer)}: "
         f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
         flush=True,
     )

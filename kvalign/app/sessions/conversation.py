@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvalign import checkpoints
-from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
+from kvalign.app.sessions.stream_settings import (
+    MAX_NEW_TOKENS,
+    StreamSettings,
+    number_of,
+    pieces_of,
+)
 from kvalign.app.sessions.turns_in_cache import (
     EVICT,
     NUM_GONE,
@@ -31,6 +36,8 @@ from kvalign.models import fetched
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
@@ -39,6 +46,7 @@ SYSTEM = "system"  # the note of a stream that holds --system
 CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 # In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
 UNREPEATED = {"repetition_penalty": 1.1}
+MOST_OF_ANSWER = 1000  # tokens, of a model that ends its answers
 WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
 # Entries that a step takes back from a memory. With more of them a fact of an early turn is less
 # likely to be answered: tests/scripts/talk.py.
@@ -119,6 +127,11 @@ class ConversationSettings(TalkSettings):
     )
     system: str | None = option(
         None, help="instructions to the model before the first turn, never evicted"
+    )
+    max_new_tokens: int | None = like(
+        Sampling,
+        "max_new_tokens",
+        more=f" (default: {MOST_OF_ANSWER}; without a chat template {MAX_NEW_TOKENS})",
     )
     temperature: float | None = like(
         Sampling, "temperature", more=f" (default: the model's, else {CALM['temperature']:g})"
@@ -302,7 +315,7 @@ class Conversation:
         file = f"; saved in {self.path}{goes_on}" if self.path else ""
         return (
             f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
-            f"{sampling.max_new_tokens} {flags}{by_model}{file}"
+            f"{sampling.max_new_tokens} {flags}{by_model}{of_template(self.tokenizer)}{file}"
         )
 
 
@@ -317,6 +330,11 @@ def _fetched_model() -> str:
         f"{source.size}), or name yours with --model ({DEFAULT_MODEL} ships, and only goes on with "
         "what you write)"
     )
+
+
+def of_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Addition to a line about a model, if it has no chat template."""
+    return "" if tokenizer.chat_template else "; no chat template, so turns are plain text"
 
 
 def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str, Any]:
@@ -341,7 +359,9 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     if settings.memory and settings.num_recalled is None:
         usual = usual_recalled(settings.cache_size or LARGEST_DEFAULT, num_sinks or 0)
         settings = replace(settings, num_recalled=min(MOST_RECALLED, usual))
-    defaults = {"repetition_window": WINDOW, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
+    most = MOST_OF_ANSWER if loaded.tokenizer.chat_template else MAX_NEW_TOKENS
+    sizes = {"repetition_window": WINDOW, "max_new_tokens": most}
+    defaults = {**sizes, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
         stream.notes[SYSTEM] = settings.system

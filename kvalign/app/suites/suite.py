@@ -99,9 +99,9 @@ def read_suite(name: str) -> str:
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
     """Cells of a suite, preparations first, with their commands checked.
 
-    `override` are flags that replace those of the cells which have them. With another --model a
-    cell loses the aligners that it names. `variables` are NAME=VALUE pairs that replace the
-    suite's.
+    `override` are flags that replace those of the cells which have them. `variables` are NAME=VALUE
+    pairs that replace the suite's. With another --model, by either, a cell loses the aligners of
+    the suite.
     """
     suite = parse_suite_text(text, name)
     values = values_of(suite, name, variables)
@@ -121,7 +121,8 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
         where, is_preparation = f"suite {name}, cell {step.name}", number < len(suite.prepare)
         try:
             command, flags = _checked(suite.words(step, values), is_preparation)
-            settings = _overridden(command, flags, new, where)
+            shipped = _flags(_checked(suite.words(step, suite.variables), is_preparation)[1])
+            settings = _overridden(command, flags, new, shipped, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
         cells.append(Cell(step.name, command, settings, is_preparation))
@@ -159,12 +160,20 @@ def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
 
 
 def _overridden(
-    command: catalogue.Command, words: list[str], new: dict[str, list[str]], where: str
+    command: catalogue.Command,
+    words: list[str],
+    new: dict[str, list[str]],
+    shipped: dict[str, list[str]],
+    where: str,
 ) -> Settings:
-    """Checked settings of a command with these words, and with the new flags that it has."""
+    """Checked settings of a command with these words, and with the new flags that it has.
+    `shipped` are its flags with the suite's own variables.
+    """
     own_flags, of_cell = command.settings.flags(), _flags(words)
-    if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
-        of_cell.pop("--aligner", None)  # of another model
+    model, aligner = "--model", "--aligner"
+    of_suite = of_cell.get(aligner) == shipped.get(aligner)
+    if of_suite and new.get(model, of_cell.get(model)) != shipped.get(model):
+        of_cell.pop(aligner, None)  # of another model
     flags = of_cell | {flag: values for flag, values in new.items() if flag in own_flags}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     settings, _ = parse(command.settings, words, f"{where}: kvalign {command.words}")
