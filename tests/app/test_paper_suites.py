@@ -1,18 +1,18 @@
-"""The paper's suites: its number of rows, whole on local copies."""
+"""The paper's suites: its number of rows, whole on local copies; and the one of a larger model."""
 
 import shlex
 from pathlib import Path
 
 import pytest
 from helpers.hub_data import write_data_set
-from helpers.smaller import INSIDE, one_trial, output_of
+from helpers.smaller import INSIDE, TEXT, one_trial, output_of
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
-from kvalign.app.suites.suite import parse_suite, read_suite
+from kvalign.app.suite import parse_suite, read_suite
 from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.report import read
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def run_here(cell):
-    """As `kvalign.app.suites.suite.run_cell`, here; fewer tokens are scored than recorded."""
+    """As `kvalign.app.suite.run_cell`, here; fewer tokens are scored than recorded."""
     fewer = ["--num-tokens", "20"] if "perplexity" in cell.kind.name else []
     return output_of([*shlex.split(cell.command)[1:], *fewer, "--json"])
 
@@ -51,7 +51,7 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
+    monkeypatch.setattr("kvalign.app.suite.run_cell", run_here)
     for name in ("training.judge.ROW_LABELS", "eval.evaluations.latency.timing._peak_mb"):
         monkeypatch.setattr(f"kvalign.{name}", INSIDE[f"kvalign.{name}"])
     monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
@@ -90,3 +90,28 @@ def test_paper_suite_runs_whole(hub, capfd):
     assert main(argv) == 0
     cells = len(cells_of(name))
     assert f"{cells} cells in results, {cells} of them from before" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_row_of_learned_positions_is_there(hub, monkeypatch):
+    monkeypatch.setattr(
+        "kvalign.app.suite.run_cell",
+        lambda cell: output_of([*shlex.split(cell.command)[1:], "--json"]),
+    )
+    (hub / "words.txt").write_text(TEXT)
+    small = "text=text:words.txt layers=2 hidden=64 context=64 vocabulary=300 rows=8 minutes=0.01 "
+    small += "length=59 sizes=8,58 table_tokens=3000 recorded=600 shifts=1,8 steps=5 trials=1 "
+    small += "residual_steps=1 labels=60 labels_of_networks=12"
+    argv = ["eval", "run", "learned-positions", "--out", "results", "--variables", small]
+    assert main([*argv, "--override", "--trial-len 5"]) == 0
+    found = read(hub / "results").documents
+    for aligner in ("table", "keys", "both", "rollout", "residual"):
+        for what, figure in (("perplexity", "ratio_low"), ("time", "ratio")):
+            rows = {
+                row["cache_size"]: row
+                for row in found[f"{what}-{aligner}"]["rows"]
+                if row["method"] == "kvalign"
+            }
+            assert rows.keys() == {8, 58} and all(figure in row for row in rows.values())
+    of_table = {row["method"] for row in found["perplexity-table"]["rows"]}
+    assert of_table == {"window", "streaming-llm", "discard-half", "kvalign"}

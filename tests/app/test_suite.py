@@ -16,7 +16,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
 from kvalign.app.listing import suites
-from kvalign.app.suites.suite import parse_suite, read_suite
+from kvalign.app.suite import parse_suite, read_suite
 from kvalign.eval.report import read
 
 SUITE = """
@@ -47,7 +47,7 @@ def own(tmp_path, monkeypatch, undrawn):
             code = main(words[3:])
         return subprocess.CompletedProcess(words, code, printed.getvalue())
 
-    monkeypatch.setattr("kvalign.app.suites.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr("kvalign.app.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
     return ran
 
 

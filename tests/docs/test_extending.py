@@ -79,7 +79,7 @@ COMMANDS = {
 PROGRAM = """
 import contextlib, io, json, shlex, sys
 from kvalign.app.cli.main import main
-from kvalign.app.suites import suite
+from kvalign.app import suite
 from kvalign.eval.evaluations.latency import timing
 from kvalign.eval.report import page
 from kvalign.training import judge

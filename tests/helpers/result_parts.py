@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvalign.app.suites.suite import Cell
+from kvalign.app.suite import Cell
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document
 from kvalign.eval.report import SUITE_FILE, Step, Suite

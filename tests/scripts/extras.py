@@ -25,7 +25,7 @@ EXTRA_OF = {
     "kvalign.training": "train",
     "kvalign.training.sweep": "tune",
     "kvalign.eval": "eval",
-    "kvalign.app.suites.suite": "eval",
+    "kvalign.app.suite": "eval",
     "kvalign.app.serve": "serve",
 }
 

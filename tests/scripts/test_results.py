@@ -90,7 +90,7 @@ def in_process(monkeypatch):
         ran.append(cell)
         return output_of([*shlex.split(cell.command)[1:], "--json"])
 
-    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run)
+    monkeypatch.setattr("kvalign.app.suite.run_cell", run)
     return ran
 
 

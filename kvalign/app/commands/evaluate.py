@@ -62,7 +62,7 @@ class RunSettings(Settings):
 
 
 def eval_run(settings: RunSettings, as_json: bool) -> None:
-    from kvalign.app.suites.suite import run_suite
+    from kvalign.app.suite import run_suite
     from kvalign.eval import write_report
 
     states = run_suite(settings)

@@ -1,1 +1,0 @@
-"""Suites of evaluations, run cell by cell into a folder."""
