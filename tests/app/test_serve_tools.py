@@ -354,6 +354,28 @@ def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
     assert call.name == "weather" and {*json.loads(call.arguments)} == {"city", "unit"}
 
 
+def test_strict_arguments_obey_their_schema_where_the_model_may_choose(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES["hermes"])
+    function = {**WEATHER["function"], "strict": True}
+    request = chat(tools=[{"type": "function", "function": function}, TIME])
+    with pytest.raises(RequestError, match="tools: strict is not supported where"):
+        Tools.of(request, loaded.tokenizer)
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.add_tokens([AddedToken(HERMES.begin), AddedToken(HERMES.end)])
+    begin, end = tokenizer.convert_tokens_to_ids([HERMES.begin, HERMES.end])
+    tools = Tools.of(request, tokenizer)
+    constraint = Constraints(tokenizer, [tokenizer.eos_token_id]).of(tools, "tools")(1)
+    said, scores = tokenizer.encode("Let me see."), torch.rand((1, len(tokenizer)))
+    allowed = constraint(torch.tensor([[1, *said]]), scores).isfinite()
+    assert allowed.all(), "it may say anything, or call"
+    called = tokenizer.encode('\n{"name": "weather", "arguments": {"city": "')
+    ids = [1, *said, begin, *called]
+    assert constraint(torch.tensor([ids]), scores).isfinite().sum() < 20
+    ids += tokenizer.encode('Rome", "unit": "C"}}\n')
+    assert constraint(torch.tensor([ids]), scores).isfinite().nonzero()[:, 1].tolist() == [end]
+    assert constraint(torch.tensor([[*ids, end]]), scores).isfinite().all()
+
+
 @pytest.fixture(params=["hermes", "llama"])
 def client(request, loaded, monkeypatch):
     monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES[request.param])
@@ -397,6 +419,46 @@ def test_one_of_all_is_called_and_none_where_none_may_be(client):
     assert names <= {"weather", "time"}
     plain = ask(client, tool_choice="none", max_tokens=5).choices[0]
     assert plain.message.tool_calls is None and plain.message.content
+
+
+def test_a_result_alone_goes_to_the_call_of_the_session(client):
+    """A call keeps its id, also when the same answer is asked for again."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = dict(tool_choice=named, extra_body={"session": "results"})
+    (call,) = (first := ask(client, **asked).choices[0].message).tool_calls
+    assert ask(client, **asked).choices[0].message == first
+    more = dict(max_tokens=4, extra_body=asked["extra_body"])
+    with pytest.raises(openai.BadRequestError, match="'no' is of no call"):
+        ask(client, messages=[result("19", "no")], **more)
+    assert ask(client, messages=[result("19", call.id)], **more).choices
+
+
+def test_thoughts_are_a_field_of_their_own(loaded, monkeypatch):
+    """In chats, streams, sessions and responses; the prompt begins them here."""
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", THINKING["text"])
+    served = serving(loaded, cache_size=250)
+    with served as one, one.client() as client:
+        how = dict(tools=[], max_tokens=6, extra_body={"session": "thoughts"})
+        message = ask(client, **how).choices[0].message
+        assert message.reasoning_content and message.content == ""
+        assert ask(client, **how).choices[0].message == message
+        chunks = [x.choices[0].delta for x in ask(client, **how, stream=True)]
+        told = "".join(getattr(x, "reasoning_content", None) or "" for x in chunks)
+        assert told == message.reasoning_content and not any(x.content for x in chunks)
+        talk = [*ASKED, message.model_dump(exclude_none=True), *ASKED]
+        after = ask(client, messages=talk, **how)
+        assert after.usage.prompt_tokens_details.cached_tokens > 0
+        called = ask(client, tool_choice="required", tools=[WEATHER]).choices[0].message
+        assert called.tool_calls and not hasattr(called, "reasoning_content")
+        asked = dict(model="gpt2-mini", input=ASKED, max_output_tokens=6)
+        response = client.responses.create(**asked)
+        (item,) = response.output
+        assert item.type == "reasoning" and item.content[0].text and response.output_text == ""
+        events = [*client.responses.create(**asked, stream=True)]
+        told = "".join(x.delta for x in events if x.type == "response.reasoning_text.delta")
+        assert told and events[-1].response.output[0].content[0].text == told
+        with pytest.raises(openai.BadRequestError, match="logprobs of a model that thinks"):
+            client.responses.create(**asked, top_logprobs=1)
 
 
 def nested(depth):

@@ -40,6 +40,7 @@ class Tools:
 
     definitions: Sequence[Mapping[str, Any]]
     must: Sequence[str]  # names, one of which is called; empty: the model may choose
+    strict: Collection[str]  # names whose arguments obey their schemas in any case
     form: CallForm | None  # in which the model writes a call; None: no call is looked for
 
     @classmethod
@@ -48,7 +49,7 @@ class Tools:
 
         Raises:
             RequestError: the model has no chat template, or a call is required whose form is not
-                known.
+                known, or is strict and has no mark.
         """
         if not request.tools:
             return None
@@ -67,8 +68,16 @@ class Tools:
                 param="tool_choice",
                 code="unsupported",
             )
+        strict = {tool.name for tool in request.tools if tool.strict and request.may_call}
+        if strict and not must and not (form and form.begin in tokenizer.get_added_vocab()):
+            raise RequestError(
+                "tools: strict is not supported where this model may choose, since no token of its "
+                "own begins its calls: leave it out, or require a call",
+                param="tools",
+                code="unsupported",
+            )
         definitions = [tool.for_template() for tool in request.tools]
-        return cls(definitions, must, form if request.may_call else None)
+        return cls(definitions, must, strict, form if request.may_call else None)
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
@@ -77,17 +86,23 @@ class Tools:
         return {one["name"]: one.get("parameters") or _NO_ARGUMENTS for one in functions}
 
     def grammar(self, literal: Callable[[str], str]) -> str:
-        """Rule `whole` of an answer that is one call, in llguidance's form of Lark; `literal` is a
-        text in that form.
+        """Rule `whole` of an answer in llguidance's form of Lark, in which `literal` writes a text:
+        one call; or any tokens, of which the mark of a call begins one.
         """
         assert self.form is not None
         rules, calls = list[str](), list[str]()
-        for number, name in enumerate(self.must):
+        for number, name in enumerate(self.must or self.parameters):
             head, tail = self.form.text(name, "\0").split("\0")
-            schema = {**self.parameters[name], "x-guidance": _WRITTEN}
+            is_free = not self.must and name not in self.strict
+            schema = {"type": "object"} if is_free else self.parameters[name]
+            schema = {**schema, "x-guidance": _WRITTEN}
             calls.append(f"{literal(head)} arguments{number} {literal(tail)}")
             rules.append(f"arguments{number}: %json {json.dumps(schema)}")
-        return "\n".join([f"whole: {' | '.join(calls)}", *rules])
+        whole = "call"
+        if not self.must:
+            whole = "(call | other)*"
+            rules.append(f"other: {literal(self.form.begin).replace('<[', '<[^')}")
+        return "\n".join([f"whole: {whole}", f"call: {' | '.join(calls)}", *rules])
 
 
 _COMPACT: Any = {"whitespace_flexible": False}  # a small model may write blanks without end

@@ -348,11 +348,11 @@ def messages_of(items: Iterable[Message]) -> list[Message]:
 
 
 class Tool(OfFunction):
-    harmless: ClassVar = ("strict",)
     within = "tools"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # its arguments obey its parameters
 
     def for_template(self) -> dict[str, Any]:
         """The tool as a chat template takes it."""

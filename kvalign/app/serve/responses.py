@@ -171,7 +171,7 @@ class ResponseForm(ChatForm):
     ) -> dict[str, Any]:
         """The response, with the items of its output."""
         request = self.request
-        tools = [{"strict": False, **tool.model_dump()} for tool in request.tools or ()]
+        tools = [{**tool.model_dump(), "strict": bool(tool.strict)} for tool in request.tools or ()]
         form: Any = {"type": "text"}
         if request.text and request.text.format:
             form = request.text.format.model_dump(by_alias=True, exclude_none=True)

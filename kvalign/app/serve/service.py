@@ -319,6 +319,8 @@ class Service:
         before_form = f"{opens[1]}\n\n" if opens else ""
         if tools and tools.must:
             constraint = self.constraints.of(tools, "tool_choice", before_form)
+        elif tools and tools.strict:
+            constraint = self.constraints.of(tools, "tools")
         elif schema is not None:
             constraint = self.constraints.of(schema, "response_format", before_form)
         if constraint is not None:
