@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds import NetworkSettings, train_network
-from kvalign.training.network_fit import RecordedRows
+from kvalign.training.network_fit import LAST, RecordedRows
 from kvalign.training.network_run import describe_data, recording_of
 from kvalign.training.settings import TuneSettings
 
@@ -42,9 +41,13 @@ _TRIALS, _ALIGNER = "trials", "aligner"
 # What may differ between a sweep and its resumption.
 _FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
 
-# Read by Ray Tune: its new output, which would be printed beside ours, and how often it writes down
-# where the sweep is, in seconds.
-_ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
+# Read by Ray Tune: its new output, which would be printed beside ours; how often it writes down
+# where the sweep is, in seconds; and that Ctrl-C is ours. Ray would end as if all were done.
+_ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
             if settings.ray_address is None and needed > has:
                 raise UserError(f"--{name.lower()}s-per-trial {needed}: this machine has {has:g}")
         results = tuner(out / _TRIALS, settings, base).fit()
-        if results.num_terminated + results.num_errors < len(results):
-            raise KeyboardInterrupt  # Ray took it for itself
-        return [trial_of(result) for result in results]
+        return [trial_of(result, out / _TRIALS) for result in results]
 
 
 @contextmanager
@@ -196,22 +197,21 @@ def _locks_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray Tune without its messages; it also leaves Ctrl-C switched off, which is undone."""
+    """Ray Tune without its messages."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    logger, interrupt = logging.getLogger("ray.tune"), signal.getsignal(signal.SIGINT)
+    logger = logging.getLogger("ray.tune")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         logger.setLevel(level)
-        signal.signal(signal.SIGINT, interrupt)
 
 
 def _summary(out: Path) -> str:
     """Return what an interrupted sweep has."""
-    num_trials = len(list((out / _TRIALS).glob("*/last.ckpt")))
+    num_trials = len(list((out / _TRIALS).glob(f"*/{LAST}")))
     return f"{num_trials} trials are kept in {out / _TRIALS}" if num_trials else ""
 
 

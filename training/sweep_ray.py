@@ -22,7 +22,7 @@ from kvalign.aligners import NetworkAligner
 from kvalign.data_gen.store import open_store
 from kvalign.foundation import progress
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import RecordedRows, fit
+from kvalign.training.network_fit import LAST, RecordedRows, fit
 from kvalign.training.network_run import config_for
 from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep import HIDDEN, POINT, Trial, settings_at
@@ -78,16 +78,20 @@ def scheduler(settings: TuneSettings) -> TrialScheduler:
     )
 
 
-def trial_of(result: tune.Result) -> Trial:
-    """A trial's own records, without what was reported again after a kill."""
-    table = result.metrics_dataframe
+def trial_of(result: tune.Result, folder: Path) -> Trial:
+    """A trial, with its reports as they are in its own checkpoint. What Ray has of them is not in
+    the folder of a sweep that was moved.
+    """
+    name = Path(result.path).name
+    checkpoint = folder / name / LAST
+    config = result.config or {}  # of none before its first report
     reports = []
-    if table is not None and "report" in table:
-        once = table.drop_duplicates("report", keep="last")
-        reports = once.sort_values("report").to_dict("records")
+    if config and checkpoint.exists():
+        states = torch.load(checkpoint, map_location="cpu", weights_only=True)["callbacks"]
+        reports = states[Reports.__name__]["reports"]
     error = str(result.error or "").strip().splitlines()
-    point = {name: result.config[name] for name in POINT}
-    return Trial(Path(result.path).name, point, reports, error[-1] if error else "")
+    point = {name: config.get(name) for name in POINT}
+    return Trial(name, point, reports, error[-1] if error else "")
 
 
 def _name(trial: RayTrial) -> str:

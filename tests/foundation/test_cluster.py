@@ -61,8 +61,8 @@ def ended(shown: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def killed(recorded, tmp_path_factory) -> SimpleNamespace:
-    """A sweep of two small trials, with a cluster of its own, that was killed when the first had
-    ended. It comes before `cluster`: one that is there would be taken.
+    """A sweep of two small trials, with a cluster of its own, that Ctrl-C ended when the first had
+    ended; then its folder was moved. It comes before `cluster`: one that is there would be taken.
     """
     out = tmp_path_factory.mktemp("sweep") / "out"
     small = dict(num_trials=2, max_epochs=1, hidden_sizes=(4, 8), max_batch_size=64)
@@ -74,12 +74,16 @@ def killed(recorded, tmp_path_factory) -> SimpleNamespace:
         while run.poll() is None:
             states = out.glob("trials/experiment_state-*.json")
             if any("TERMINATED" in file.read_text() for file in states):
-                run.kill()
+                run.send_signal(signal.SIGINT)
+                break
             time.sleep(0.1)
         said = run.stderr.read()
-    assert run.returncode == -signal.SIGKILL, said
+    assert run.returncode == 130, said
+    assert f"kept in {out / 'trials'}; to go on: kvalign {' '.join(words)}" in said
     assert not (out / "result.json").exists()
-    return SimpleNamespace(out=out, words=words, said=said)
+    moved = out.rename(out.with_name("moved"))
+    words = [str(moved) if word == str(out) else word for word in words]
+    return SimpleNamespace(out=moved, words=words, said=said)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from kvalign.training.sweep import settings_at
 
 pytest.importorskip("ray")
 
-from kvalign.training.sweep_ray import PLACE, Reports, line, scheduler, train_trial
+from kvalign.training.sweep_ray import PLACE, Reports, line, scheduler, train_trial, trial_of
 
 POINT = {"hidden1": 8, "hidden2": 4, "batch_size": 32, "lr": 0.01}
 
@@ -40,6 +40,18 @@ def test_a_trial_is_the_training_run_of_its_settings(base, tmp_path, batch_size,
     assert found["settings"]["value_hidden1"] == POINT["hidden1"]
     assert found["settings"]["lr"] == POINT["lr"]
     assert min(report["val_loss"] for report in sent) == pytest.approx(found["val_loss"], rel=1e-5)
+
+
+def test_a_trial_is_read_from_its_own_folder_wherever_ray_has_its_records(base, tmp_path):
+    """Of a sweep that was moved, what Ray wrote after that is nowhere."""
+    sent: list[dict] = []
+    train_trial(settings_at(base, POINT), tmp_path / "007", Reports(sent.append, 5))
+    there = SimpleNamespace(path="/no/such/007", config=POINT, error=None, metrics_dataframe=None)
+    trial = trial_of(there, tmp_path)
+    assert (trial.name, trial.reports) == ("007", sent) and trial.row["state"] == "finished"
+    assert trial_of(there, tmp_path / "other").row["state"] == "failed"
+    there.config = None  # it failed before its first report
+    assert trial_of(there, tmp_path).row["state"] == "failed"
 
 
 def test_a_trial_that_fails_before_it_has_settings_has_a_line():
