@@ -1,15 +1,8 @@
 """A chat template: a program from outside that writes a conversation, and what it takes, found by
-trying it.
-
-It is tried once, in its own process with little time and memory, before it runs in this process,
-where nothing could stop 9^(9^9).
+trying it. transformers runs it in Jinja's sandbox, which reaches neither files nor code.
 """
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -165,14 +158,11 @@ def render(
     values: Mapping[str, Any] | None = None,
     tools: Tools = None,
 ) -> str:
-    """Return what a chat template writes; UserError if it fails, or may not run here."""
+    """Return what a chat template writes; UserError if it fails."""
     values = values or {}
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     if clashes := sorted(name for name in values if name in own or name.endswith("_token")):
         raise UserError(f"a chat template takes no {clashes[0]} from a request")
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    if fault := fault_of(tokenizer.chat_template, special):
-        raise UserError(f"the chat template of this model cannot be used: {fault}")
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=to_answer, **values
@@ -183,86 +173,3 @@ def render(
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the chat template of this model fails: {reason:.300}") from None
     return text
-
-
-SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
-_REFUSED = 3  # an exit code
-
-# A template that fails there fails in time, which is all that is asked of it.
-_PROGRAM = f"""
-import json, sys, time
-from transformers.utils.chat_template_utils import render_jinja_template
-
-try:
-    import resource
-    seconds = int(time.process_time()) + 1 + {SECONDS}
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
-except (ImportError, OSError, ValueError):
-    pass
-
-template, values = json.load(sys.stdin)
-system, user, answer, result = (
-    dict(role=r, content="?") for r in ("system", "user", "assistant", "tool")
-)
-tool = dict(type="function", function=dict(name="f", description="?", parameters={{}}))
-call, call_as_text = (
-    dict(type="function", function=dict(name="f", arguments=one)) for one in ({{}}, "{{}}")
-)
-calls, calls_as_text = (
-    dict(role="assistant", content="", tool_calls=[one]) for one in (call, call_as_text)
-)
-thoughts = dict(answer, reasoning_content="?")
-talks = ([user], [system, user], [user, answer, user], [user, thoughts])
-of_tools = ([user], [system, user], [user, calls, result], [user, calls_as_text, result])
-for messages, tools in [*((one, None) for one in talks), *((one, [tool]) for one in of_tools)]:
-    for to_answer in (True, False):
-        try:
-            (text,), _ = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=to_answer,
-                **values,
-            )
-        except MemoryError:
-            sys.exit({_REFUSED})
-        except Exception:
-            continue
-        if len(text) > {MOST_CHARACTERS}:
-            sys.exit({_REFUSED})
-"""
-
-
-def fault_of(template: object, values: Mapping[str, object]) -> str:
-    """Reason not to run a template here: its time, its memory or the length of its output; "" if
-    there is none.
-
-    Args:
-        template: as a tokenizer has it, several by name; anything but text is ignored.
-        values: special tokens, by their names in templates.
-    """
-    templates = template.values() if isinstance(template, dict) else [template]
-    requests = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
-    if all(map(_is_small, requests)):
-        return ""
-    most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
-    return f"it needs over {most} for a word"
-
-
-@lru_cache(maxsize=16)
-def _is_small(request: str) -> bool:
-    try:
-        process = subprocess.run(
-            [sys.executable, "-P", "-c", _PROGRAM],
-            input=request,
-            encoding="utf-8",
-            capture_output=True,
-            timeout=20 * SECONDS,  # of a clock: a busy machine is slow, and loading takes its time
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    except OSError:  # no such process can be started: nothing is known
-        return True
-    return 0 <= process.returncode != _REFUSED  # below: killed by a limit

@@ -10,11 +10,8 @@ from helpers.tiny_models import first_layers
 
 @pytest.fixture(scope="module", autouse=True)
 def started_at_once():
-    """Certificates, which no client here needs, are read once a file. No template is tried in a
-    process of its own: tests/models/test_hostile_models.py, later, has those that fail there.
-    """
+    """Certificates, which no client here needs, are read once a file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvalign.streaming.template.fault_of", lambda *about: "")
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 

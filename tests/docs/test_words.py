@@ -10,7 +10,6 @@ from kvalign.app.cli.main import main
 from kvalign.app.commands.serve import ServeSettings
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import FAMILIES
-from kvalign.streaming import template
 
 PACKAGES = ("kvalign", "training", "eval", "data_gen", "docs", "examples")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/results").glob("*.md")]
@@ -99,4 +98,3 @@ def test_the_threat_model_says_who_is_trusted_with_what():
     assert model.count("Promised: ") >= 3 and model.count("Not promised: ") >= 2
     flags = set(re.findall(r"`(--[a-z-]+)", text))
     assert flags and flags <= ServeSettings.flags()
-    assert f"{template.SECONDS} s and {template.MOST_BYTES >> 30} GB" in model

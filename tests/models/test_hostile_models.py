@@ -9,7 +9,7 @@ from helpers.hostile_weights import claims, one
 from helpers.refusals import altered_model, refuses
 
 from kvalign import checkpoints, load_model
-from kvalign.streaming.turns import opening_len, turn_ids
+from kvalign.streaming.turns import turn_ids
 
 WTE = "transformer.wte.weight"
 WEIGHTS = {
@@ -44,15 +44,6 @@ def test_a_tokenizer_that_panics_is_no_fault_of_ours(tmp_path):
     refuses(lambda: load_model(str(folder)), "cannot load a model from folder")
 
 
-TEMPLATES = {
-    "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
-    "a constant of years": "{{ 9**(9**9) }}",
-    "a constant of gigabytes": "{{ 'x' * 10**9 }}",
-    "squares": "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}"
-    "{% endfor %}{{ n.x }}",
-    "long": "{{ 'ab' * 600000 }}",
-}
-
 TEMPLATES_THAT_SERVE = [
     "{% generation %}{{ messages[0].content }}{% endgeneration %}",
     "{% for m in messages %}{{ m.content }}{% continue %}{% endfor %}",
@@ -65,24 +56,8 @@ def tokenizer():
     return load_model("recall-gpt2").tokenizer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_templates(template, tokenizer, capfd):
-    tokenizer.chat_template = template
-    refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")
-    refuses(lambda: opening_len(tokenizer, "Be brief."), "the chat template of this model")
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["default", "tool_use"])
-def test_templates_by_name(name, tokenizer):
-    tokenizer.chat_template = {"default": "{{ messages[0].content }}"} | {name: "{{ 9**(9**9) }}"}
-    refuses(lambda: turn_ids(tokenizer, "Hi", True), "cannot be used: it needs over")
-
-
 @pytest.mark.parametrize("template", TEMPLATES_THAT_SERVE)
-def test_templates_that_are_tried_and_serve(template, tokenizer):
+def test_templates_of_many_kinds_serve(template, tokenizer):
     tokenizer.chat_template = template
     assert turn_ids(tokenizer, "Hi", True)
 
@@ -94,9 +69,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("template", LATER.values(), ids=LATER)
-def test_templates_that_take_one_turn_alone(template, tokenizer, monkeypatch):
-    """No process tries these out."""
-    monkeypatch.setattr("kvalign.streaming.template.fault_of", lambda *args: "")
+def test_templates_that_take_one_turn_alone(template, tokenizer):
     tokenizer.chat_template = template
     turn_ids(tokenizer, "Hi", True)
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")

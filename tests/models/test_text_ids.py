@@ -23,7 +23,6 @@ from kvalign.app.serve.prompts import Prompts
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.input_ids import ids_of, prefix_ids
-from kvalign.streaming import template
 from kvalign.streaming.turns import message_ids
 
 TEXTS = st.text(st.sampled_from("the ern.\n 0é😀'`"), min_size=1, max_size=30)
@@ -187,7 +186,6 @@ def test_a_text_with_its_special_tokens_gets_no_others(text, tokenizer, model, t
 def test_messages(text, tokenizer):
     """A system message, a user's, one after an answer: as the template writes them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "fault_of", lambda *about: "")
         patch.setattr(tokenizer, "chat_template", AS_IT_IS)
         whole = words_of(tokenizer, f"{text}: er")
         user = {"role": "user", "content": f"{text}: er"}

@@ -150,12 +150,6 @@ def of_family(name):
     return tokenizer
 
 
-@pytest.fixture(autouse=True)
-def no_trial(monkeypatch):
-    """These templates are ours: none is tried in a process of its own."""
-    monkeypatch.setattr("kvalign.streaming.template.fault_of", lambda *about: "")
-
-
 @pytest.fixture(params=FAMILIES)
 def name(request):
     return request.param
