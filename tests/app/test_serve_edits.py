@@ -7,7 +7,7 @@ from helpers import edited_talks
 from helpers.served import serving
 
 from kvalign.app.commands.serve import ServeSettings
-from kvalign.app.serve.prompts import edits_between
+from kvalign.app.serve.prompts import RUN, edits_between
 from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
 
@@ -91,6 +91,10 @@ def part(name, num=40):
 )
 def test_what_both_have_in_a_row_is_kept(held, asked, num_kept):
     one, other = ([x for name in names for x in part(name)] for names in (held, asked))
+    again = edits_between(one, other, exactly=4)  # behind each change, unless nothing is
+    behind = sum(stop < len(one) for _, stop, _ in again.changes)
+    assert again.num_kept == num_kept - 4 * behind
+    assert applied(one, again) == other[: again.num_held]
     edits = edits_between(one, other)
     assert edits.num_kept == num_kept
     assert applied(one, edits) == other[: edits.num_held] and edits.num_held < len(other)
@@ -105,5 +109,5 @@ def test_any_two_texts():
         if rng.random() < 0.7:  # they share something
             at = rng.randrange(len(asked))
             asked[at:at] = held[rng.randrange(len(held) + 1) :]
-        edits = edits_between(held, asked)
+        edits = edits_between(held, asked, rng.choice([0, 4, RUN]))
         assert applied(held, edits) == asked[: edits.num_held] and edits.num_held < len(asked)

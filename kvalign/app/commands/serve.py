@@ -146,6 +146,9 @@ class ServeSettings(TalkSettings):
         help="a conversation without a session whose earlier messages were changed or left out "
         "keeps what follows them: it is moved, not encoded again, and knows what it has read",
     )
+    exactly: int = option(
+        4, help="tokens behind each change of --edit that are encoded again", at_least=0, at_most=16
+    )
     max_streams: int = option(64, help="most streams at the same time", at_least=1)
     max_queue: int = option(
         256, help="most requests that may wait; further ones get 429", at_least=0

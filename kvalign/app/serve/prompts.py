@@ -252,10 +252,11 @@ class Edits(NamedTuple):
         return sum(len(change.new) for change in self.changes)
 
 
-def edits_between(ids: Sequence[int], new_ids: Sequence[int]) -> Edits:
+def edits_between(ids: Sequence[int], new_ids: Sequence[int], exactly: int = 0) -> Edits:
     """Edits after which `ids` are the beginning of `new_ids`, without their last token, which is to
-    be fed. Tokens are kept where a run of them comes in the same order in both; each token is
-    looked at once.
+    be fed. Tokens are kept where a run of them comes in the same order in both, but for the first
+    of each run behind a change: `exactly` of them, at most `RUN`, are encoded again, so that they
+    know what is new. Each token is looked at once.
     """
     prefix = new_ids[:-1]
     runs: dict[tuple[int, ...], list[int]] = {}
@@ -272,8 +273,9 @@ def edits_between(ids: Sequence[int], new_ids: Sequence[int]) -> Edits:
             if i < len(ids):
                 changes.append(Change(i, len(ids), []))
             return Edits(changes, num_kept, j)
-        changes.append(Change(i, run[0], [*prefix[j : run[1]]]))
-        i, j = run
+        after = run[0] + exactly, run[1] + exactly
+        changes.append(Change(i, after[0], [*prefix[j : after[1]]]))
+        i, j = after
 
 
 def _next_run(

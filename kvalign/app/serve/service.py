@@ -208,7 +208,8 @@ class Service:
         other = self.sessions.most_alike(ids, session.num_sinks)
         if other is None or self.method.sizes.num_dropped(other.num_fed):
             return None
-        edits = edits_between(other.ids[: other.num_fed].tolist(), ids.tolist())
+        held, exactly = other.ids[: other.num_fed].tolist(), self.settings.exactly
+        edits = edits_between(held, ids.tolist(), exactly)
         state = self._state(other) if edits.num_kept > RUN else None
         return None if state is None else (state, edits)
 
