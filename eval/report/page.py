@@ -7,9 +7,11 @@ chunks.
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from kvalign.foundation.files import write_text
 from kvalign.methods.registry import METHODS
 
 PAGE = "report.html"
+_UNSAFE = re.compile("[&%$#_{}]")  # in LaTeX
 
 
 def write_report(folder: str | Path) -> Path:
@@ -163,6 +166,26 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
             print_cards(titles, table.rows, console)
         for note in filter(None, notes):
             console.print(Text(note, "dim"))
+
+
+def print_as(form: str, folder: Path) -> None:
+    """Print all tables of a folder in Markdown or LaTeX, for a page or a paper."""
+    from pandas import DataFrame
+
+    results = read(folder)
+    verdicts = [one.verdicts for one in first_screens(results) if one.verdicts]
+    of_sections = (section.tables for section in sections(results))
+    for table in [*verdicts, *summary(results), *chain(*of_sections)]:
+        titles = [column.title + ARROWS[column.better] for column in table.columns]
+        lines = [[escape_controls(entry.line) for entry in row] for row in table.rows]
+        if form == "latex":
+            of_latex = dict(index=False, escape=True, caption=_UNSAFE.sub(r"\\\g<0>", table.title))
+            print(DataFrame(lines, columns=titles).to_latex(**of_latex))
+            continue
+        print(f"**{table.title}**\n")
+        cells = ([text.replace("|", r"\|") for text in row] for row in [titles, *lines])
+        head, *others = (f"| {' | '.join(row)} |" for row in cells)
+        print(head, f"|{' --- |' * len(titles)}", *others, "", sep="\n")
 
 
 def print_meanings(tables: list[Table]) -> None:

@@ -119,7 +119,7 @@ def realigner_of(
 
 
 class _Alike(NamedTuple):
-    """How the entries after the sinks lie in rows with the same places.
+    """Order of the entries after the sinks in rows with the same places.
 
     Attributes:
         ranks: [S - num_sinks] int64, of each slot its entry's number in the order of time; 0 where

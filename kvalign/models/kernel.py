@@ -190,7 +190,7 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def _none(like: Tensor) -> Tensor:
-    """What stands for a tensor that a kernel is not given."""
+    """Stand-in for a tensor that a kernel is not given."""
     return like.new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
 
 

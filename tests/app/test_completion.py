@@ -79,7 +79,7 @@ def test_names_are_offered(line, offered, folder, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_offered(command, monkeypatch):
-    one, offered = Command(command), {"--help", "--debug"}
+    one, offered = Command(command), {"--help", "--debug", "--settings"}
     for cls in one.all_settings().values():
         offered |= cls.flags()
         bools = [

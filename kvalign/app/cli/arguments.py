@@ -9,10 +9,11 @@ import shutil
 import textwrap
 import typing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import Settings, flag, without_none
 
@@ -28,6 +29,7 @@ _GROUPS = {
     "recall_layers cache_dtype weights dtype device compile lookup",
 }
 _OF_ALL = "with any command"
+_FILE = "--settings"
 _TITLES = (_OTHER, *_GROUPS, _OF_ALL)
 """Groups of flags, in the order of help."""
 _TITLE_OF = {name: title for title, names in _GROUPS.items() for name in names.split()}
@@ -41,6 +43,8 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     """The settings from the words after a command, and whether `--json` was given.
 
     Wrong use prints one line and exits with code 2. The docstring of the settings is the help.
+    `--settings FILE` gives values that flags replace: fields in YAML, or the `settings` in a
+    result's JSON.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     commands = [_example(line.strip()) for line in example.strip().splitlines()]
@@ -59,9 +63,40 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
         add_help=False,
     )
     fields = add_arguments(parser, cls, has_json=has_json)
+    for action, field, _ in fields.values():
+        action.required = False  # a file may give it
+        if field.metadata["positional"]:
+            action.nargs = "?"
     arguments = vars(parser.parse_args(argv))
-    values = {name: arguments[name] for name in fields if arguments[name] is not None}
+    given = {name: arguments[name] for name in fields if arguments[name] is not None}
+    path = arguments[_FILE[2:]]
+    values = given if path is None else _of_file(Path(path), prog, fields) | given
+    lacking = [name for name, (_, x, _) in fields.items() if x.default is dataclasses.MISSING]
+    if missing := [fields[name][0] for name in lacking if name not in values]:
+        names = ", ".join(x.option_strings[0] if x.option_strings else x.metavar for x in missing)
+        parser.error(f"the following arguments are required: {names}")
     return cls(**values), bool(arguments.get("json"))
+
+
+def _of_file(path: Path, prog: str, fields: Collection[str]) -> dict[str, Any]:
+    """The settings in a file; UserError if there are others than the fields of this command."""
+    import yaml
+
+    from kvalign.foundation.files import read_text
+
+    try:
+        values = yaml.safe_load(read_text(path))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if isinstance(values, dict) and isinstance(values.get("settings"), dict):
+        of_results = _GROUPS["results"].split()  # where that one was written
+        values = {k: v for k, v in values["settings"].items() if k not in of_results}
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must have settings, name: value, got {values!r:.80}")
+    values = {str(name).replace("-", "_"): value for name, value in values.items()}
+    if others := sorted(values.keys() - set(fields)):
+        raise UserError(f"{path} has settings that {prog} has not: {', '.join(others)}")
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def add_arguments(
@@ -88,6 +123,8 @@ def add_arguments(
     of_all = groups[_OF_ALL]
     if not parser.add_help:
         of_all.add_argument("-h", "--help", action="help", help="this")
+    about = "YAML file of flags without --, or JSON of a result, whose settings to take"
+    of_all.add_argument(_FILE, metavar="FILE", help=about)
     if has_json:
         about = "print one JSON document instead of text"
         of_all.add_argument("--json", action="store_const", const=True, help=about)

@@ -92,9 +92,17 @@ class ReportSettings(Settings):
     terminal: bool = option(
         False, help="show the results in the terminal instead of writing the page"
     )
+    tables: str | None = option(
+        None, choices=("markdown", "latex"), help="print the tables in this form instead"
+    )
 
 
 def report(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
+    if settings.tables:
+        from kvalign.eval.report.page import print_as
+
+        print_as(settings.tables, settings.folder)
+        return None
     if settings.terminal:
         from kvalign.eval.report.page import show
 
