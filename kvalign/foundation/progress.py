@@ -57,6 +57,7 @@ class Bar:
     def expect(self, amount: int, units: str) -> None:
         """Add to the work to do, in one unit."""
         self._task.total, self.units = (self._task.total or 0) + amount, units
+        self._task.finished_time = None  # it may have been reached
 
     def update(self, amount: int = 1, **figures: str) -> None:
         """Add to the work done; figures follow the count."""

@@ -81,6 +81,18 @@ def test_it_can_be_turned_off():
         assert done.returncode == 0 and bool(done.stderr) == (switch == "")
 
 
+def test_more_work_than_was_expected_at_first_takes_time(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    bar = progress.Bar("job")
+    bar.expect(2, "rows")
+    for _ in range(2):
+        bar.update(1)
+        time.sleep(0.01)
+    bar.expect(10**6, "rows")
+    assert re.search(r": 0%, 2 of 1000002 rows, 0:00:00 so far, \d:[^,]+ left$", bar.line)
+    assert not bar.line.endswith(", 0:00:00 left")
+
+
 def test_what_is_short_says_nothing(monkeypatch, capfd):
     monkeypatch.setattr(progress, "DELAY_S", 60)  # short on a busy machine, too
     assert drawn_in_terminal(monkeypatch, lambda: job(100)) == []
