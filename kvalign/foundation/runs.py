@@ -18,6 +18,7 @@ from kvalign.foundation.errors import ExistsError, Interrupted
 from kvalign.foundation.files import read_json, write_json
 
 State = Literal["new", "unfinished", "finished"]
+FORMAT = {"format": 1}
 PART_OF_RUN = "KVALIGN_PART_OF_RUN"
 """In the environment of a suite's cell, for which the run speaks."""
 
@@ -44,8 +45,7 @@ class ResumableRun:
         remedy: str = "give those, or name another --out",
     ):
         self.folder, self.free, self.remedy = folder, frozenset(free), remedy
-        described = {"format": 1} | config
-        self.config: dict[str, Any] = json.loads(json.dumps(described))  # as it will be read
+        self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
     def state(self) -> State:
@@ -68,13 +68,13 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; "" if
         they are the same.
         """
-        return _first_difference(read_json(self.config_path), self.config, self.free)
+        return _first_difference(read_json(self.config_path), FORMAT | self.config, self.free)
 
     def begin(self) -> None:
         """Write the description of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.result_path.unlink(missing_ok=True)
-        write_json(self.config_path, self.config)
+        write_json(self.config_path, FORMAT | self.config)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result of the run."""
