@@ -75,7 +75,6 @@ class RecordingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = 1
-    format: int = 1
     settings: RecordedSettings
     model: ModelSpec
     identity: str

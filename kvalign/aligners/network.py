@@ -14,7 +14,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,7 @@ class TableNetworkAligner(TableAligner):
     def network_of(self, layer: int) -> Sequence[Tensor] | None:
         if self.config.sizes["hidden"] % 16 or self.config.head_dim % 16:
             return None
-        network = self.network[layer]
+        network: Any = self.network[layer]
         layers = network.hidden, network.key, network.value
         return [x for one in layers for x in (one.weight, one.bias)]
 
