@@ -349,7 +349,7 @@ def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
     assert {tokenizer.get_vocab()[x] for x in ("</think>", of.begin, of.end) if x} <= {*ids}
     answer = Answer(tokenizer, [1], Sampling(), [tokenizer.eos_token_id], how.spelled(tokenizer))
     said = how.whole("".join(answer.take(token)[1] for token in ids))
-    assert (said.thoughts, said.text) == ("", "")
+    assert (said.thoughts, said.text) == ("", "") and how.num_thoughts(tokenizer, ids) == 0
     (call,) = said.calls
     assert call.name == "weather" and {*json.loads(call.arguments)} == {"city", "unit"}
 
@@ -439,9 +439,11 @@ def test_thoughts_are_a_field_of_their_own(loaded, monkeypatch):
     served = serving(loaded, cache_size=250)
     with served as one, one.client() as client:
         how = dict(tools=[], max_tokens=6, extra_body={"session": "thoughts"})
-        message = ask(client, **how).choices[0].message
+        message = (reply := ask(client, **how)).choices[0].message
+        again = ask(client, **how)
+        assert {x.usage.completion_tokens_details.reasoning_tokens for x in (reply, again)} == {6}
         assert message.reasoning_content and message.content == ""
-        assert ask(client, **how).choices[0].message == message
+        assert again.choices[0].message == message
         chunks = [x.choices[0].delta for x in ask(client, **how, stream=True)]
         told = "".join(getattr(x, "reasoning_content", None) or "" for x in chunks)
         assert told == message.reasoning_content and not any(x.content for x in chunks)
@@ -453,6 +455,7 @@ def test_thoughts_are_a_field_of_their_own(loaded, monkeypatch):
         asked = dict(model="gpt2-mini", input=ASKED, max_output_tokens=6)
         response = client.responses.create(**asked)
         (item,) = response.output
+        assert response.usage.output_tokens_details.reasoning_tokens == 6
         assert item.type == "reasoning" and item.content[0].text and response.output_text == ""
         events = [*client.responses.create(**asked, stream=True)]
         told = "".join(x.delta for x in events if x.type == "response.reasoning_text.delta")

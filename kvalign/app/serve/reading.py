@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.messages import Message
-from kvalign.streaming.answer import special_names
+from kvalign.streaming.answer import Decoder, special_names
 from kvalign.streaming.calls import Call, CallForm, calls_in, marks_of
 
 _LONGEST_MARK = 16  # tokens
@@ -54,6 +54,10 @@ class Reader:
         is_open = self._go_on == self._in_call and self._form and not self._form.end
         may_end = bool(is_open and self._tail[-1:] == "}")
         return self._has_calls or (may_end and bool(calls_in(self._tail, self._tools)))
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._go_on == self._in_thoughts
 
     # Each of these reads on at one place of an answer, and returns whether more can be read now.
 
@@ -168,6 +172,14 @@ class Reading:
     def whole(self, text: str) -> Said:
         """Return what a whole answer says."""
         return Reader(self).read(text, is_last=True)
+
+    def num_thoughts(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+        """Return the number of tokens of an answer up to the end of its thoughts."""
+        decoder, reader, num = Decoder(tokenizer, (), self.spelled(tokenizer)), Reader(self), 0
+        for number, token in enumerate(ids if self.thoughts else (), 1):
+            reader.read(decoder.step(token))
+            num = number if reader.is_thinking else num
+        return num
 
     def id_of(self, call: Call, index: int, number: int) -> str:
         """The id of a call of an answer, the same each time that it is read."""

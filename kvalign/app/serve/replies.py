@@ -191,6 +191,7 @@ def usage_of(answers: Answers, ends: Sequence[End]) -> dict[str, Any]:
         "completion_tokens": num_tokens,
         "total_tokens": answers.num_prompt + num_tokens,
         "prompt_tokens_details": {"cached_tokens": answers.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.num_thoughts for end in ends)},
         "kvalign": {
             "evicted_tokens": answers.num_evicted + sum(end.num_evicted for end in ends),
             "forgotten_prompt_tokens": answers.num_forgotten,

@@ -293,7 +293,7 @@ def _usage(counts: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": counts["completion_tokens_details"],
         "total_tokens": counts["total_tokens"],
         "kvalign": counts["kvalign"],
     }

@@ -253,7 +253,9 @@ class Service:
         put(Piece(0, session.answer))
         dropped = method.sizes.num_dropped
         num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
-        put(End(0, session.finish, session.num_new, num_evicted))
+        said = session.ids[num_before:].tolist()
+        num = reading.num_thoughts(self.tokenizer, said) if reading else 0
+        put(End(0, session.finish, session.num_new, num_evicted, num))
         return answers
 
     def _method_for(self, num_sinks: int) -> Method:

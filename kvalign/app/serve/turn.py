@@ -90,6 +90,7 @@ class AnswerRow(Row):
         self._single = Reader(reading) if reading and reading.is_single else None
         self.token_ids = self._answer.token_ids
         self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
+        self._reading = reading
         self._num_said = 0  # characters of its tokens so far
 
     @property
@@ -110,6 +111,12 @@ class AnswerRow(Row):
         """Tokens evicted since the answer began."""
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
+
+    @property
+    def num_thoughts(self) -> int:
+        """Tokens of its thoughts."""
+        reading = self._reading
+        return reading.num_thoughts(self._tokenizer, self.token_ids) if reading else 0
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         """Append the next token and show its text."""
@@ -244,10 +251,12 @@ class End:
     finish: str  # `stop` or `length`
     num_tokens: int
     num_evicted: int  # tokens that left the cache since the answer began
+    num_thoughts: int = 0  # of its tokens, those of its thoughts
 
     @classmethod
     def of(cls, row: AnswerRow) -> End:
-        return cls(row.index, row.finish, len(row.token_ids), row.num_evicted)
+        num = len(row.token_ids)
+        return cls(row.index, row.finish, num, row.num_evicted, row.num_thoughts)
 
 
 Event = Piece | End | RequestError
