@@ -14,8 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEASURES, judge
-from kvalign.eval.judging.words import RULES, SHA256, Rule, load_words
+from kvalign.eval.judging import MEASURES, RULES, SHA256, Rule, judge, load_words
 from kvalign.eval.protocol import (
     SIZES,
     Column,

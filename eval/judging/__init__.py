@@ -1,11 +1,23 @@
-"""Judgement of a written text: its measures. The modules have the rules, words and chunks."""
+"""Judgement of a written text: its measures, the rules for what is readable, and English words: the
+`words` corpus of NLTK, the same on every machine. `chunks` applies them; here nothing heavy is
+imported.
+
+The corpus is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of
+Basic English, capitals included. It has no plurals and few inflected forms. It is made from the
+package english-words and the hundred words in which the two differ. Its SHA-256 is checked,
+recorded and shown.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging.words import Rule, load_words
 from kvalign.eval.protocol import Column
+from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +26,6 @@ if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
 
 MAX_SPAN = 1024  # model tokens of context when a passage is scored
-
 
 MEASURES = {
     "readable": Column(
@@ -76,3 +87,87 @@ def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, sp
         total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
         scored = end
     return perplexity_of(total / len(passage))
+
+
+NAME = "words corpus of NLTK"
+SHA256 = "631329862b26a1b4b11c06245c00be415664637e943f98fa81d93406c6de4c3b"  # of its sorted lines
+_PACKAGE = "english-words==2.0.2"
+
+_ONLY_NLTKS = """
+Ahtena administerd behaviour box colour harbour humour plied plies potatoes stucturelessness
+transvaal
+"""
+_ONLY_THE_PACKAGES = """
+Austria Colleen Massachusetts Transvaal acknowledgement acknowledgment admin administered
+agelast agita alphanumeric amp antidisestablishmentarianism beaut betise bibelot bled
+bohrium booboisie bouleversement caesium cel checkout children congeries cooperate
+doppelganger downlink dubnium dysphemism einsteinium eudemonia fatwa fermium firewall fond
+fug geese hahnium hassium haunted hid hirofumi honcho instantiate joliotium katzenjammer kid
+kurchatovium lawrencium lice lido limo logo lookup meitnerium mendelevium mercury moll
+nielsbohrium nobelium nosh oldie placeholder potage preexist pukka rale redid redone
+relocatable rutherfordium sass seaborgium segue sitzmark software spam spillikin spillover
+structurelessness themself tom trademark unwriteable uplink upload wimp wok workload
+"""
+
+
+@dataclass(frozen=True)
+class WordList:
+    words: frozenset[str]
+    sha256: str  # of the words, sorted, a line each
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"name": NAME, "num_words": len(self.words), "sha256": self.sha256}
+
+
+@functools.cache
+def load_words() -> WordList:
+    """Word list; UserError if the installed english-words has other words."""
+    from english_words import get_english_words_set
+
+    packaged = get_english_words_set(["web2"])
+    words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
+    digest = hashlib.sha256("".join(f"{word}\n" for word in sorted(words)).encode()).hexdigest()
+    if digest != SHA256:
+        raise UserError(
+            f"the word list is not the pinned one (SHA-256 {digest[:12]}..., needed "
+            f"{SHA256[:12]}...): pip install {_PACKAGE}"
+        )
+    return WordList(frozenset(words), digest)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule for tokens that count besides words."""
+
+    name: str
+    about: str
+    marks: frozenset[str]  # tokens that count as known
+    judges_rest: bool  # are the tokens after the last whole chunk judged, as a shorter one?
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Form of the rule in a document."""
+        return {"name": self.name, "about": self.about}
+
+
+def readers_text(text: str) -> str:
+    """The text that is judged. Models of WikiText write `<unk>` for a rare word, and `@-@` within
+    one; NLTK would cut these into non-words. The models of the paper write neither.
+    """
+    return re.sub(r" @([-.,])@ ", r"\1", re.sub(r" ?<unk>", "", text))
+
+
+_CHUNK = (
+    "The marks <unk> and @-@ of WikiText are taken out. A chunk is 10 tokens of NLTK 3.9. It is "
+    "readable if at least half of them are in the word list, lower-cased or by their Snowball "
+    "stems, or are among"
+)
+_PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too."
+_AUTHORS = (
+    f"{_CHUNK} “. , ! ?” (the code of the paper's authors). Fewer than 10 at the end are left out."
+)
+RULES = {
+    "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True),
+    "authors": Rule("authors", _AUTHORS, frozenset(".,!?"), judges_rest=False),
+}

@@ -20,7 +20,7 @@ from nltk.tabdata import PunktDecoder
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
 
-from kvalign.eval.judging.words import Rule, readers_text
+from kvalign.eval.judging import Rule, readers_text
 
 CHUNK_LEN = 10  # NLTK tokens
 MAX_PHRASE_LEN = 4  # tokens of a phrase that may run

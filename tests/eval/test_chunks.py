@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvalign.eval.judging import words as words_module
+from kvalign.eval.judging import RULES, SHA256, load_words, readers_text
 from kvalign.eval.judging.chunks import chunks, distinct, judged, longest_run, token_spans
-from kvalign.eval.judging.words import RULES, SHA256, load_words, readers_text
 from kvalign.foundation.errors import UserError
 
 # In the list: not `walks`, whose stem `walk` is, nor `houses`, whose stem `hous` is not; `Zq`, `@`,
@@ -73,7 +72,7 @@ def test_word_list_is_pinned(monkeypatch):
     about = {"name": "words corpus of NLTK", "num_words": 235_892, "sha256": SHA256}
     assert load_words().about == about
     load_words.cache_clear()
-    monkeypatch.setattr(words_module, "_ONLY_NLTKS", "behaviour")  # a package with other words
+    monkeypatch.setattr("kvalign.eval.judging._ONLY_NLTKS", "behaviour")  # of another package
     with pytest.raises(UserError, match=r"not the pinned one .* pip install english-words==2.0.2"):
         load_words()
     monkeypatch.undo()

@@ -10,9 +10,8 @@ from helpers.tiny_models import CONTEXT_LEN, first_layers, tiny_model
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.readability import EVALUATION
-from kvalign.eval.judging import dense_perplexity
+from kvalign.eval.judging import RULES, SHA256, dense_perplexity, load_words
 from kvalign.eval.judging.chunks import judged
-from kvalign.eval.judging.words import RULES, SHA256, load_words
 from kvalign.models.loading import load_model
 
 SHORT = ["eval", "readability", "--cache-sizes", "12", "--max-new-tokens", "24", "--json"]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.judging.words import load_words
+from kvalign.eval.judging import load_words
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
 from kvalign.eval.report import Results, Suite

@@ -2,8 +2,8 @@
 
 import json
 
+from kvalign.eval.judging import RULES
 from kvalign.eval.judging.chunks import judged
-from kvalign.eval.judging.words import RULES
 
 HOSTILE = "<script>alert(1)</script> \"quotes' & <b>bold</b> {{ 7*7 }} $x^$ \x00\x07\x1b[31m"
 HOSTILE += " \u202eright-to-left"
