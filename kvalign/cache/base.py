@@ -310,7 +310,11 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.last_step = step if step.is_single else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The position of the next token; transformers asks for it before each pass."""
+        """The position of the next token; transformers asks for it before each pass. To models with
+        ALiBi, whose bias counts entries, it is their number.
+        """
+        if self._counts_places:
+            return self.num_stored if self.step is None else self.step.num_before
         return max(self.positions(), default=0) if self.step is None else self.step.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

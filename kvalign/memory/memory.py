@@ -224,25 +224,34 @@ class Memory:
     def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
         own_queries, evicted_slots = queries.to(self.device), self.prepare(batch)
+        base, added = self.form.base, queries.new_zeros(queries.shape[:4], dtype=torch.float32)
+        added = added.to(self.device)
+        if base is not None:  # of queries that share a head of keys each has its own product
+            added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
         if self.sketch is not None:
-            matches = self._find_by_kernel(own_queries.float(), self.sketch, evicted_slots)
+            matches = self._find_by_kernel(own_queries.float(), added, self.sketch, evicted_slots)
         else:
-            matches = self._find_by_torch(own_queries.to(self.form.dtype), evicted_slots)
-        base = self.form.base
+            matches = self._find_by_torch(own_queries.to(self.form.dtype), added, evicted_slots)
         if base is not None:
             keys = matches.entries.keys + base.to(self.device)[:, None]
             matches = matches._replace(entries=matches.entries._replace(keys=keys))
         return matches.to(queries.device, self.form.dtype)
 
-    def _find_by_torch(self, queries: Tensor, evicted_slots: EvictedSlots) -> Matches:
+    def _find_by_torch(
+        self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots
+    ) -> Matches:
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
-        parts = [self._find(queries[:, :, :, span], evicted_slots, span) for span in spans]
+        of_spans = [(x[:, :, :, span] for x in (queries, added)) for span in spans]
+        parts = [
+            self._find(*of_span, evicted_slots, span)
+            for of_span, span in zip(of_spans, spans, strict=True)
+        ]
         slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return Matches(self.entries.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
 
     def _find_by_kernel(
-        self, queries: Tensor, sketch: Sketch, evicted_slots: EvictedSlots
+        self, queries: Tensor, added: Tensor, sketch: Sketch, evicted_slots: EvictedSlots
     ) -> Matches:
         num = self.sizes.num_recalled
         assert num is not None
@@ -251,6 +260,7 @@ class Memory:
             evicted_slots.newest,
             evicted_slots.since,
             evicted_slots.oldest,
+            added,
         )
         results = kernel.find(
             (queries, *self.entries, self.base, sketch.numbers, sketch.scales, *of_ages),
@@ -263,15 +273,14 @@ class Memory:
         return Matches(KV(*results[:2]), *results[2:])
 
     def _find(
-        self, queries: Tensor, evicted_slots: EvictedSlots, span: slice
+        self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots, span: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The slots [B, H, T, R] of what some of the queries take back, in the order of time; its
         age, and whether it is visible.
         """
-        scores = (
-            products(queries, self.form.decode(self.entries.keys)).amax(2)
-            + evicted_slots.worth[:, :, span]
-        )
+        scores = (products(queries, self.form.decode(self.entries.keys)) + added[..., None]).amax(
+            2
+        ) + evicted_slots.worth[:, :, span]
         num = self.sizes.num_recalled
         assert num is not None
         best = scores.topk(min(self.places.num_compared, scores.shape[-1]), sorted=False)

@@ -236,7 +236,7 @@ class Cached(Method):
         half = max(1, self.sizes.window_size // 2)
         if self.num_positions is None:
             return half
-        return max(1, min(half, self.num_positions - self.cache.get_seq_length()))
+        return max(1, min(half, self.num_positions - max(self.cache.positions(), default=0)))
 
     @property
     def num_positions(self) -> int | None:
@@ -295,7 +295,8 @@ class KVAlign(Cached):
 
     @property
     def num_positions(self) -> int:
-        return self.aligner.config.chunk_len
+        of_table = self.aligner.config.chunk_len  # which may know more than the model has
+        return min(of_table, self.spec.context_len or of_table)
 
     def realigner(self) -> Realigner | None:
         return realigner_of(self.model, self.aligner, self.sizes.cache_size)

@@ -487,6 +487,7 @@ struct Search {
   const float *queries, *bases, *scales, *worths;
   const uint8_t* sketch;
   const char *keys, *values;
+  const float* added;  // to the scores of each query, [B, H, G, T]
   const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
@@ -504,12 +505,12 @@ struct Search {
     float scale, middle;  // score = scale * (sum of products - middle) * scale of a key + of_base
     float of_base;  // its product with what all keys of the head have in common
 
-    Rounded(const float* query, const float* base) {
+    Rounded(const float* query, const float* base, float added) {
       constexpr int64_t dim = 16 * VECTORS;
       float most = 0;
       Floats products = load(query) * load(base);
       for (int i = 1; i < VECTORS; i++) products = fma(load(query + 16 * i), load(base + 16 * i), products);
-      of_base = total(products);
+      of_base = total(products) + added;
       for (int64_t j = 0; j < dim; j++) most = std::max(most, std::fabs(query[j]));
       scale = most / 127;
       int8_t numbers[dim];
@@ -543,7 +544,8 @@ struct Search {
 
   // The scores of the keys in `num` slots, in vectors of 16: of each the greatest that a query gives it.
   template <int VECTORS, Kind KIND>
-  void scores(const float* query, Entries<VECTORS, KIND> x, const int32_t* slots, int64_t num, float* out) const {
+  void scores(const float* query, const float* add, Entries<VECTORS, KIND> x, const int32_t* slots, int64_t num,
+              float* out) const {
     constexpr int64_t dim = 16 * VECTORS;
     Floats q[VECTORS], sums[16];
     for (int64_t first = 0; first < num; first += 16)
@@ -555,7 +557,7 @@ struct Search {
           for (int i = 1; i < VECTORS; i++) sums[j] = fma(q[i], x.part(one, i), sums[j]);
           sums[j] = x.scaled(one, sums[j]);
         }
-        const Floats found = totals(sums);
+        const Floats found = totals(sums) + floats(add[r * num_tokens]);
         store(out + first, r == 0 ? found : max(found, load(out + first)));
       }
   }
@@ -573,6 +575,7 @@ struct Search {
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
       const int64_t of_row = rows_are_alike ? 0 : row, asked = of_row * num_tokens + t;
+      const float* add_to = added + head * num_queries * num_tokens + t;
       const float* query = queries + (head * num_queries * num_tokens + t) * dim;
       const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
       const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
@@ -581,7 +584,8 @@ struct Search {
       auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
       // 1. What the lost entries may count, in blocks of 16 slots.
       rounded.clear();
-      for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim, bases + head * dim);
+      for (int64_t r = 0; r < num_queries; r++)
+        rounded.emplace_back(query + r * num_tokens * dim, bases + head * dim, add_to[r * num_tokens]);
       for (int64_t slot = 0; slot < num_slots; slot += 16) {
         float by_age[16];
         const int64_t first = age(slot), newest = age(slot + 15);
@@ -601,7 +605,7 @@ struct Search {
       // 2. The best of them: their worth, in the order of time.
       slots = best.of(estimates.data(), num_slots, std::min(num_scored, num_slots));
       exact.assign((slots.size() + 15) / 16 * 16, -INFINITY);
-      if (!slots.empty()) scores(query, k, slots.data(), slots.size(), exact.data());
+      if (!slots.empty()) scores(query, add_to, k, slots.data(), slots.size(), exact.data());
       for (size_t j = 0; j < exact.size(); j++) exact[j] = j < slots.size() ? exact[j] + worth_of(age(slots[j])) : -INFINITY;
       found.clear();
       for (const int32_t j : best.of(exact.data(), exact.size(), num_compared))
@@ -925,10 +929,10 @@ void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 10;
+  constexpr int GIVEN = 11;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [queries, keys, values, bases, sketch, scales, worths, newest, since, oldest] = given;
+  const auto [queries, keys, values, bases, sketch, scales, worths, newest, since, oldest, added] = given;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2);
   const int64_t dim = size_of(queries, 4);
   const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
@@ -938,7 +942,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
   Search search{data_of(queries), data_of(bases), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
   search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
-  search.kind = kind_of(keys);
+  search.kind = kind_of(keys), search.added = data_of(added);
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);

@@ -43,7 +43,7 @@ _WRITTEN = (
 )
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "sketch", "scales"),
-    *("worths", "newest", "since", "oldest"),
+    *("worths", "newest", "since", "oldest", "added"),
 )
 _RECALLED = (
     *("places", "query", "keys", "values", "asking"),
@@ -371,7 +371,7 @@ def find(
             [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row where
             all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without an
             end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest
-            entry that is lost.
+            entry that is lost. And added [B, H, G, T] float32, to the scores of each query.
         near: age of the oldest that is not lost.
         num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,
             and that are taken back.

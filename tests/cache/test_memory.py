@@ -68,20 +68,24 @@ def stepped(method, ids):
 def test_our_kernel_finds_what_pytorch_finds(
     num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype, by_age
 ):
-    """Which computes in float32, as our kernel does."""
+    """Which computes in float32, as our kernel does; of 8 bits, what it finds among floats."""
     of_memory = dict(memory=8000, num_recalled=size // 4)
     sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=cache_dtype, **of_memory)
     rng = torch.Generator().manual_seed(num)
     held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
-    held.keys.add_(9 * torch.randn(num_rows, 3, 1, head_dim, generator=rng))  # what all have
+    base = 9 * torch.randn(3, 1, head_dim, generator=rng)  # what all have
+    held.keys.add_(base)
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
     held = held.map(lambda x: x.to(dtype))
-    form = Int8 if cache_dtype == "int8" else Form
+    form, floats = Form(dtype), held.map(Tensor.float)
+    if cache_dtype == "int8":
+        form = Int8(dtype, base=base)
+        floats = form.decode_at(form.encode_at(held, slice(0)), slice(0))
     places = RecallPlaces(sizes, 8000, by_age, is_free=by_age)
-    memories = [Memory(x, form(x.keys.dtype), places) for x in (held, held.map(Tensor.float))]
-    for memory in memories:
-        memory.write([sizes.num_sinks] * num_rows, held)
+    memories = [Memory(held, form, places), Memory(floats, FLOATS, places)]
+    for memory, own in zip(memories, (held, floats), strict=True):
+        memory.write([sizes.num_sinks] * num_rows, own)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
     end = torch.full((num_rows,), num + sizes.num_sinks)
     seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AttentionInterface, PreTrainedModel
 
-from helpers.plain_stream import copy_of, turned
+from helpers.plain_stream import copy_of, in_8_bits, rotary_of, turning_of
 
 CLOSE = 1e-4  # scores that float32 may order otherwise
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
@@ -33,6 +33,7 @@ class PlainMemory:
         sizes: a `CacheSizes`, read as numbers.
         table: means and scales by name, [L, H, P, D] and [L, H, P]; None: none.
         num_tokens: at most.
+        rounds: as of `Plan`.
     """
 
     _now: "PlainMemory"  # whose step it is
@@ -45,13 +46,14 @@ class PlainMemory:
         sizes,
         table: dict[str, Tensor] | None,
         num_tokens: int,
+        rounds: dict[int, Tensor] | None = None,
     ):
-        self.model, self.sizes, config = model, sizes, model.config
+        self.model, self.sizes, self.rounds, config = model, sizes, rounds, model.config
         self.dtype = torch.promote_types(model.dtype, torch.float32)  # of what is not the model's
         self.table = {name: x.to(self.dtype) for name, x in table.items()} if table else None
-        rotary = getattr(model.base_model, "rotary_emb", None)
-        self.inv_freq = None if rotary is None else rotary.inv_freq.to(self.dtype)
-        self.by_age = (sizes.recall_places or ("rank" if rotary is None else "age")) == "age"
+        rotary = rotary_of(model)
+        self.is_rotary, (self._turned, *_) = rotary is not None, turning_of(model, self.dtype)
+        self.by_age = (sizes.recall_places or ("age" if rotary else "rank")) == "age"
         self.layers = dict.fromkeys(range(config.num_hidden_layers), 0.0)
         if sizes.recall_layers is not None:  # single ones: "0:-1.5,2"
             parts = (x.partition(":") for x in sizes.recall_layers.split(","))
@@ -123,6 +125,8 @@ class PlainMemory:
     def append(self, tails: list[Tensor]) -> None:
         """Put what `cut` returned behind what is there."""
         num, num_sinks = tails[0].shape[2], self.sizes.num_sinks
+        rounded = [self._rounded(layer, *x) for layer, x in enumerate(zip(*tails, strict=True))]
+        tails = [torch.stack(x) for x in zip(*rounded, strict=True)]
         for name, held, tail in zip(("key", "value"), (self.keys, self.values), tails, strict=True):
             for i, j in enumerate(range(self.seen, min(num_sinks, self.seen + num))):  # are now
                 for layer in range(len(tail)):
@@ -153,14 +157,24 @@ class PlainMemory:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Scaled queries [H, G, D] of a token and its entry [H, D]: attention [H, G, D]."""
-        if self.seen >= self.sizes.num_sinks:
-            key = self._turned(key.to(self.dtype), -self.place)
+        is_sink = self.seen < self.sizes.num_sinks
+        key, value = self._turned(key.to(self.dtype), -self.place), value.to(self.dtype)
+        if not is_sink:
             key, value = (
-                self._standardised(layer, "key", key),
-                self._standardised(layer, "value", value.to(self.dtype)),
+                self._standardised(layer, name, x) for name, x in (("key", key), ("value", value))
             )
+        key, value = self._rounded(layer, key[:, None], value[:, None])
+        key, value = key[:, 0], value[:, 0]
+        key = self._turned(key, self.place) if is_sink else key
         self.keys[layer, :, self.seen], self.values[layer, :, self.seen] = key, value
         return torch.stack([self._of_head(layer, head, q) for head, q in enumerate(query)])
+
+    def _rounded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, S, D] without position as they are stored."""
+        if self.rounds is None:
+            return key, value
+        less = 0.0 if self.table or layer not in self.rounds else self.rounds[layer]
+        return in_8_bits(key - less) + less, in_8_bits(value)
 
     def _of_head(self, layer: int, head: int, query: Tensor) -> Tensor:
         now, num_sinks = self.seen, self.sizes.num_sinks
@@ -177,7 +191,7 @@ class PlainMemory:
             window = list(range(now - self.in_sight, now + 1))
         aways = torch.tensor([*aways, *(now - j for j in window)], dtype=torch.int64)
         places = self.place - aways
-        if self.inv_freq is not None:  # there any place is free, but a table is read by rank
+        if self.is_rotary:  # there any place is free, but a table is read by rank
             num_missing = self.sizes.num_recalled - len(taken) if taken else 0
             places = num_sinks + num_missing + torch.arange(len(aways))
         others = [*taken, *window]
@@ -214,7 +228,7 @@ class PlainMemory:
             for j, score in zip(lost, scores.tolist(), strict=True)
         }
         self.worth[layer, head], taken = worth, self.taken[layer][head]
-        if self.dtype == torch.float64:
+        if self.dtype == torch.float64 and self.rounds is None:
             self._check(layer, head, worth, taken)
         return taken
 
@@ -260,7 +274,7 @@ class PlainMemory:
         if not self.by_age:
             return [near + i for i in reversed(range(len(ages)))]
         room = self.last_place - near - self.sizes.num_sinks
-        if self.inv_freq is not None:
+        if self.is_rotary:
             room = self.num_positions - 1 - near
         knee, most = max(1, self.num_positions // 32), min(8, max(1, room // (2 * num)))
         beyond, older = [], None
@@ -286,9 +300,6 @@ class PlainMemory:
             return x
         mean, scale = self.table[name], self.table[f"{name}_scale"]
         return mean[layer, head, places] + scale[layer, head, places, None] * x
-
-    def _turned(self, x: Tensor, by: int | Tensor) -> Tensor:
-        return turned(x, by, self.inv_freq)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):

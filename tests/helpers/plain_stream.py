@@ -1,8 +1,9 @@
 """Every way to stream written out anew over a plain model of transformers, in any precision: a list
 of entries as each was computed, which are put where they lie now before each pass.
 
-Nothing of kvalign is used but the numbers of an aligner. `exact` runs it in float64; in the
-precision of what is tested it says how far from that any honest loop is (`bound`).
+Nothing of kvalign is used but the numbers of an aligner, and the keys that 8 bits are stored
+without. In float64 it is exact; in the precision of what is tested, or with entries that are
+rounded to 8 bits, it says how far from that any honest loop is.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +12,16 @@ from functools import partial
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-BY_PLACE = ("bloom", "mpt")  # which are told no positions
-NOT_RELATIVE = ("gpt_neo", "mpt")  # whose attention cannot be read token by token
+NOT_RELATIVE = ("gpt_neo", "mpt", "falcon")  # whose attention cannot be read token by token
 READS_WEIGHTS = ("tova", "h2o", "second-chance")
 
 
 def copy_of(model: PreTrainedModel, dtype: torch.dtype, attention: str = "eager"):
     """The same model in another precision, its frequencies as they are."""
-    config = type(model.config)(**model.config.to_dict())
+    config = type(model.config)(**model.config.to_dict(), experts_implementation="eager")
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     copy = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
@@ -32,7 +32,9 @@ def copy_of(model: PreTrainedModel, dtype: torch.dtype, attention: str = "eager"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stream does with its entries; `aligner`: none, or its kind."""
+    """What a stream does with its entries; `aligner`: none, or its kind; `rounds`: to 8 bits, the
+    keys without these of each layer.
+    """
 
     kind: str
     cache_size: int
@@ -44,6 +46,7 @@ class Plan:
     num_recent: int = 0
     positions: str = "compact"
     context_len: int = 64
+    rounds: dict[int, Tensor] | None = None
 
     @property
     def is_slice(self) -> bool:
@@ -104,9 +107,10 @@ class PlainStream:
         self.model, self.plan, config = model, plan, model.config
         self.dtype = torch.promote_types(model.dtype, torch.float32)  # of what is not the model's
         self.numbers = {name: x.to(self.dtype) for name, x in numbers.items()}
-        rotary = getattr(model.base_model, "rotary_emb", None)
-        self.inv_freq = None if rotary is None else rotary.inv_freq.to(self.dtype)
+        self.turning = turning_of(model, self.dtype)
+        self.is_by_place = getattr(config, "alibi", plan.kind in ("bloom", "mpt"))
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = 1 if getattr(config, "multi_query", False) else heads
         self.num_layers, self.seen, self.moved = config.num_hidden_layers, 0, 0
         none = torch.empty(heads, 0)
         self.raw = [None] * self.num_layers  # keys and values [H, S, D]
@@ -129,9 +133,9 @@ class PlainStream:
         placed = [self._placed(i) for i in range(self.num_layers)] if self.seen else []
         place = self.tokens[0].shape[1] + self._behind()
         at = self.seen if plan.positions == "keep" else place
-        told = {} if plan.kind in BY_PLACE else {"position_ids": torch.arange(at, at + num)[None]}
+        told = {} if self.is_by_place else {"position_ids": torch.arange(at, at + num)[None]}
         # Where entries are not copied, they are corrected before the step that writes them.
-        at_once = plan.policy == "oldest" and plan.kind != "gpt_neo"
+        at_once = plan.policy == "oldest" and (plan.kind != "gpt_neo" or plan.rounds is not None)
         correct = partial(self._corrected, torch.arange(at, at + num), self.seen)
         cache = Correcting(correct if at_once else None, placed or None)
         reads = plan.policy in READS_WEIGHTS
@@ -243,15 +247,15 @@ class PlainStream:
             if corrected and plan.policy != "oldest":  # there all are placed at each step
                 stays = stays & (key == corrected[0]).all(-1, keepdim=True)
             born, written = corrected or (key, value)
-            born = self._turned(born, -self.births[layer])
+            born = self._turned(layer, born, -self.births[layer])
             if plan.aligner != "none":
                 born, placed = (
                     self._realigned(layer, name, x, now)
                     for name, x in (("key", born), ("value", written))
                 )
                 value = torch.where(stays, value, placed)
-            key = torch.where(stays, key, self._turned(born, now))
-        key = self._turned(key, shifts)
+            key = torch.where(stays, key, self._turned(layer, born, now))
+        key = self._turned(layer, key, shifts)
         return key.to(self.model.dtype)[None], value.to(self.model.dtype)[None]
 
     def _realigned(self, layer: int, name: str, x: Tensor, now: Tensor) -> Tensor:
@@ -266,9 +270,11 @@ class PlainStream:
     def _corrected(
         self, births: Tensor, seen: int, layer: int, keys: Tensor, values: Tensor
     ) -> Sequence[Tensor]:
-        """New keys and values [H, S, D]: of table-network those that are written after something
-        was evicted have been changed by a network, which sees all heads without positions.
+        """New keys and values [H, S, D] as they are written: of table-network, after something was
+        evicted, changed by a network, which sees all heads without positions.
         """
+        if self.plan.rounds is not None:
+            return self._rounded(births, seen, layer, keys, values)
         if self.plan.aligner != "table-network":
             return keys, values
 
@@ -291,6 +297,24 @@ class PlainStream:
             change = affine(hidden, name).view(len(births), len(x), -1).transpose(0, 1)
             changed.append(x + change * scale[..., None])
         return changed
+
+    def _rounded(
+        self, births: Tensor, seen: int, layer: int, keys: Tensor, values: Tensor
+    ) -> Sequence[Tensor]:
+        """What 8 bits are of new keys and values: without position, base, mean and scale."""
+        base, rounded = (self.plan.rounds or {}).get(layer, 0.0), []
+        is_sink = seen + torch.arange(len(births)) < self.plan.num_sinks
+        for name, x, less in (
+            ("key", self._turned(layer, keys, -births), base),
+            ("value", values, 0),
+        ):
+            mean, scale = 0.0, torch.ones(())
+            if self.plan.aligner == "table":
+                mean, scale = (self.numbers[f"{name}{y}"][layer][:, births] for y in ("", "_scale"))
+                mean = mean.masked_fill(is_sink[:, None], 0)
+                scale, less = scale.masked_fill(is_sink, 1)[..., None], 0
+            rounded.append(in_8_bits((x - mean) / scale - less) * scale + mean + less)
+        return self._turned(layer, rounded[0], births), rounded[1]
 
     def _network(self, layer: int, name: str, x: Tensor, now: Tensor) -> Tensor:
         """What the paper's network adds to entries [H, S, D]: two hidden layers, on the entry and
@@ -318,15 +342,15 @@ class PlainStream:
         for i, (key, value) in enumerate(self.raw):
             sinks = min(plan.num_sinks, key.shape[1])
             key, value, old = key[:, sinks:], value[:, sinks:], (key[:, :sinks], value[:, :sinks])
-            key = self._turned(key, torch.full(key.shape[1:2], -shift))
+            key = self._turned(i, key, torch.full(key.shape[1:2], -shift))
             for first in reversed(range(self._behind(), self._behind() + shift)):
                 now = torch.arange(first, first + key.shape[1])
                 key = key + self._network(i, "key", key, now)
                 value = value + self._network(i, "value", value, now)
             self.raw[i] = _cat(old, (key, value))
 
-    def _turned(self, x: Tensor, by: Tensor) -> Tensor:
-        return turned(x, by, self.inv_freq)
+    def _turned(self, layer: int, x: Tensor, by: Tensor) -> Tensor:
+        return self.turning[layer](x, by)
 
     def scores(self, layer: int) -> Tensor:
         """What entries are worth by figures that rounding changes: [H, S]."""
@@ -408,17 +432,39 @@ class PlainWindow:
         return self.model(torch.tensor([self.ids]), use_cache=False).logits[0, -1]
 
 
-def turned(x: Tensor, by: int | Tensor, inv_freq: Tensor | None) -> Tensor:
-    """Rotary keys [..., S, D] moved by so many positions, [S] or one each; without frequencies as
-    they are.
-    """
-    if inv_freq is None:
-        return x
+def in_8_bits(x: Tensor) -> Tensor:
+    """Vectors [..., D] whose numbers are of 255, up to the greatest."""
+    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step
+
+
+def turning_of(model: PreTrainedModel, dtype: torch.dtype) -> list[Callable]:
+    """Of each layer, what moves its keys [..., S, D] by so many positions, [S] or one each."""
+    config = model.config
+    rotary = rotary_of(model)
+    if rotary is None:
+        return [lambda x, by: x] * config.num_hidden_layers
+    turns = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+    are_neighbours = config.model_type in ("cohere", "glm", "llama4_text")
+    inv_freq = rotary.inv_freq.to(dtype)
+    turn = partial(_turned, inv_freq=inv_freq, are_neighbours=are_neighbours)
+    return [turn if is_turned else lambda x, by: x for is_turned in turns]
+
+
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """What rotates its keys, if anything does."""
+    found = (x for name, x in model.named_modules() if name.endswith("rotary_emb"))
+    return None if getattr(model.config, "alibi", False) else next(found, None)
+
+
+def _turned(x: Tensor, by: int | Tensor, inv_freq: Tensor, are_neighbours: bool) -> Tensor:
     angles = torch.as_tensor(by)[..., None] * inv_freq
-    num = len(inv_freq)
-    first, second, rest = x[..., :num], x[..., num : 2 * num], x[..., 2 * num :]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    cos, sin, num = angles.cos(), angles.sin(), 2 * len(inv_freq)
+    pairs = x[..., :num].unflatten(-1, (-1, 2) if are_neighbours else (2, -1))
+    first, second = pairs.unbind(-1 if are_neighbours else -2)
+    both = [first * cos - second * sin, second * cos + first * sin]
+    both = torch.stack(both, -1 if are_neighbours else -2).flatten(-2)
+    return torch.cat([both, x[..., num:].expand(*both.shape[:-1], -1)], -1)
 
 
 def _cat(old, new):

@@ -13,11 +13,12 @@ from transformers import DynamicCache
 from helpers.methods import network, table_network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
-from helpers.tiny_models import CONTEXT_LEN, VOCAB
+from helpers.tiny_models import SCALINGS, VOCAB
+from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
-from kvalign.models.architectures import FAMILIES, REGISTERED
+from kvalign.models.architectures import FAMILIES, REGISTERED, spec_of
 from kvalign.policies import POLICIES
 from kvalign.streaming.pieces import Piece, encode
 
@@ -25,10 +26,22 @@ FACTOR = 4  # times as far from float64 as the plain loop of the same precision 
 EXACT = 1e-5  # of logits of about 1 in float32
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float32, *HALVES)
+MORE = {  # kinds of `tiny_model` with other settings
+    "yarn": ("llama", dict(rope_parameters=SCALINGS["yarn"])),
+    "short": ("qwen2", dict(max_position_embeddings=48, hidden_size=64)),  # than aligners
+    "partial": ("phi", {}),
+    "neighbours": ("glm", {}),
+    "falcon": ("falcon", dict(alibi=True)),
+    "layers": ("llama4_text", dict(num_local_experts=1)),
+    "experts": ("qwen2_moe", {}),
+}
 WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
 AGAIN = ("recompute", "discard-half", "dense")
 ALIGNERS = {"table": tables, "table-network": table_network, "network": network}
 FAILURES = (RuntimeError, KeyboardInterrupt)
+KEEPING = ("window", "streaming-llm", "kvalign")
+WHATS = ("feed", "feed", "edit", "edit", "join", "select", "save", "copy", "fail")
+FED = (*(1, 2, 9) * 4, 70)
 
 
 class RandomStream:
@@ -36,7 +49,8 @@ class RandomStream:
     one in float64, in half precision one of that, too.
 
     Args:
-        models: of a kind and a dtype: the model and its copies, `PlainMemory`'s among them.
+        models: of a kind, a dtype and an attention: the model and its copies, those of
+            `PlainMemory` among them.
 
     Attributes:
         worst: how far a logit was from float64; `honest`: how far one of the plain loop was.
@@ -44,13 +58,15 @@ class RandomStream:
     """
 
     def __init__(self, kind, models, seed):
-        self.rng, self.kind = random.Random(seed), kind
+        self.rng, self.name = random.Random(seed), kind
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         self.found, self.worst, self.honest, self.method = Counter(), 0.0, 0.0, None
         while self.method is None:
             way = self.rng.choice(WAYS)
             self.dtype = self.rng.choice(DTYPES)
-            self.model, self.exact, self.rough, self.remembering = models(kind, self.dtype)
+            of_model = kind, self.dtype, self.rng.choice(("sdpa", "eager"))
+            self.model, self.exact, self.rough, self.remembering = models(*of_model)
+            self.kind = self.model.config.model_type
             self.method = self._made(way)
         self.rows: list[list] = []
         self.found[str(self.dtype).removeprefix("torch.")] += 1
@@ -94,6 +110,9 @@ class RandomStream:
             planned["realign_every"] = pick((1, 1, 1, 2, 5))
             if kind == "table" and self.kind in REGISTERED and FAMILIES[self.kind] == "rotary":
                 planned["realign_every"] = 1  # it is refused, unless it is the length of a frame
+        rounds = way not in ("again", "policy") and pick((0, 0, 1))
+        if rounds:
+            asked["cache_dtype"] = "int8"
         fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
         fixed["dense"] = ["num_sinks", "num_evicted"]
         asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
@@ -104,11 +123,19 @@ class RandomStream:
         except UserError:
             return None
         self.numbers = {} if aligner is None else dict(aligner.named_parameters())
+        spec, self.rounds = spec_of(self.model.config), None
+        if rounds:
+            self.rounds = {i: x.double() for i, x in method.cache.bases.items()}
+            self.rough = self.rough or self.exact
+            self.remembering = (
+                [self.remembering[0], self.remembering[-1]] if self.remembering else []
+            )
+        planned["context_len"] = spec.context_len or 64
         self.plan = Plan(self.kind, size, num_sinks, num_evicted, aligner=kind, **planned)
         self.loop = PlainWindow if way == "again" else PlainStream
         if way == "memory":
             self.plan, self.loop = None, PlainMemory
-        self.most = CONTEXT_LEN if method.tokens_left is not None else 10**6
+        self.most = spec.context_len if method.tokens_left is not None else 10**6
         self.found[way] += 1
         return method
 
@@ -132,13 +159,13 @@ class RandomStream:
         self.rows = [self._new_row() for _ in range(num_rows)]
         self._feed(self.rng.randint(1, 2 * self.method.sizes.cache_size))
         for _ in range(self.rng.randint(1, 4)):
-            what = self.rng.choice(("feed", "feed", "edit", "join", "select", "save", "fail"))
+            what = self.rng.choice(WHATS)
             if what in ("join", "select") and self.method.name == "dense":
                 what = "feed"
             if what == "edit" and not self._may_be_edited:
                 what = "feed"
             self.found[what] += 1
-            getattr(self, f"_{what}")(*[self.rng.choice((1, 2, 9))] * (what == "feed"))
+            getattr(self, f"_{what}")(*[self.rng.choice(FED)] * (what == "feed"))
         self._feed(2)
 
     def check(self) -> None:
@@ -151,10 +178,12 @@ class RandomStream:
 
     def _new_row(self):
         if self.loop is PlainMemory:
-            told = self.method.sizes, self.numbers or None, 200
-            return [PlainMemory(model, *told) for model in self.remembering]
-        models = [self.exact, *([self.rough] if self.rough else [])]
-        return [self.loop(model, self.plan, self.numbers) for model in models]
+            told = self.method.sizes, self.numbers or None, 400
+            each = zip(self.remembering, (None, self.rounds), strict=False)
+            return [PlainMemory(model, *told, rounds) for model, rounds in each]
+        plans = self.plan, replace(self.plan, rounds=self.rounds)
+        each = zip([self.exact, *([self.rough] if self.rough else [])], plans, strict=False)
+        return [self.loop(model, plan, self.numbers) for model, plan in each]
 
     @property
     def _may_be_edited(self) -> bool:
@@ -169,8 +198,11 @@ class RandomStream:
         rng, cache, num_sinks = self.rng, self.method.cache, self.method.sizes.num_sinks
         kept = [*map(cache.kept_sizes.num_stored, cache.seen)]
         gone = [all_of - own for all_of, own in zip(cache.num_tokens, kept, strict=True)]
-        start = rng.randint(num_sinks if any(gone) else 0, min(cache.num_tokens))
-        stop = rng.randint(start, min(cache.num_tokens))
+        least, most = num_sinks if any(gone) else 0, min(cache.num_tokens)
+        if least > most:
+            return
+        start = rng.randint(least, most)
+        stop = rng.randint(start, most)
         parts = [self._new_part() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
         first, last = (
             [x if x < num_sinks else max(x - num, num_sinks) for num in gone] for x in (start, stop)
@@ -211,7 +243,7 @@ class RandomStream:
         """The tokens of a part, or a stream of its own that has read them alone."""
         if isinstance(part, Tensor):
             return part
-        other = PlainStream(loop.model, replace(self.plan, cache_size=99), self.numbers)
+        other = PlainStream(loop.model, replace(loop.plan, cache_size=99), self.numbers)
         other.take(torch.tensor(part.info.before + part.ids))
         other.keep_slots(torch.arange(len(part.info.before), other.seen))
         return other
@@ -246,6 +278,8 @@ class RandomStream:
             rows = rows + self.rows
         self.method, self.rows = batch, rows
         self.method.join(others)
+        if self.rng.random() < 0.5 and self._may_be_edited:
+            self._edit()
 
     def _select(self) -> None:
         chosen = [self.rng.randrange(len(self.rows)) for _ in range(self.rng.randint(1, 3))]
@@ -256,6 +290,19 @@ class RandomStream:
         state = {name: x.clone() for name, x in self.method.state().items()}
         self.method = self.method.new()
         self.method.restore(state)
+
+    def _copy(self) -> None:
+        """The stream goes on in a copy, of its method or of its cache alone; what is done to the
+        other is not seen.
+        """
+        method, cache = self.method, getattr(self.method, "cache", None)
+        if self.rng.random() < 0.5 and isinstance(cache, FixedSizeCache) and method.name in KEEPING:
+            other, method.cache = cache, copy.deepcopy(cache)
+            other.select([0])
+            return
+        self.method = copy.deepcopy(method)
+        if max(row[0].seen for row in self.rows) < self.most:
+            method.feed(self._tokens(len(self.rows), 1))
 
     def _fail(self) -> None:
         """A step that fails is as if it had not been, or refused until the stream is taken up."""

@@ -5,6 +5,7 @@ stepping.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step, tables
+from helpers.plain_stream import PlainStream, Plan, copy_of
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 from kvalign.methods import make_method
@@ -48,6 +49,27 @@ def test_rows_of_unequal_lengths_keep_to_the_windows_of_their_layers(ids):
     for i in range(40, 70):
         found, expected = rows.feed(ids[:, i : i + 1])[1:], alone.feed(ids[1:, i : i + 1])
         assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_an_aligner_may_know_more_positions_than_the_model_has(ids):
+    """Chunks stay within the model's, and so do the places of what a memory takes back."""
+    model = tiny_model("gpt2", n_positions=48)
+    for aligner in (network(model, train=True), tables(model, 0.3)):
+        method = make("kvalign", model, aligner=aligner, cache_size=40)
+        method.feed(ids[:, :100])
+        assert method.num_positions == 48 < aligner.config.chunk_len
+
+
+def test_a_bias_by_place_counts_entries_where_positions_run_on(ids):
+    """Falcon's is as long as the cache says, and its mask as the entries are."""
+    model = tiny_model("falcon", alibi=True)
+    sizes = dict(aligner=tables(model, 0.3), cache_size=8, num_sinks=1)
+    method = make("kvalign", model, **sizes, realign_every=5)
+    plan = Plan("falcon", 8, 1, realign_every=5, aligner="table")
+    numbers = dict(sizes["aligner"].named_parameters())
+    plain = PlainStream(copy_of(model, torch.float64, "sdpa"), plan, numbers)
+    for token in ids[:1, :30].split(1, 1):
+        assert (method.feed(token)[0] - plain.take(token[0])).abs().max() < 1e-5
 
 
 def test_tables_that_change_nothing_are_streaming_llm(ids):

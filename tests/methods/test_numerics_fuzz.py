@@ -12,6 +12,7 @@ KVALIGN_FUZZ_SEED repeats a run; it is printed with what was found. KVALIGN_FUZZ
 longer.
 """
 
+import functools
 import os
 import secrets
 from collections import Counter
@@ -20,13 +21,13 @@ import pytest
 import torch
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import copy_of
-from helpers.random_streams import RandomStream
+from helpers.random_streams import MORE, RandomStream
 from helpers.tiny_models import KINDS, tiny_model
 
 from kvalign.models.architectures import REGISTERED
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
-FEW = 5  # of each architecture, others each time
+FEW = 3  # of each architecture, others each time
 CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 12)  # with those of the long set
 found: Counter = Counter()
 worst: dict[str, float] = {}  # in half precision as a share of what the plain loop is
@@ -43,25 +44,30 @@ def reported():
 
 @pytest.fixture(scope="module")
 def models():
-    """Of a kind and a dtype: the model, its copies in float64, in half precision, and both with a
-    memory.
+    """Of a kind, a dtype and an attention: the model, its copies in float64, in half precision, and
+    both with a memory.
     """
-    made = {}
 
-    def of(kind, dtype):
-        if (kind, dtype) not in made:
-            model = tiny_model(kind)
-            model = copy_of(model, dtype, model.config._attn_implementation)
-            dtypes = [torch.float64] + [dtype] * (dtype != torch.float32)
-            exact, *half = (copy_of(model, x) for x in dtypes)
-            memories = [PlainMemory.copy(model, x) for x in dtypes] if kind in REGISTERED else []
-            made[kind, dtype] = model, exact, half[0] if half else None, memories
-        return made[kind, dtype]
+    @functools.cache
+    def of(name, dtype, attention):
+        kind, changes = MORE.get(name, (name, {}))
+        model = tiny_model(kind, **changes)
+        for parameter, x in model.named_parameters():
+            if changes and parameter.endswith("proj.bias"):
+                x.normal_(generator=torch.Generator().manual_seed(0))
+        attention = attention if model._supports_sdpa else "eager"
+        model, dtypes = copy_of(model, dtype, attention), [torch.float64]
+        dtypes += [dtype] * (dtype != torch.float32)
+        exact, *half = (
+            copy_of(model, x, "eager" if kind in REGISTERED else attention) for x in dtypes
+        )
+        memories = [PlainMemory.copy(model, x) for x in dtypes] if kind in REGISTERED else []
+        return model, exact, half[0] if half else None, memories
 
     return of
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
 @pytest.mark.parametrize(
     "numbers", [range(FEW), pytest.param(range(FEW, CASES), marks=pytest.mark.slow)], ids=str
 )
