@@ -197,7 +197,7 @@ class Message(Form):
     content: Text
     reasoning_content: str | None = None  # what was thought before an answer
     tool_call_id: str | None = None
-    _called: str = PrivateAttr("")  # the tool whose result it is
+    _call: dict[str, str] = PrivateAttr(default_factory=dict)  # of a result: whose it is
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
 
     @classmethod
@@ -210,7 +210,8 @@ class Message(Form):
         fields = super().obeyed(values, ignored)
         if fields.get("role") == "developer":
             fields["role"] = "system"
-        if fields.get("tool_calls") and fields.get("content") is None:
+        has_more = fields.get("tool_calls") or fields.get("reasoning_content")
+        if has_more and fields.get("content") is None:
             fields["content"] = ""
         return fields
 
@@ -224,10 +225,7 @@ class Message(Form):
         own: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.role == "assistant" and self.reasoning_content:
             own["reasoning_content"] = self.reasoning_content
-        if self.role == "tool" and self.tool_call_id:
-            own["tool_call_id"] = _short(self.tool_call_id)
-        if self._called:
-            own["name"] = self._called
+        own |= self._call
         calls = [
             {
                 "id": _short(call.id or str(number)),
@@ -275,8 +273,8 @@ def in_order(results: Sequence[Message], calls: Sequence[tuple[str | None, str]]
             if call_id not in by_id:
                 raise refused(f"the call {call_id!r:.80} has no result")
         ordered = [by_id[call_id] for call_id in names]
-    for one, (_, name) in zip(ordered, calls, strict=True):
-        one._called = name
+    for number, (one, (call_id, name)) in enumerate(zip(ordered, calls, strict=True)):
+        one._call = {"name": name, "tool_call_id": _short(call_id or str(number))}
     return ordered
 
 
