@@ -34,11 +34,12 @@ class Bar:
     def __init__(self, name: str):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         self.name, self.units, self._doing, self._figures = name, "", "starting", ""
         self._bar = Progress(
             BarColumn(20),
-            TextColumn("{task.fields[bar].line}", markup=False),
+            TextColumn("{task.fields[bar].line}", markup=False, table_column=Column()),  # wraps
             console=Console(stderr=True),
             refresh_per_second=1 / DELAY_S,
             redirect_stdout=False,  # it may be a file

@@ -64,9 +64,11 @@ def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
 
 def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
     drawn = drawn_in_terminal(monkeypatch, lambda: job(40, pause_s=0.6))
     assert any("job: reading [" in one for one in drawn)
     assert any("job: counting: " in one and " of 400 tokens" in one for one in drawn)
+    assert any(" left" in one for one in drawn), "on a second line, where the first is too short"
     assert "job: 400 of 400 tokens in 0:00:" in "".join(drawn[-2:])
 
 
