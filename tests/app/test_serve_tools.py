@@ -487,26 +487,25 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
-def test_a_schema_is_obeyed_or_refused_in_a_line(schema, client):
-    function = {"name": "f", "parameters": schema}
-    asked = dict(tools=[{"type": "function", "function": function}], max_tokens=8)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for more in ({**asked, "tool_choice": "required"}, asked, dict(tools=[], response_format=form)):
-        with contextlib.suppress(openai.BadRequestError):
-            assert ask(client, **more).choices[0].finish_reason
+def test_a_schema_is_obeyed_or_refused_in_a_line(client):
+    for schema in HOSTILE.values():
+        function = {"name": "f", "parameters": schema}
+        asked = dict(tools=[{"type": "function", "function": function}], max_tokens=8)
+        of_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        required, form = {**asked, "tool_choice": "required"}, dict(response_format=of_schema)
+        for more in (required, asked, dict(tools=[], max_tokens=8, **form)):
+            with contextlib.suppress(openai.BadRequestError):
+                assert ask(client, **more).choices[0].finish_reason
 
 
-@pytest.mark.parametrize("depth", [90, 400, 900, 100_000])
-def test_arguments_are_taken_or_refused_in_a_line(depth, client):
-    call = {"name": "time", "arguments": '{"a":' * depth + "1" + "}" * depth}
-    calls = [{"id": "a", "type": "function", "function": call}]
-    talk = [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, result("1", "a")]
-    if depth < 100:
-        assert ask(client, messages=talk, max_tokens=2).choices
-        return
-    with pytest.raises(openai.BadRequestError, match="nested over 100 deep"):
-        ask(client, messages=talk)
+def test_arguments_are_taken_or_refused_in_a_line(client):
+    for depth in (90, 400, 900, 100_000):
+        call = {"name": "time", "arguments": '{"a":' * depth + "1" + "}" * depth}
+        calls = [{"id": "a", "type": "function", "function": call}]
+        talk = [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, result("1", "a")]
+        refused = pytest.raises(openai.BadRequestError, match="nested over 100 deep")
+        with contextlib.nullcontext() if depth < 100 else refused:
+            assert ask(client, messages=talk, max_tokens=2).choices
 
 
 def test_tools_of_a_session_stay(client):
