@@ -242,10 +242,9 @@ class Memory:
     ) -> Matches:
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
-        of_spans = [(x[:, :, :, span] for x in (queries, added)) for span in spans]
         parts = [
-            self._find(*of_span, evicted_slots, span)
-            for of_span, span in zip(of_spans, spans, strict=True)
+            self._find(queries[:, :, :, span], added[:, :, :, span], evicted_slots, span)
+            for span in spans
         ]
         slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return Matches(self.entries.map(lambda x: self.form.decode(at(x, slots))), ages, visible)

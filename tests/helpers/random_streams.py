@@ -33,7 +33,7 @@ MORE = {  # kinds of `tiny_model` with other settings
     "neighbours": ("glm", {}),
     "falcon": ("falcon", dict(alibi=True)),
     "layers": ("llama4_text", dict(num_local_experts=1)),
-    "experts": ("qwen2_moe", {}),
+    "experts": ("qwen2_moe", dict(num_experts_per_tok=4)),  # all: a choice of some is turned
 }
 WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
 AGAIN = ("recompute", "discard-half", "dense")
