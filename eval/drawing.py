@@ -252,7 +252,8 @@ def _double(axes: Axes, x: list[float]) -> None:
     if len(ticks) < 3:
         ticks |= {min(x), max(x)}
     if len(ticks) < 3:
-        ticks.add((min(ticks) + max(ticks)) / 2)
+        low, high = min(ticks), max(ticks)
+        ticks |= {2.0**n for n in range(40) if low < 2**n < high} or {(low + high) // 2}
     axes.set_xticks(sorted(ticks), [f"{value:.6g}" for value in sorted(ticks)], minor=False)
 
 

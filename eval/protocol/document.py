@@ -112,8 +112,8 @@ def write(document: Document, settings: ResultSettings) -> None:
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
     """Versions, the commit (of an installed package its version), the processor with its flags,
-    the GPU, if that is the device, and threads; without a device no model has run, and torch is not
-    asked.
+    the GPU, if that is the device, the load of the last minute, and threads; without a device no
+    model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     machine: dict[str, str | int] = {
@@ -122,6 +122,7 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
         "commit": _commit() or f"none: kvalign {kvalign.__version__}, installed",
         **_processor(),
         "cores": os.cpu_count() or 1,
+        **({"load": round(os.getloadavg()[0], 1)} if hasattr(os, "getloadavg") else {}),
     }
     if device is None:
         return machine

@@ -189,7 +189,9 @@ def _aligner_of(row: Row) -> Hashable:
     label, path, revision = map(row.get, _FACTS)
     if not label:
         return row["aligner"]
-    return label.partition(": ")[0] if revision else label, path, revision
+    if revision:  # of its weights, by whatever path it was named
+        return label.partition(": ")[0], revision
+    return label, path
 
 
 def _forms(row: Row) -> list[str]:

@@ -6,6 +6,7 @@ a column a question.
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
@@ -14,6 +15,7 @@ from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.judging import MEASURES
 from kvalign.eval.protocol import Column, Document, Panel, Plot, Row, Section, Table
 from kvalign.eval.protocol.statistics import (
+    MEANING,
     MIN_LABELS,
     MIN_POINT,
     Verdict,
@@ -136,7 +138,7 @@ class FirstScreen:
         self.names = {identity_of(row): row["aligner"] for row in rows}
         self.reference, self.subject, self.scored = self._scored()
         self.timed, self.written = self._of("latency"), self._of("readability")
-        self.busy = busy(self.timed["rows"]) if self.timed else ""
+        self.busy = busy(self.timed) if self.timed else ""
         digest = hashlib.sha256(model.encode()).hexdigest()[:8]  # names are unique on a page
         self.pictures = [
             one._replace(name=f"{one.name}-{digest}")
@@ -145,6 +147,7 @@ class FirstScreen:
         ]
         self.about = " ".join(filter(None, (self._about(), self.busy)))
         self.verdicts = self._verdicts()
+        self.take = self._take()
 
     def _of(self, name: str) -> Document | None:
         selection = EVALUATIONS[name].select(self.results.of(name)).values()
@@ -218,15 +221,17 @@ class FirstScreen:
         same = ("cache_size", "prompt", "seed", "no_repeat_ngram_size")
         alike = [r for r in rows if all(r.get(x) == first.get(x) for x in same)]
         passages = self._named(alike)[:MOST_STRIPS]
-        longest = max(len(row["chunks"]) for row in passages)
-        if not longest:
+        # As long as the shortest: a longer bar looks like a score.
+        shortest = min((len(row["chunks"]) for row in passages if row["chunks"]), default=0)
+        if not shortest:
             return None
         human = human_row(self.written)
         rows = [*passages, human] if human else passages
-        cut = [row | {"chunks": row["chunks"][:longest]} for row in rows]
+        cut = [row | {"chunks": row["chunks"][:shortest]} for row in rows]
         figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)
-        caption = f"Chunks of one passage each, C = {first['cache_size']}, in order"
-        return Plot("first-readability", figure, caption, "Readability of what is written")
+        where = f"of one passage each, C = {first['cache_size']}, in order"
+        caption = f"The first {shortest} chunks {where}: an example, no score"
+        return Plot("first-readability", figure, caption, "An example of what is written")
 
     def _verdicts(self) -> Table | None:
         """A row for each method with the sinks of the reference, a column for each question."""
@@ -261,7 +266,9 @@ class FirstScreen:
             for label in labels
         ]
         others = dict.fromkeys(label_of(r) for r in self.scored if label_of(r) not in labels)
-        note = f"Other sinks, so not compared: {', '.join(others)}." if others else ""
+        notes = [MEANING] * bool(self.reference)
+        notes += [f"Other sinks, so not compared: {', '.join(others)}."] * bool(others)
+        note = " ".join(notes)
         title = f"{self.model}: verdicts" + f", sinks as {self.reference}" * bool(self.reference)
         return Table(title, [METHOD, *(column for column, _ in columns)], lines, note)
 
@@ -271,11 +278,35 @@ class FirstScreen:
             return _spread((row["perplexity"] for row in rows), 1)
         if is_reference(rows[0], self.reference):
             return "reference"
-        ratios = _spread((row["ratio"] for row in rows), 2)
+        ratios = _spread((row["ratio"] for row in rows), 3)
         worst = min(map(verdict, rows), key=[*Verdict].index)
         at = [row["cache_size"] for row in rows if verdict(row) is worst]
         where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
         return f"{worst}{where}: {ratios}"
+
+    def _take(self) -> str:
+        """The method to take and why, by the rule that `MEANS` says; empty without a choice."""
+        fair = comparable(self.scored, self.reference) if self.reference else []
+        groups = grouped((row for row in fair if row["method"] not in SLOW), label_of)
+
+        def judged(row: Row) -> Verdict:
+            return Verdict.GOOD if is_reference(row, self.reference) else verdict(row)
+
+        def worst(label: str) -> int:
+            return min([*Verdict].index(judged(row)) for row in groups[label])
+
+        def mean(label: str) -> float:
+            return fmean(row["ratio"] or 1.0 for row in groups[label])
+
+        if len(groups) < 2 or any(judged(row) is Verdict.UNKNOWN for row in fair):
+            return ""
+        best = min(groups, key=lambda label: (-worst(label), mean(label)))
+        others = [f"{label} {mean(label):.3f}" for label in groups if label != best]
+        found = self._judged(groups[best])
+        return (
+            f"Take {best} ({found}): on average {mean(best):.3f} times the perplexity of "
+            f"{self.reference}; {', '.join(others)}."
+        )
 
 
 def first_screens(results: Results) -> list[FirstScreen]:
@@ -290,9 +321,12 @@ SHARES = {
     "told": ("accuracy", "told facts"),
     "streameval": ("accuracy", "StreamEval"),
 }
+SLOW = ("recompute", "dense")  # re-encodes all for each token; stops at the context length
 MEANS = (
-    f"Only rows with equal sinks are compared, and {MIN_LABELS} labels or more. Figures are ratios "
-    "or shares, from the smallest to the largest of all cache sizes."
+    "The method to take has the best verdict at its worst cache size, and of these the lowest mean "
+    f"ratio; {' and '.join(SLOW)} are no candidates. Only rows with equal sinks are compared, and "
+    f"{MIN_LABELS} labels or more. Figures are ratios or shares, from the smallest to the largest "
+    "of all cache sizes."
 )
 
 

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol import Panel, Row, Section, Table
-from kvalign.eval.protocol.statistics import MEANING
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import (
@@ -94,7 +93,7 @@ def render(results: Results, contents: list[Section]) -> str:
         documents=results.documents,
         changed=[x for x in dict.fromkeys(d.get("changed") for d in documents) if x],
         screens=first_screens(results),
-        meaning=f"{MEANING} {MEANS}",
+        meaning=MEANS,
         summary=summary(results),
         sections=contents,
         panels=panels(results),
@@ -215,9 +214,8 @@ def _print_first(screens: list[FirstScreen], console: Console) -> None:
         console.rule(Text("Verdicts"))
     for one in screens:
         console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
+        console.print(Text(escape_controls(one.take)))
     print_tables([one.verdicts for one in screens if one.verdicts], console)
-    if any(one.verdicts for one in screens):
-        console.print(Text(MEANING, "dim"))
 
 
 def print_passages(panels: list[Panel]) -> None:

@@ -7,7 +7,13 @@ from helpers.results_example import documents
 
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.perplexity import COLUMNS
-from kvalign.eval.protocol.statistics import Verdict, comparable, share_interval, verdict
+from kvalign.eval.protocol.statistics import (
+    MEANING,
+    Verdict,
+    comparable,
+    share_interval,
+    verdict,
+)
 from kvalign.eval.protocol.tables import table
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import first_screens
@@ -65,12 +71,22 @@ def test_a_method_has_a_row_with_its_verdict():
     assert screen.about == "2000 labels of a text at C = 32, relative to recompute."
     assert [[entry.text for entry in line] for line in screen.verdicts.rows] == [
         ["recompute, 0 sinks", "reference"],
-        ["kvalign, 0 sinks", "as good: 1.01"],
-        ["window, 0 sinks", "fails: 1.90"],
-        ["discard-half, 0 sinks", "worse: 1.05"],
-        ["streaming-llm, 0 sinks", "too few labels to tell: 1.05"],
-        ["dense, 0 sinks", "as good: 0.50"],
+        ["kvalign, 0 sinks", "as good: 1.010"],
+        ["window, 0 sinks", "fails: 1.900"],
+        ["discard-half, 0 sinks", "worse: 1.050"],
+        ["streaming-llm, 0 sinks", "too few labels to tell: 1.050"],
+        ["dense, 0 sinks", "as good: 0.500"],
     ]
+    assert screen.verdicts.note == MEANING  # the margin of "as good"
+    assert screen.take == (
+        "Take kvalign, 0 sinks (as good: 1.010): on average 1.010 times the perplexity of "
+        "recompute; window, 0 sinks 1.900, discard-half, 0 sinks 1.050, streaming-llm, 0 sinks "
+        "1.050."
+    )
+    half = {"reference": "discard-half"}
+    rows = [REFERENCE | {"method": "discard-half"}, row("kvalign", 1.012, 1.003, 1.021)]
+    assert scored(rows, **half).take.startswith("Take discard-half, 0 sinks (reference): ")
+    assert not scored([REFERENCE, row("window", 1.9, 0.0, None, labels=60)]).take
 
 
 def test_good_at_one_size_is_not_good_at_every_one():
@@ -79,12 +95,12 @@ def test_good_at_one_size_is_not_good_at_every_one():
         row("kvalign", 1.3, 1.28, 1.32),
         row("kvalign", 1.0, 0.98, 1.02, cache_size=64),
     ]
-    assert scored(rows).verdicts.rows[1][1].text == "fails at C = 32: 1.00 to 1.30"
+    assert scored(rows).verdicts.rows[1][1].text == "fails at C = 32: 1.000 to 1.300"
 
 
 def test_few_labels_judge_nothing_and_draw_nothing():
     rows = [REFERENCE, row("window", 1.9, 0.0, None, labels=60)]
-    assert scored(rows).verdicts.rows[1][1].text == "too few labels: 1.90"
+    assert scored(rows).verdicts.rows[1][1].text == "too few labels: 1.900"
     assert scored([one | {"num_labels": 19} for one in rows]).pictures == []
 
 
@@ -92,7 +108,7 @@ def test_other_sinks_are_not_compared():
     rows = [REFERENCE, row("kvalign", 1.01, 0.99, 1.03), row("window", 1.9, 1.7, 2.1, num_sinks=4)]
     verdicts = scored(rows).verdicts
     assert [line[0].text for line in verdicts.rows] == ["recompute, 0 sinks", "kvalign, 0 sinks"]
-    assert verdicts.note == "Other sinks, so not compared: window, 4 sinks."
+    assert verdicts.note == f"{MEANING} Other sinks, so not compared: window, 4 sinks."
 
 
 def best(rows, reference=None):
@@ -118,7 +134,10 @@ def test_the_best_is_among_rows_with_equal_sinks():
 
 def test_a_busy_machine_has_no_verdict_on_time():
     timed = documents()["latency"]
-    assert busy(timed["rows"]) == ""
+    timed["environment"] |= {"load": 2.5, "cores": 2}
+    assert busy(timed) == ""
+    loaded = timed | {"environment": {"load": 4.0, "cores": 2}}  # bare steps are slow, but even
+    assert "busy (a load of 4 on 2 cores)" in busy(loaded)
     screen = first_screens(Results({"latency": timed}))[0]
     assert "time of a step" in [column.title for column in screen.verdicts.columns]
     timed["rows"][0]["mean_ms"] = 1.3 * timed["rows"][0]["median_ms"]

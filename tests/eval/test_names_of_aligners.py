@@ -125,7 +125,8 @@ def test_shipped_aligners_keep_short_names_as_long_as_they_differ():
 
 
 def test_names_are_as_short_as_keeps_them_apart(loaded):
-    def row(path, label="table", revision="1", every=1):
+    def row(path, label="table", revision="of its own", every=1):
+        revision = path if revision == "of its own" else revision
         facts = dict(aligner_label=label, aligner_path=path, aligner_revision=revision)
         return {"method": "kvalign", "aligner": label, "realign_every": every, **facts}
 
@@ -134,7 +135,9 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
 
     assert names(row("x/table"), row("y/table")) == ["x/table", "y/table"]
     assert names(row("/a/x/t"), row("/b/x/t")) == ["a/x/t", "b/x/t"]
-    assert names(row("x"), row("x", revision="2")) == ["x@1", "x@2"]
+    assert names(row("x"), row("x", revision="2")) == ["x@x", "x@2"]
+    same = row("x", revision="1"), row("/here/x", revision="1")  # by two paths
+    assert len({*map(identity_of, same)}) == len({*names(*same)}) == 1
     assert names(row("x"), row("x", every=8)) == ["x", "x-every-8"]
     assert names(row("x"), row(None, revision=None)) == ["x", "untrained table"]
     assert names(row(None, revision=None)) == ["untrained table"]

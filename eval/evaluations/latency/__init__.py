@@ -8,7 +8,6 @@ stream. The bare step (`subjects.py`) is timed among the methods.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -210,18 +209,18 @@ COLUMNS = {
 BUSY_FROM = 1.2  # mean of a bare step by its median
 
 
-def busy(rows: Iterable[Row]) -> str:
-    """Return that the machine did something else, too, by the mean of a bare step; "" if it did
-    not.
+def busy(document: Document) -> str:
+    """Return that the machine did something else, too, by its load and by the mean of a bare step;
+    "" if it did not.
     """
+    rows, machine = document["rows"], document["environment"]
     bare = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
-    ratio = max(bare, default=1.0)
-    return (
-        f"The machine was busy (the mean of a bare step is {ratio:.1f} times its median), so times "
-        "are not compared: measure again."
-        if ratio > BUSY_FROM
-        else ""
-    )
+    ratio, why = max(bare, default=1.0), ""
+    if ratio > BUSY_FROM:
+        why = f"the mean of a bare step is {ratio:.1f} times its median"
+    elif machine.get("load", 0) > machine.get("cores", 1) + 1:  # what runs, and what waits for it
+        why = f"a load of {machine['load']:g} on {machine['cores']} cores"
+    return f"The machine was busy ({why}), so times are not compared: measure again." * bool(why)
 
 
 class Latency(Evaluation):
@@ -250,7 +249,7 @@ class Latency(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        return self.plot(document), f"{caption}. {busy(rows)}".removesuffix(". ")
+        return self.plot(document), f"{caption}. {busy(document)}".removesuffix(". ")
 
     def plot(self, document: Document) -> Figure:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
