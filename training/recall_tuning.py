@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Aligner
+from kvalign.cache.memory_sizes import loudness_of, usual_places
 from kvalign.data_gen import facts
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.needle import NAMES
@@ -30,7 +31,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_json
 from kvalign.foundation.settings import keywords_of
 from kvalign.memory.plan import FILE, RecallPlan, folder_of, in_cache
-from kvalign.memory.sizes import loudness_of, usual_places
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import choose

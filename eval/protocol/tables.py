@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from kvalign import checkpoints
 from kvalign.aligners.kinds import often
+from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
 from kvalign.eval.protocol.statistics import MIN_LABELS, apart, comparable, is_reference
 from kvalign.foundation.folders import ROOT
-from kvalign.memory.sizes import usual_recalled
 from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)

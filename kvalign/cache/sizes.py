@@ -33,7 +33,7 @@ GUESTS: Registry[Any] = Registry(
         "kernel": "kvalign.cache.int8:reader_of",
         "memory": "kvalign.memory.memories:Memories",
         "memory-plan": "kvalign.memory.plan:as_planned",
-        "memory-sizes": "kvalign.memory.sizes:num_recalled_of",
+        "memory-sizes": "kvalign.cache.memory_sizes:num_recalled_of",
         "state": "kvalign.cache.state_layer:StateLayer",
         "restored-states": "kvalign.cache.state_layer:restore_states",
     },

@@ -2,7 +2,6 @@
 
 - `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
 - `memory`: where a layer's entries are stored and found.
-- `sizes`: how many entries a step takes back, and in which layers; `plan`: as it was measured on a
-  model.
+- `plan`: how many entries a step takes back and in which layers, as it was measured on a model.
 - `recall`, `recall_places`: which are taken back, and the positions that they get.
 """

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
+from kvalign.cache.memory_sizes import loudness_of
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
@@ -30,7 +31,6 @@ from kvalign.foundation.machine import has_room, is_on_card
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
 from kvalign.memory.recall import Matches, QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.memory.sizes import loudness_of
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install, mark
 from kvalign.models.rope import RotationByLayer

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
+from kvalign.cache.memory_sizes import ALL, usual_places
 from kvalign.cache.sizes import CacheSizes, RecallBy
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.progress import warn_once
-from kvalign.memory.sizes import ALL, usual_places
 from kvalign.models.architectures import spec_of
 from kvalign.models.fetched import cache_dir
 from kvalign.models.identity import FINGERPRINT_LEN, has_fingerprint

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
 from kvalign.cache.layer import expect_tensor
+from kvalign.cache.memory_sizes import ALL, usual_places
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, make_private, parse_json, write_whole
-from kvalign.memory.sizes import ALL, usual_places
 from kvalign.methods.base import Method
 from kvalign.models import identity
 from kvalign.models.architectures import spec_of

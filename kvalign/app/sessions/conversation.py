@@ -26,12 +26,12 @@ from kvalign.app.sessions.turns_in_cache import (
     make_room,
     note_turn,
 )
+from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.cache.sizes import LARGEST_DEFAULT, CacheSizes
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
-from kvalign.memory.sizes import usual_recalled
 from kvalign.models import fetched
 from kvalign.streaming.sampling import DRAWS, Sampling
 
