@@ -178,8 +178,9 @@ def print_as(form: str, folder: Path) -> None:
         titles = [column.title + ARROWS[column.better] for column in table.columns]
         lines = [[escape_controls(entry.line) for entry in row] for row in table.rows]
         if form == "latex":
-            of_latex = dict(index=False, escape=True, caption=_UNSAFE.sub(r"\\\g<0>", table.title))
-            print(DataFrame(lines, columns=titles).to_latex(**of_latex))
+            caption = _UNSAFE.sub(r"\\\g<0>", table.title)
+            frame = DataFrame(lines, columns=titles)
+            print(frame.to_latex(index=False, escape=True, caption=caption))
             continue
         print(f"**{table.title}**\n")
         cells = ([text.replace("|", r"\|") for text in row] for row in [titles, *lines])

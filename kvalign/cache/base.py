@@ -27,7 +27,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache.layer import Form, Part, expect_tensor
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.segments import Segment
-from kvalign.cache.sizes import GUESTS, CacheSizes
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import HOST, Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
@@ -96,7 +96,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.attention[0].is_first = self.attention[-1].is_last = True
         layers = [*self.attention]
         if spec.states:
-            layers = [GUESTS["state"]() for _ in range(spec.num_layers)]
+            from kvalign.cache.state_layer import StateLayer
+
+            layers = [StateLayer() for _ in range(spec.num_layers)]
             for layer in self.attention:
                 layers[layer.layer_idx] = layer
         super().__init__(layers=layers)
@@ -158,7 +160,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """Form in which a layer stores its entries, which attention reads in this dtype."""
         if not self.stores_bare:
             return Form(dtype)
-        return GUESTS["int8"].of_layer(dtype, layer_idx, self.realigner, self.bases)
+        from kvalign.cache.int8 import Int8
+
+        return Int8.of_layer(dtype, layer_idx, self.realigner, self.bases)
 
     def positions(self) -> list[int]:
         """The position of each row's next token."""
@@ -412,7 +416,9 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             raise UserError("a stream's numbers of tokens are inconsistent")
         spec = spec_of(model.config)
         if spec.states:
-            GUESTS["restored-states"](self.layers, state, num_rows, model)
+            from kvalign.cache.state_layer import restore_states
+
+            restore_states(self.layers, state, num_rows, model)
         for layer in self.attention:
             i = layer.layer_idx
 

@@ -1,5 +1,5 @@
 """Form of entries in 8 bits, and attention by our kernel, which reads all slots of a ring as they
-are stored, of 8 bits or of float32: guests of the cache.
+are stored, of 8 bits or of float32.
 
     int8    [ D numbers from -127 to 127 | 4 bytes: their scale in float32 ]    x = scale * number
 

@@ -1,5 +1,5 @@
 """Layers of a cache of fixed size, of any kind, and where they keep keys and values, each in a slot
-of its own, and in which form: as attention reads them. `int8.py` has another form, a guest.
+of its own, and in which form: as attention reads them. `int8.py` has another form.
 
     slots   0 1 2 3 | 4 5 6 7 8 9        C = 9, 4 sinks
     tokens  0 1 2 3 | 10 11 6 7 8 9      token 11 was written over token 5, token 10 over token 4

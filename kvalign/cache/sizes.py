@@ -1,4 +1,4 @@
-"""Sizes of a streaming cache, the only place of its arithmetic, and the guests that sizes ask for.
+"""Sizes of a streaming cache, the only place of its arithmetic.
 
 places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, get_args
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import free_bytes
-from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import MOST, check_fields, option, typed
 from kvalign.policies import OLDEST, POLICIES
 
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 
     from kvalign.models.architectures import ModelSpec
 
-
-GUESTS: Registry[Any] = Registry(
-    "guest of the cache",
-    {
-        "any-slot": "kvalign.cache.any_slot_cache:AnySlotCache",
-        "int8": "kvalign.cache.int8:Int8",
-        "kernel": "kvalign.cache.int8:reader_of",
-        "memory": "kvalign.memory.memories:Memories",
-        "memory-plan": "kvalign.memory.plan:as_planned",
-        "memory-sizes": "kvalign.cache.memory_sizes:num_recalled_of",
-        "state": "kvalign.cache.state_layer:StateLayer",
-        "restored-states": "kvalign.cache.state_layer:restore_states",
-    },
-)
-"""What the cache works without, and imports only where sizes or models ask for it."""
 
 N = TypeVar("N", int, "Tensor")
 Positions = Literal["compact", "keep"]
@@ -160,7 +144,7 @@ class CacheSizes:
                 f"{self.num_recent}"
             )
         asks = any(getattr(self, name) for name in OF_MEMORY)
-        object.__setattr__(self, "num_recalled", GUESTS["memory-sizes"](self) if asks else 0)
+        object.__setattr__(self, "num_recalled", _num_recalled(self) if asks else 0)
         if self.recall_layers == "all":
             object.__setattr__(self, "recall_layers", None)
 
@@ -248,6 +232,12 @@ class CacheSizes:
         )
 
 
+def _num_recalled(sizes: CacheSizes) -> int:
+    from kvalign.cache.memory_sizes import num_recalled_of
+
+    return num_recalled_of(sizes)
+
+
 def num_evicted_of(value: int | str, window_size: int) -> int:
     """Number of entries to evict at once, from a number or `half` of the window, which is what LLM
     runtimes discard; UserError for anything else.
@@ -294,7 +284,9 @@ def default_size(
     if (free := free_bytes(model.device)) is not None:
         of_a_vector = spec.head_dim * model.dtype.itemsize
         if cache_dtype == "int8":
-            of_a_vector = GUESTS["int8"](model.dtype).width(spec.head_dim)
+            from kvalign.cache.int8 import Int8
+
+            of_a_vector = Int8(model.dtype).width(spec.head_dim)
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
         most = int(free * _SHARE / num_streams / of_an_entry)
         limits.append((max(most, _LEAST), "a quarter of the free memory"))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,16 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
 
-if TYPE_CHECKING:  # a guest
-    from kvalign.cache.int8 import InSight
-
 HOST = torch.device("cpu")
+
+
+class InSight(Protocol):
+    """Entries that one query of each row sees, for our kernel (`kvalign.cache.int8`)."""
+
+    def attend(
+        self, form: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of queries [B, H, 1, D] over slots of this `Form`: [B, 1, H, D]."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class DecodeStep:
     order: Tensor | None
     all_at: slice | Tensor | None
     reading: Any
-    in_sight: "InSight | None"
+    in_sight: InSight | None
 
 
 class Counts(NamedTuple):
@@ -269,7 +275,7 @@ class Step:
         self,
         asks_for_places: bool,
         are_bare: bool = False,
-        in_sight: "InSight | None" = None,
+        in_sight: InSight | None = None,
         asks_for_order: bool = False,
     ) -> DecodeStep:
         """The usual pass, described for attention that asks where entries are, or in which order

@@ -26,7 +26,7 @@ from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
 from kvalign.models.attention import install, own_mask
 from kvalign.models.wrapped import no_autograd_modes
 
-if TYPE_CHECKING:  # guests
+if TYPE_CHECKING:
     from kvalign.cache.edits import CachePart, EntryPart
     from kvalign.memory.memories import Memories
 

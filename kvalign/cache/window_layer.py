@@ -14,7 +14,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
-if TYPE_CHECKING:  # a guest
+if TYPE_CHECKING:
     from kvalign.memory.memories import Memories
 
 

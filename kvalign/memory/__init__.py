@@ -1,4 +1,4 @@
-"""Memory behind the window: a guest of the cache, which imports it only where sizes ask for one.
+"""Memory behind the window, imported only where sizes ask for one.
 
 - `memories`: what the windows of all layers pass on, and what the queries of a pass take back.
 - `memory`: where a layer's entries are stored and found.

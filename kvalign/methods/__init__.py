@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvalign.cache.sizes import GUESTS, SizesConfig, default_size
+from kvalign.cache.sizes import SizesConfig, default_size
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.progress import warn_once
@@ -125,7 +125,9 @@ def make_chosen(
     options: dict[str, Any] = {"aligner": loaded} if loaded else {}
     sizes = cls.sizes_for(cache_size, **options, **sizes_asked)
     if sizes.memory:
-        sizes = GUESTS["memory-plan"](inner, loaded, sizes, sizes_asked, warn)
+        from kvalign.memory.plan import as_planned
+
+        sizes = as_planned(inner, loaded, sizes, sizes_asked, warn)
     method = cls(model, sizes, **options)
     method.why_size, method.warns = why_size, warn
     if warn:

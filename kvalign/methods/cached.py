@@ -21,14 +21,14 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.segments import Segment
-from kvalign.cache.sizes import GUESTS, CacheSizes
+from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import STEPPERS, Method
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 
-if TYPE_CHECKING:  # guests
+if TYPE_CHECKING:
     from kvalign.cache.edits import EncodedPart
 
 
@@ -57,12 +57,15 @@ class Cached(Method):
         """Return an empty cache of this method."""
         of_model = self.spec, self.sizes, self.places_by
         if not self.sizes.is_oldest:
-            return GUESTS["any-slot"](*of_model, self.model.config)
+            from kvalign.cache.any_slot_cache import AnySlotCache
+
+            return AnySlotCache(*of_model, self.model.config)
         config, memory, bases = self.model.config, None, None
         if self.sizes.memory:
-            how: dict[str, Any] = {"grows": self.stepper is None}
+            from kvalign.memory.memories import Memories
+
             of_memory = self.places_by, config, self.num_positions
-            memory = GUESTS["memory"](self.spec, self.sizes, *of_memory, **how)
+            memory = Memories(self.spec, self.sizes, *of_memory, grows=self.stepper is None)
         if self.sizes.cache_dtype == "int8":
             from kvalign.cache.int8 import key_bases
 
@@ -70,7 +73,9 @@ class Cached(Method):
         cache = StreamingCache(*of_model, bases, config, memory)
         if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
             of_keys = self.spec.head_dim, cache.realigner.rotation
-            cache.kernel = GUESTS["kernel"](self.model, self.sizes, *of_keys)
+            from kvalign.cache.int8 import reader_of
+
+            cache.kernel = reader_of(self.model, self.sizes, *of_keys)
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         if cache.is_static:  # marks hide slots that have no entry yet
             install(config)

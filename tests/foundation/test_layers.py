@@ -1,5 +1,5 @@
-"""No circle of imports at module level, those of annotations included, except that the core may
-name a guest's types. Which layer may import which is a contract of `pyproject.toml`, checked by
+"""No circle of imports at module level, those of annotations included, except that a cache names
+the type of its memory. Which layer may import which is a contract of `pyproject.toml`, checked by
 `make lint`.
 """
 
@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 import kvalign
-from kvalign.cache.sizes import GUESTS
 
-GUEST_MODULES = {GUESTS[name].__module__ for name in GUESTS}
+TYPES = {"kvalign.memory.memories"}
 
 
 def imports_of(body, modules):
-    """The modules that statements import when they run, or, but for guests, for type checkers."""
+    """The modules that statements import when they run, or, but for `TYPES`, for type checkers."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -25,7 +24,7 @@ def imports_of(body, modules):
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name if name in modules else node.module for name in names)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from {*imports_of(node.body, modules)} - GUEST_MODULES
+            yield from {*imports_of(node.body, modules)} - TYPES
         elif isinstance(node, ast.Try | ast.If):
             yield from imports_of(node.body, modules)
 

@@ -4,7 +4,7 @@
 
 The step is that of `kvalign generate`, in a full cache, uncompiled. The lines are those of all our
 modules that `import kvalign` loads, one input fed to `streaming-llm` and to `kvalign`, and a few
-tokens of the loop. Models, foundation and guests, which the core works without, are counted apart.
+tokens of the loop. Models, foundation and what a stream works without are counted apart.
 A circle is some of these modules that import each other, also inside functions or for types alone.
 """
 
@@ -24,7 +24,7 @@ from kvalign.app.commands.generate import GenerateSettings, marked
 from kvalign.app.sessions.stream_settings import pieces_of
 from kvalign.foundation.settings import DEFAULT_MODEL, Settings, option
 
-GUESTS = ("memory", "steppers", "streaming.memory_file")
+APART = ("memory", "steppers", "streaming.memory_file")
 """Modules, or packages with all their modules, that the core works without."""
 OUTSIDE = ("models", "foundation")
 """Packages that are not the core: what we know of models, and what knows nothing of them."""
@@ -68,7 +68,7 @@ def run(settings: CoreSizeSettings) -> None:
     lines = lines_of_core()
     for part, num in sorted(lines.items()):
         print(f"{num:5} {part}")
-    core = sum(num for part, num in lines.items() if part not in (*OUTSIDE, "guests"))
+    core = sum(num for part, num in lines.items() if part not in (*OUTSIDE, "apart"))
     print(f"the core: {core} lines")
     for circle in circles():
         print(f"a circle of imports: {', '.join(circle)}")
@@ -114,12 +114,12 @@ def calls_of(function: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 
 def lines_of_core() -> Counter[str]:
-    """Lines by package of `kvalign`, and of all guests together."""
+    """Lines by package of `kvalign`, and of all that is apart together."""
     lines: Counter[str] = Counter()
     for name, file in modules().items():
         inner = name.partition(".")[2]
-        is_guest = any(f"{inner}.".startswith(f"{guest}.") for guest in GUESTS)
-        part = "guests" if is_guest else inner.partition(".")[0] or "kvalign"
+        is_apart = any(f"{inner}.".startswith(f"{one}.") for one in APART)
+        part = "apart" if is_apart else inner.partition(".")[0] or "kvalign"
         lines[part] += len(file.read_text().splitlines())
     return lines
 

@@ -11,7 +11,7 @@ from helpers import writing_commands as under_fire
 from kvalign.app.cli import catalogue
 from kvalign.streaming.answer import StopStrings
 from scripts import faults, gpu, memory_endurance, memory_layers
-from scripts.core_size import GUESTS, calls_of, calls_of_step, circles, lines_of_core
+from scripts.core_size import APART, calls_of, calls_of_step, circles, lines_of_core
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_step_takes_one_token_and_calls_each_layer():
 
 
 @pytest.mark.slow
-def test_guests_are_modules_and_the_core_loads_none():
-    assert all(importlib.util.find_spec(f"kvalign.{guest}") for guest in GUESTS)
+def test_a_stream_loads_none_of_what_it_works_without():
+    assert all(importlib.util.find_spec(f"kvalign.{one}") for one in APART)
     lines = lines_of_core()
-    assert not lines["guests"] and lines["cache"] and lines["streaming"]
+    assert not lines["apart"] and lines["cache"] and lines["streaming"]
 
 
 def test_there_is_no_circle_of_imports():
