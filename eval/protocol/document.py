@@ -116,7 +116,7 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
     model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
-    machine: dict[str, str | int] = {
+    machine: dict[str, str | int | float] = {
         **{name: _version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit() or f"none: kvalign {kvalign.__version__}, installed",

@@ -1,6 +1,5 @@
 """Entries of 8 bits: what they stand for, and streams whose caches store them."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -196,29 +195,3 @@ def test_a_large_key_bias_costs_no_more_than_8_bits_do():
         assert sorted(bases) == ([0, len(model.model.layers) - 1] if bias else [])
         for i, base in bases.items():
             assert torch.equal(base.flatten(), model.model.layers[i].self_attn.k_proj.bias.data)
-
-
-@pytest.mark.parametrize("memory", [{}, ALL], ids=["window", "memory"])
-def test_keys_that_version_0_2_stored_are_read(memory, ids):
-    """With their position and base."""
-    model = copy.deepcopy(tiny_model("qwen2", vocab_size=VOCAB))
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data.normal_()
-    method, after = (
-        make_method("streaming-llm", model, **SIZES, **memory, cache_dtype="int8") for _ in range(2)
-    )
-    stepped(method, ids[:, :50])
-    state, older = method.state(), {}
-    ends = torch.tensor(method.cache.positions())[:, None, None]
-    for name, x in state.items():
-        layer, _, kind = name.partition(".")
-        form, num = method.cache.form(x.dtype, int(layer)) if kind else None, x.shape[-2:][0]
-        if kind == "bare.0":
-            x = INT8.encode(form.placed(INT8.decode(x), ends + torch.arange(-num, 0)))
-        elif kind == "bare_sinks.0":
-            x = INT8.encode(form.placed(INT8.decode(x), slice(0, num)))
-        elif kind == "memory.0":
-            x = INT8.encode(INT8.decode(x) + form.base)
-        older[name.replace("bare_sinks", "sinks").replace("bare", "entries")] = x
-    after.restore(older)
-    assert apart(stepped(after, ids[:, 50:80]), stepped(method, ids[:, 50:80])) < 0.02

@@ -273,8 +273,8 @@ def in_order(results: Sequence[Message], calls: Sequence[tuple[str | None, str]]
             if call_id not in by_id:
                 raise refused(f"the call {call_id!r:.80} has no result")
         ordered = [by_id[call_id] for call_id in names]
-    for number, (one, (call_id, name)) in enumerate(zip(ordered, calls, strict=True)):
-        one._call = {"name": name, "tool_call_id": _short(call_id or str(number))}
+    for number, (one, (own, name)) in enumerate(zip(ordered, calls, strict=True)):
+        one._call = {"name": name, "tool_call_id": _short(own or str(number))}
     return ordered
 
 
