@@ -105,6 +105,8 @@ def make_chosen(
     from kvalign.models.wrapped import unwrapped
 
     inner, name, aligner = unwrapped(model), choice.method, choice.aligner
+    if sizes_asked.get("num_sinks") is None:
+        sizes_asked["num_sinks"] = choice.num_sinks
     cls = METHODS[name]
     for size in cls.ignored_settings():
         if (value := sizes_asked.pop(size, None)) is not None:

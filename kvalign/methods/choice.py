@@ -33,12 +33,14 @@ class Choice(NamedTuple):
         aligner: the given one, or where it was found; None: the method needs none, or none is here.
         why: reason for the method, in words; empty if it was named.
         note: what became of an aligner that was trained here, in words.
+        num_sinks: those that the method was measured with; None: its default.
     """
 
     method: str
     aligner: Aligner | str | Path | None = None
     why: str = ""
     note: str = ""
+    num_sinks: int | None = None
 
 
 def choose(
@@ -110,7 +112,7 @@ def _as_judged(
     if cached or config.family != "learned" or verdict is None or not verdict.is_worse:
         return choice
     why = f"on held-out text {choice.aligner} was worse, by a ratio of {verdict}"
-    return Choice("discard-half", None, why)
+    return Choice("discard-half", None, why, num_sinks=config.num_sinks)
 
 
 def needs_cache(sizes: Mapping[str, Any]) -> bool:
