@@ -110,7 +110,7 @@ def write(document: Document, settings: ResultSettings) -> None:
         write_text(settings.csv, csv_of(document["rows"]))
 
 
-def environment(device: str | None = "cpu") -> dict[str, str | int]:
+def environment(device: str | None = "cpu") -> dict[str, str | int | float]:
     """Versions, the commit (of an installed package its version), the processor with its flags,
     the GPU, if that is the device, the load of the last minute, and threads; without a device no
     model has run, and torch is not asked.
