@@ -39,11 +39,10 @@ from kvalign.data_gen.store import (
     write_shard,
 )
 from kvalign.foundation import progress
-from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, sha256
 from kvalign.foundation.folders import MANIFEST
-from kvalign.foundation.machine import AUTO, check_disk
+from kvalign.foundation.machine import AUTO, check_disk, ray_session
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.input_ids import prefix_ids

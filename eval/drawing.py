@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from kvalign.eval.protocol import FLOOR, PEER, Row
 from kvalign.eval.protocol.tables import grouped, label_of
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.files import write_whole
 
 INK = "#1b1f24"

@@ -24,9 +24,9 @@ import pandas as pd
 
 from kvalign.data_gen.store import check_model, open_store
 from kvalign.foundation import progress
-from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, write_text
+from kvalign.foundation.machine import ray_session
 from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE

@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add what lies elsewhere, and the page of a cache at work."""
     for place, path in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    from kvalign.app.pages.lanes import page
+    from kvalign.app.lanes_page import page
 
     files.append(File.generated(config, LANES, content=page()))
 

@@ -22,8 +22,7 @@ from kvalign.eval.protocol.settings import ComparisonSettings, plot_option
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import UserError, escape_controls
 from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from kvalign.foundation.console import (
     print_cards,
     print_table,
 )
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.files import write_text
 from kvalign.methods.registry import METHODS
 

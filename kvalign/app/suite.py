@@ -28,9 +28,9 @@ from kvalign.app.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.report import OUT, PREPARED, SUITE_FILE, Suite, parse_suite_text
 from kvalign.foundation import progress
-from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, read_text, write_text
+from kvalign.foundation.machine import ray_session
 from kvalign.foundation.runs import PART_OF_RUN, keeping
 from kvalign.foundation.settings import Settings
 

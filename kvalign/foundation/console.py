@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import escape_controls
 
 PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
 ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long

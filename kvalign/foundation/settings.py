@@ -21,8 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kvalign.foundation.errors import KeywordError, UserError
-from kvalign.foundation.escape import check_text
+from kvalign.foundation.errors import KeywordError, UserError, check_text
 from kvalign.foundation.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"

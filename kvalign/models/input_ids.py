@@ -22,8 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.escape import check_text
+from kvalign.foundation.errors import UserError, check_text
 
 
 def encoded(

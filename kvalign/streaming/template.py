@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.escape import check_text
+from kvalign.foundation.errors import UserError, check_text
 from kvalign.streaming.calls import FORMS, CallForm, as_text, form_in
 
 Tools = Sequence[Mapping[str, Any]] | None

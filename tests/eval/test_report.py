@@ -23,7 +23,7 @@ from kvalign.eval.report import Results, Suite
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.page import print_tables, render, show
 from kvalign.foundation.console import Entry
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import escape_controls
 
 SEEN = escape_controls(HOSTILE)
 

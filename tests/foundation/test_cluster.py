@@ -26,8 +26,8 @@ from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.store import open_store
 from kvalign.eval.report import read
-from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import ray_session
 from kvalign.training.settings import TuneSettings
 
 pytest.importorskip("ray")

@@ -7,7 +7,7 @@ from helpers.tiny_models import tiny_model
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.policies import POLICIES
-from kvalign.policies.kvpress import policy_of
+from kvalign.policies.base import policy_of
 
 SIZES = dict(cache_size=10, num_sinks=2, num_recent=3)
 

@@ -58,6 +58,7 @@ _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tu
 _MODULES = dict.fromkeys(_OF_TRAINING, "train") | {
     "eval run": "evaluate",
     "report": "evaluate",
+    "compile": "models",
 }
 """Modules of commands/ that have commands of other names."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}

@@ -25,8 +25,7 @@ from kvalign.app.cli.arguments import columns, parse
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS
 from kvalign.app.cli.next_steps import say_stopped
 from kvalign.foundation import progress
-from kvalign.foundation.errors import Killed, RunError, UserError, is_of_a_path
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import Killed, RunError, UserError, escape_controls, is_of_a_path
 from kvalign.foundation.settings import check_outputs
 
 _HELP = ("-h", "--help")

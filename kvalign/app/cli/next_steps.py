@@ -6,8 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from kvalign.foundation.errors import Interrupted
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import Interrupted, escape_controls
 from kvalign.foundation.runs import PART_OF_RUN
 from kvalign.foundation.settings import DEFAULT_MODEL
 

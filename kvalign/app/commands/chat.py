@@ -8,8 +8,7 @@ from typing import Any
 
 from kvalign.app.sessions.conversation import CUT, SYSTEM, Conversation, ConversationSettings
 from kvalign.app.sessions.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
-from kvalign.foundation.errors import ExistsError, Killed, UserError
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import ExistsError, Killed, UserError, escape_controls
 from kvalign.foundation.names import unknown
 
 COMMANDS = {

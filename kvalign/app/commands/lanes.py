@@ -45,7 +45,7 @@ def lanes(settings: LanesSettings, as_json: bool) -> dict[str, Any]:
     if settings.out.exists() and not settings.overwrite:
         raise ExistsError(f"{settings.out} already exists: give --overwrite or another --out")
 
-    from kvalign.app.pages.lanes import page
+    from kvalign.app.lanes_page import page
     from kvalign.foundation.files import write_text
 
     of_page = settings.as_dict()

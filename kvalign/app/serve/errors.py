@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.errors import escape_controls
 
 _LONGEST = 500  # characters of what is said
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}

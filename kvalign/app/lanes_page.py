@@ -10,17 +10,18 @@ import hashlib
 import random
 import typing
 from contextlib import suppress
+from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kvalign.app.pages import render, source
 from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import UserError, escape_controls
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
@@ -80,11 +81,10 @@ def page(method: str = "kvalign", controls: bool = True, **how: Any) -> str:
                     shown.append(_recording(name, **plain))
         for title, example in EXAMPLES.items():
             shown.append({**_recording(**example), "title": title})
-    script = Markup("\n").join(map(source, SCRIPTS))
+    script = Markup("\n").join(map(_inserted, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return render(
-        "lanes.html",
-        style=source("lanes.css"),
+    return _TEMPLATES.get_template("lanes.html").render(
+        style=_inserted("lanes.css"),
         script=script,
         script_hash=f"sha256-{digest}",
         examples=EXAMPLES,
@@ -96,6 +96,24 @@ def page(method: str = "kvalign", controls: bool = True, **how: Any) -> str:
             "families": FAMILIES,
         },
     )
+
+
+def _inserted(name: str) -> Markup:
+    """A style sheet or script of templates/, inserted into the page unchanged."""
+    folder = resources.files("kvalign.app").joinpath("templates")
+    return Markup(folder.joinpath(name).read_text(encoding="utf-8"))
+
+
+# Text from models and users is data, without any effect.
+_TEMPLATES = Environment(
+    loader=PackageLoader("kvalign.app"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=lambda value: value if isinstance(value, Markup) else escape_controls(value),
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keys in their own order
 
 
 def _recording(
