@@ -69,10 +69,6 @@ class Cell:
         """Its settings, as its process reads them."""
         return json.dumps(vars(self.settings), default=str)
 
-    def output(self) -> str:
-        """Run it; what it prints, a JSON document."""
-        return run_cell(self)
-
     def path(self, out: Path) -> Path:
         """Return where its document is."""
         return out / (PREPARED if self.is_preparation else ".") / f"{self.name}.json"
@@ -257,7 +253,7 @@ def run_cells(
         about = f"{cell.name}: {there.command}"
         print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
         identity = identity_of_cell(there)  # as it begins
-        keep(cell, out, there.output(), changed, identity)
+        keep(cell, out, run_cell(there), changed, identity)
     if parallel and on_ray:
         of_cells = {cell.name: identity_of_cell(cell.at(out)) for cell in parallel}
         for cell, output in _run_on_ray(parallel, on_ray):

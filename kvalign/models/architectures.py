@@ -13,7 +13,7 @@ The family says how a cached entry is moved:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from kvalign import checkpoints
@@ -26,76 +26,31 @@ if TYPE_CHECKING:  # they take seconds to import, and a list of models needs non
     from kvalign.models.rope import Rotation
 
 Family = Literal["learned", "rotary", "alibi"]
-
-
-class Architecture(NamedTuple):
-    """Architecture that is known.
-
-    Attributes:
-        family: how it encodes positions.
-        own_attention: reason for which its attention is not a plain function of transformers'
-            registry; empty: it is one.
-    """
-
-    family: Family
-    own_attention: str = ""
-
-
-ARCHITECTURES = {
-    "gpt2": Architecture("learned"),
-    "opt": Architecture("learned"),
-    "gpt_neo": Architecture("learned", "a class of its own"),
-    "gpt_bigcode": Architecture("learned"),
-    "bloom": Architecture("alibi", "ALiBi in a class of its own"),
-    "mpt": Architecture("alibi", "ALiBi in a class of its own"),
-    "llama": Architecture("rotary"),
-    "mistral": Architecture("rotary"),
-    "qwen2": Architecture("rotary"),
-    "qwen3": Architecture("rotary"),
-    "gpt_neox": Architecture("rotary"),
-    "apertus": Architecture("rotary"),
-    "arcee": Architecture("rotary"),
-    "codegen": Architecture("rotary", "a class of its own"),
-    "cohere": Architecture("rotary"),
-    "cohere2": Architecture("rotary"),
-    "ernie4_5": Architecture("rotary"),
-    "exaone4": Architecture("rotary"),
-    "falcon": Architecture("rotary", "classes of its own"),
-    "gemma": Architecture("rotary"),
-    "gemma2": Architecture("rotary", "scores with a cap"),
-    "gemma3_text": Architecture("rotary"),
-    "glm": Architecture("rotary"),
-    "glm4": Architecture("rotary"),
-    "gpt_oss": Architecture("rotary", "learned sink logits"),
-    "gptj": Architecture("rotary", "a class of its own"),
-    "granite": Architecture("rotary"),
-    "granitemoe": Architecture("rotary"),
-    "helium": Architecture("rotary"),
-    "lfm2": Architecture("rotary", "convolutions beside it"),
-    "llama4_text": Architecture("rotary"),
-    "ministral": Architecture("rotary"),
-    "ministral3": Architecture("rotary"),
-    "mixtral": Architecture("rotary"),
-    "nemotron": Architecture("rotary"),
-    "olmo": Architecture("rotary"),
-    "olmo2": Architecture("rotary"),
-    "olmo3": Architecture("rotary"),
-    "olmoe": Architecture("rotary"),
-    "persimmon": Architecture("rotary"),
-    "phi": Architecture("rotary"),
-    "phi3": Architecture("rotary"),
-    "qwen2_moe": Architecture("rotary"),
-    "qwen3_moe": Architecture("rotary"),
-    "seed_oss": Architecture("rotary"),
-    "smollm3": Architecture("rotary"),
-    "stablelm": Architecture("rotary"),
-    "starcoder2": Architecture("rotary"),
+_NAMES: dict[Family, str] = {
+    "learned": "gpt2 opt gpt_neo gpt_bigcode",
+    "alibi": "bloom mpt",
+    "rotary": """
+        llama mistral qwen2 qwen3 gpt_neox apertus arcee codegen cohere cohere2 ernie4_5
+        exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt_oss gptj granite granitemoe
+        helium lfm2 llama4_text ministral ministral3 mixtral nemotron olmo olmo2 olmo3 olmoe
+        persimmon phi phi3 qwen2_moe qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """,
 }
-"""By `model_type` of the config."""
-
-FAMILIES = {name: one.family for name, one in ARCHITECTURES.items()}
-REGISTERED = tuple(name for name, one in ARCHITECTURES.items() if not one.own_attention)
-"""Those whose attention is a function of the registry."""
+FAMILIES = {name: family for family, names in _NAMES.items() for name in names.split()}
+"""Families of the architectures that are known, by `model_type` of the config."""
+OWN_ATTENTION = {
+    "gpt_neo": "a class of its own",
+    "bloom": "ALiBi in a class of its own",
+    "mpt": "ALiBi in a class of its own",
+    "codegen": "a class of its own",
+    "falcon": "classes of its own",
+    "gemma2": "scores with a cap",
+    "gpt_oss": "learned sink logits",
+    "gptj": "a class of its own",
+    "lfm2": "convolutions beside it",
+}
+"""Reason for which the attention of some is not a plain function of transformers' registry."""
+REGISTERED = tuple(name for name in FAMILIES if name not in OWN_ATTENTION)
 MASKED = ("bloom",)
 """Those with an attention of their own that accepts our mask."""
 

@@ -30,7 +30,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import Constraints, Tools
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.reading import Reader, Reading
-from kvalign.app.serve.sessions import AS_READ, digest
+from kvalign.app.serve.sessions import digest
 from kvalign.app.serve.wire import Chat
 from kvalign.foundation.errors import UserError
 from kvalign.streaming.answer import Answer
@@ -319,9 +319,9 @@ def test_an_answer_and_what_a_client_sends_back_are_the_same(loaded):
     ]
     back = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
     theirs = Message.model_validate(back)
-    assert digest("", [ours], AS_READ) == digest("", [theirs], AS_READ)
+    assert digest("", [ours]) == digest("", [theirs])
     plain = Message(role="assistant", content="Let me see.")
-    assert digest("", [ours], AS_READ) != digest("", [plain], AS_READ)
+    assert digest("", [ours]) != digest("", [plain])
 
 
 def drawn(tokenizer, constraint, num=300):

@@ -5,17 +5,17 @@ import re
 from transformers import AutoConfig
 
 from helpers.result_parts import RESULTS
-from kvalign.models.architectures import ARCHITECTURES, window_of
+from kvalign.models.architectures import FAMILIES, OWN_ATTENTION, window_of
 from kvalign.policies import POLICIES
 
 
 def architectures() -> str:
     """A row an architecture."""
     rows = ["| architecture | positions | layers see | attention |", "|---|---|---|---|"]
-    for kind, one in ARCHITECTURES.items():
-        own = one.own_attention
+    for kind, family in FAMILIES.items():
+        own = OWN_ATTENTION.get(kind)
         attention = f"its own: {own}" if own else "of the registry"
-        rows.append(f"| `{kind}` | {one.family} | {_sight(kind)} | {attention} |")
+        rows.append(f"| `{kind}` | {family} | {_sight(kind)} | {attention} |")
     return "\n".join(rows) + "\n"
 
 

@@ -23,7 +23,6 @@ from kvalign.streaming.stream_file import Digests
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
 _NOTES = {
-    "compared": "comparison",
     "said": "messages_digest",
     "asked": "turn_digest",
     "request": "request",
@@ -67,7 +66,7 @@ class InFolder(Store):
         """All sessions of the folder; UserError for a file of another model, method or size."""
         paths = [path for path in self.folder.glob(f"*{_SUFFIX}") if path.name[0] != "."]
         sessions, num_unnamed = [], 0
-        for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
+        for path in paths:
             try:
                 session = self._read(path)
             except DamagedError as error:
@@ -77,7 +76,7 @@ class InFolder(Store):
                 sessions.append(session)
             else:
                 num_unnamed += 1
-        sessions.sort(key=lambda session: session.number)  # by time, in files of before
+        sessions.sort(key=lambda session: session.number)
         self.last = sessions[-1].number if sessions else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
@@ -166,18 +165,18 @@ class InFolder(Store):
             raise DamagedError(f"{path} is a copy: it has the session of another file")
         try:
             of = _digest(tensors["ids"])
-            turns = tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x)
-            number = int(saved.notes.get(_NUMBER, "0"))
+            turns = tuple(int(x) for x in saved.notes[_TURNS].split(",") if x)
+            number = int(saved.notes[_NUMBER])
             stream_file.check_fits(saved, tensors, method.model)
             method.restore(stream_file.state_of(tensors))
         except (KeyError, ValueError) as error:
             raise DamagedError(f"cannot continue the session in {path}: {error}") from None
-        if saved.notes.get(_OF, of) != of:
+        if saved.notes.get(_OF) != of:
             raise DamagedError(f"{path} was changed by another program than kvalign serve")
         return Session(
             id=saved.notes[_ID],
             state=None,
-            **{name: saved.notes.get(note, "") for note, name in _NOTES.items()},
+            **{name: saved.notes[note] for note, name in _NOTES.items()},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
             ids=tensors["ids"],

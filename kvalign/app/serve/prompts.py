@@ -19,7 +19,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import Tools
 from kvalign.app.serve.messages import Message, in_order, unsupported
 from kvalign.app.serve.reading import Reading
-from kvalign.app.serve.sessions import AS_READ, Session, as_read, digest
+from kvalign.app.serve.sessions import Session, as_read, digest
 from kvalign.app.serve.wire import Chat, Headers, Request
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
@@ -63,7 +63,6 @@ class Prompts:
                 )
         return replace(
             session,
-            comparison=AS_READ,
             messages_digest=request.opening,
             tools=request.opening,
             system=system,
@@ -165,7 +164,7 @@ def new_messages(
             param="tools" if request.tools else "chat_template_kwargs",
             code="session_mismatch",
         )
-    digests = digest(request.opening, messages, session.comparison)
+    digests = digest(request.opening, messages)
     if session.messages_digest in digests[:-1]:
         return messages[digests.index(session.messages_digest) + 1 :]
     system = messages[0].content if messages[0].role == "system" else None
@@ -200,7 +199,7 @@ def session_for(
     """
     if session.is_new:
         return session
-    turn = digest(request.opening, messages, session.comparison)[-1]
+    turn = digest(request.opening, messages)[-1]
     is_same = session.fields in ("", request.fields)
     is_same_request, has_all = is_same and turn == session.request, request.num_top is None
     if headers.key and headers.key == session.key:

@@ -88,8 +88,8 @@ class TextForm:
         choices = []
         for index, parts in enumerate(answers):
             logprobs = self.of_tokens([one for part in parts for one in part.tokens])
-            whole = self.of_whole(parts)
-            choices.append(choice_of(index, whole, parts[-1].finish, logprobs))
+            how = {"logprobs": logprobs, "finish_reason": parts[-1].finish}
+            choices.append({"index": index, **self.of_whole(parts), **how})
         return self.document(self.kind, choices, usage=usage)
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
@@ -124,7 +124,8 @@ class TextForm:
         finish: str | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> str:
-        choices = [choice_of(index, content, finish, logprobs)]
+        how = {"logprobs": logprobs, "finish_reason": finish}
+        choices = [{"index": index, **content, **how}]
         return _line(self.document(self.chunk_kind, choices, **self.usage))
 
 
@@ -172,15 +173,6 @@ def _text(spelled: bytes) -> str:
 
 def _token_entry(spelled: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(spelled), "logprob": logprob, "bytes": [*spelled]}
-
-
-def choice_of(
-    index: int,
-    content: dict[str, Any],
-    finish: str | None,
-    logprobs: dict[str, Any] | None,
-) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def usage_of(answers: Answers, ends: Sequence[End]) -> dict[str, Any]:

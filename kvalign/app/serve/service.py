@@ -1,5 +1,6 @@
 """Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
+import json
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -178,7 +179,8 @@ class Service:
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text)) for text in texts]
             return self._submit(pairs, sampling, request, put)
-        messages = [Message(role="user", content=str(texts[0]))]
+        # As JSON a text is compared letter by letter.
+        messages = [Message(role="user", content=json.dumps(texts[0]))]
         with self._session(name) as former:
             session = session_for(former, messages, request, headers)
             if session is None:

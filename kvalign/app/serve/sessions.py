@@ -19,7 +19,6 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.foundation.errors import UserError
 
-AS_READ = "as read"  # how messages are compared: see `as_read`
 _UNNAMED = "~"  # begins the id of a session that no request named
 _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
@@ -29,11 +28,10 @@ class Session:
     """One conversation, or one text that is continued."""
 
     id: str  # as requests name it
-    comparison: str = ""  # of its messages: AS_READ; "": letter by letter, as of 0.2 and of texts
     messages_digest: str = ""  # a digest of its messages, answers included
     turn_digest: str = ""  # the same before the last answer
     request: str = ""  # a digest of the messages alone that brought the last answer
-    fields: str = ""  # a digest of the other fields that change an answer; 0.2 stored none
+    fields: str = ""  # a digest of the other fields that change an answer
     key: str = ""  # the Idempotency-Key that came with them
     answer: str = ""  # the last one
     finish: str = ""  # why that ended
@@ -61,7 +59,7 @@ class Session:
         """Return the session with the request for its next answer: its messages, the digest of its
         other fields, and its key.
         """
-        request = digest(self.tools, messages, self.comparison)[-1]
+        request = digest(self.tools, messages)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
     def reset(self) -> "Session":
@@ -115,15 +113,14 @@ def _num_alike(one: Tensor, other: Tensor) -> int:
     return int(differ[0]) if len(differ) else num
 
 
-def digest(before: str, messages: Sequence[Message], comparison: str) -> list[str]:
+def digest(before: str, messages: Sequence[Message]) -> list[str]:
     """Return digests of a conversation after each message, from the digest `before` them: of the
-    tools, before the first. Those of messages that are alike are equal; `comparison`: as `Session`
-    has it.
+    tools, before the first. Those of messages that are alike `as_read` are equal.
     """
     digests = []
     for message in messages:
-        content = as_read(message.content) if comparison == AS_READ else message.content
-        text = json.dumps([before, message.role, content, *message.calls], sort_keys=True)
+        about = [before, message.role, as_read(message.content), *message.calls]
+        text = json.dumps(about, sort_keys=True)
         before = hashlib.sha256(text.encode()).hexdigest()
         digests.append(before)
     return digests
@@ -131,12 +128,9 @@ def digest(before: str, messages: Sequence[Message], comparison: str) -> list[st
 
 def _longest(there: Iterable[Session], messages: Sequence[Message], tools: str) -> Session | None:
     """The session that shares the longest beginning with messages; None if none does."""
-    known = {(one.comparison, one.messages_digest): one for one in there}
-    for how in (AS_READ, ""):
-        for beginning in digest(tools, messages, how)[-2::-1]:
-            if (how, beginning) in known:
-                return known[how, beginning]
-    return None
+    known = {one.messages_digest: one for one in there}
+    beginnings = digest(tools, messages)[-2::-1]
+    return next((known[one] for one in beginnings if one in known), None)
 
 
 class Sessions:

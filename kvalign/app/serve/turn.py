@@ -317,7 +317,7 @@ class SessionUpdate:
     def _keep(self, row: AnswerRow, state: State | None) -> None:
         answer = (self.reading or Reading()).message(row.text)
         before, said = self.session.messages_digest, [*self.messages, answer]
-        digests = digest(before, said, self.session.comparison)
+        digests = digest(before, said)
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
