@@ -116,9 +116,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir = settings.out / "training"
     first = {"init_identity": settings.init and identity_of(str(settings.init))}
     resumable = ResumableRun(
-        work_dir / "run",
-        {"settings": settings.as_dict(), **first},
-        free=_FREE,
+        work_dir / "run", {"settings": settings.as_dict(), **first}, free=_FREE
     )
     if resumable.state() == "new":
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings

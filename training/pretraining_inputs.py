@@ -116,9 +116,7 @@ def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
     """Add a token to a tokenizer, which puts it before every text."""
     tokenizer.add_special_tokens({"bos_token": SINK})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SINK} $A",
-        pair=f"{SINK} $A $B",
-        special_tokens=[(SINK, tokenizer.bos_token_id)],
+        single=f"{SINK} $A", pair=f"{SINK} $A $B", special_tokens=[(SINK, tokenizer.bos_token_id)]
     )
 
 

@@ -207,8 +207,7 @@ class PretrainSettings(Settings):
     )
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(
-        None,
-        help="folder or shipped name of a model whose tokenizer to use (default: a new one)",
+        None, help="folder or shipped name of a model whose tokenizer to use (default: a new one)"
     )
     init: Path | None = option(
         None,

@@ -16,9 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row
+from kvalign.eval.protocol import (
+    Column,
+    ComparisonSettings,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    plot_option,
+)
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings, plot_option
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress

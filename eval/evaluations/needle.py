@@ -24,9 +24,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
+from kvalign.eval.protocol import (
+    Column,
+    ComparisonSettings,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    plot_option,
+    seed_option,
+    share_column,
+)
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -78,9 +87,7 @@ class NeedleSettings(ComparisonSettings):
         at_most=MOST_SIZE,
     )
     kinds: tuple[str, ...] = option(
-        ("single",),
-        help="kinds of questions, RULER's, a row each, comma-separated",
-        choices=KINDS,
+        ("single",), help="kinds of questions, RULER's, a row each, comma-separated", choices=KINDS
     )
     num_needles: int = option(
         1,

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging import MEASURES, RULES, SHA256, Rule, judge, load_words
 from kvalign.eval.protocol import (
+    KEEP_PARTS,
     SIZES,
     Column,
+    ComparisonSettings,
     Document,
     Documents,
     Evaluation,
@@ -27,9 +29,9 @@ from kvalign.eval.protocol import (
     Plot,
     Row,
     Section,
+    seed_option,
 )
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, seed_option
 from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
 from kvalign.eval.protocol.tables import grouped, label_of, means, method_name
 from kvalign.foundation import progress
@@ -73,8 +75,7 @@ class ReadabilitySettings(ComparisonSettings):
     )
     seed: int = seed_option("the draws, the same for each method")
     text: tuple[str, ...] | None = option(
-        None,
-        help="text files to judge, comma-separated, from any program; no model is loaded",
+        None, help="text files to judge, comma-separated, from any program; no model is loaded"
     )
     num_prompts: int = option(1, help="number of prompts to continue", at_least=1)
     num_seeds: int = option(

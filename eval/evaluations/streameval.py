@@ -21,9 +21,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
+from kvalign.eval.protocol import (
+    Column,
+    ComparisonSettings,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    seed_option,
+    share_column,
+)
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvalign
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import Document, Row
-from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings
+from kvalign.eval.protocol import ComparisonSettings, Document, ResultSettings, Row
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.foundation import progress
 from kvalign.foundation.settings import Settings, keywords_of

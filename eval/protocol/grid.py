@@ -12,8 +12,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
-from kvalign.eval.protocol import OF_POLICY, Row
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol import OF_POLICY, ComparisonSettings, Row
 from kvalign.eval.protocol.tables import names_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
@@ -53,9 +52,7 @@ def _check_sizes(settings: ComparisonSettings) -> None:
 
 
 def make_grid(
-    settings: ComparisonSettings,
-    model: PreTrainedModel,
-    aligners: Sequence[Aligner] | None = None,
+    settings: ComparisonSettings, model: PreTrainedModel, aligners: Sequence[Aligner] | None = None
 ) -> list[Method]:
     """Each method once at every cache size, number of sinks and number evicted, with every policy;
     `kvalign` once for each aligner: the given ones, or else those that the settings name, the

@@ -22,15 +22,7 @@ from helpers.doc_pages import PAGES, ROOT, blocks, lines_of
 from helpers.hub_data import write_data_set
 from helpers.published_files import random_network
 from helpers.result_parts import RESULTS
-from helpers.smaller import (
-    INSIDE,
-    TEXT,
-    command_of,
-    output_of,
-    run_cell,
-    smaller,
-    smaller_python,
-)
+from helpers.smaller import INSIDE, TEXT, command_of, output_of, run_cell, smaller, smaller_python
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 

@@ -7,13 +7,7 @@ from helpers.results_example import documents
 
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.perplexity import COLUMNS
-from kvalign.eval.protocol.statistics import (
-    MEANING,
-    Verdict,
-    comparable,
-    share_interval,
-    verdict,
-)
+from kvalign.eval.protocol.statistics import MEANING, Verdict, comparable, share_interval, verdict
 from kvalign.eval.protocol.tables import table
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import first_screens

@@ -4,13 +4,7 @@ import torch
 
 from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, KINDS
-from kvalign.aligners import (
-    Aligner,
-    NetworkAligner,
-    TableAligner,
-    TableNetworkAligner,
-    new_config,
-)
+from kvalign.aligners import Aligner, NetworkAligner, TableAligner, TableNetworkAligner, new_config
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS

@@ -62,11 +62,7 @@ def _memory_of(path: Path) -> list[str]:
 
 
 def attack_sessions(
-    folder: Path,
-    num_kills: int,
-    rng: random.Random,
-    num_sessions: int = 16,
-    **more: Any,
+    folder: Path, num_kills: int, rng: random.Random, num_sessions: int = 16, **more: Any
 ) -> dict[str, Any]:
     """Kill a server that keeps its sessions in a folder so many times, while all of them are held;
     `more` are settings of it. The last that goes on with them is in this process.

@@ -287,10 +287,7 @@ COMMANDS = (
 SERVER = "serve"  # is killed by `helpers/server_kills.py`: it has no end of its own
 NOT_HERE = {
     "eval latency": "its --plot is written as that of eval perplexity",
-    **dict.fromkeys(
-        ("generate", "verify", "doctor", *LISTINGS),
-        "shows, and writes nothing",
-    ),
+    **dict.fromkeys(("generate", "verify", "doctor", *LISTINGS), "shows, and writes nothing"),
     **dict.fromkeys(
         (
             f"eval {name}"

@@ -45,10 +45,7 @@ def failed(outcomes):
     return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
 
 
-ALIGNERS = {
-    tables: dict(scale=0.2, num_sinks=2),
-    network: dict(train=True),
-}
+ALIGNERS = {tables: dict(scale=0.2, num_sinks=2), network: dict(train=True)}
 # What streams: methods by name, aligners by what makes them.
 STREAMS = [name for name in STREAMING if name != "kvalign"] + list(ALIGNERS)
 WHOLE = [("streaming-llm", "llama"), (tables, "gpt2"), ("streaming-llm", "bloom")]

@@ -20,9 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import Column, Document, Drawing, Evaluation, Row, share_column
+from kvalign.eval.protocol import (
+    Column,
+    ComparisonSettings,
+    Document,
+    Drawing,
+    Evaluation,
+    Row,
+    plot_option,
+    seed_option,
+    share_column,
+)
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings, plot_option, seed_option
 from kvalign.eval.protocol.tables import means
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol import (
     FLOOR,
+    KEEP_PARTS,
     Column,
+    ComparisonSettings,
     Document,
     Drawing,
     Evaluation,
     Row,
+    plot_option,
+    seed_option,
 )
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.settings import KEEP_PARTS, ComparisonSettings, plot_option, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option

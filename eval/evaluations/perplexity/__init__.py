@@ -24,16 +24,18 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvalign.eval.protocol import (
     Column,
+    ComparisonSettings,
     Document,
     Documents,
     Drawing,
     Evaluation,
+    ResultSettings,
     Row,
     Section,
     Table,
+    plot_option,
 )
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings, ResultSettings, plot_option
 from kvalign.eval.protocol.statistics import MIN_POINT, is_reference
 from kvalign.eval.protocol.tables import grouped, table
 from kvalign.foundation.errors import UserError

@@ -133,10 +133,7 @@ def of_losses(
 
 
 def compare(
-    rows: list[Row],
-    losses: list[Tensor],
-    reference: str,
-    far: Mapping[str, Tensor] = NO_SLICES,
+    rows: list[Row], losses: list[Tensor], reference: str, far: Mapping[str, Tensor] = NO_SLICES
 ) -> None:
     """Add to each row the comparison of its losses [N] with those of the reference (`_base`):
     ratio, its interval, drift, and the ratio of each tenth, segment and slice.

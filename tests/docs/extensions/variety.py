@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import Column, Evaluation, Row
+from kvalign.eval.protocol import Column, ComparisonSettings, Evaluation, Row
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation.settings import option
 
 if TYPE_CHECKING:
