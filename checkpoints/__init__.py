@@ -1,6 +1,4 @@
-"""Shipped reference language models, with an aligner for each. Every one has a card. `recipes`
-has what some of them were trained with beyond the plain recipe (`kvalign.training.pretraining`).
-"""
+"""Shipped reference language models, with an aligner for each. Every one has a card."""
 
 from pathlib import Path
 

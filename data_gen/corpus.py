@@ -1,5 +1,5 @@
-"""Corpora: the base class, how rows become pieces of text, and all kinds but Python's own texts.
-Those of the hub are `hub:NAME[:CONFIG][:COLUMN]`, and short names for some of them.
+"""Corpora: the base class, how rows become pieces of text, and all kinds but Python's own texts;
+and prompts. Corpora of the hub are `hub:NAME[:CONFIG][:COLUMN]`, and short names for some of them.
 
 As in `datasets`, a local folder comes before a hub data set of the same name: a copy in
 ./Salesforce/wikitext serves `wikitext` without a network, and so does one in the hub's cache.
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.files import TEXT
+from kvalign.foundation.files import TEXT, parse_json, text_of
+from kvalign.foundation.names import unknown
+from kvalign.foundation.settings import typed
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -235,23 +237,17 @@ class AnyHubDataset:
         return HubDataset(name, config or None, column or "text").texts("", split)
 
 
-def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator[dict[str, Any]]:
-    """The rows of a hub data set, or of a local folder of its name, streaming.
+def _open(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
+    """A data set of the hub, or a local folder of its name, streaming; the lines of text files with
+    their breaks.
 
     Args:
-        name, config: see `HubDataset`.
         split: the data set's name for it.
-        offline: corpora that work without the hub, for messages.
+        offline: corpora or prompts that work without the hub, for messages.
 
     Raises:
-        UserError: the hub cannot be reached, or the data set, configuration or split does not
-            exist; for damaged files, when they are reached.
+        UserError: the hub cannot be reached, or there is no such data set, configuration or split.
     """
-    return _rows(_open(name, config, split, offline), name, split)
-
-
-def _open(name: str, config: str | None, split: str, offline: str) -> "IterableDataset":
-    """A data set, as of `rows_of`; the lines of text files with their breaks."""
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else name
     # What tells `datasets` alone to stay offline.
@@ -274,6 +270,7 @@ def _open(name: str, config: str | None, split: str, offline: str) -> "IterableD
 
 
 def _rows(dataset: "IterableDataset", name: str, split: str) -> Iterator[dict[str, Any]]:
+    """The rows; UserError for damaged files, when they are reached."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -298,3 +295,59 @@ def _row_text(row: dict[str, Any], column: str, join: str = "\n") -> str:
             f"column {column!r} holds {type(value).__name__}, not text: name another column"
         )
     return value
+
+
+MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
+PROMPTS = ("own", "mt-bench", "PATH.jsonl")
+OWN = Path(__file__).with_name("own_prompts.jsonl")
+
+
+def conversations(spec: str) -> list[list[str]]:
+    """Conversations, prompts of streams: lists of one user turn or more.
+
+    | specification | conversations |
+    |---|---|
+    | `own` | four of our own, two turns each; offline |
+    | `mt-bench` | MT-Bench (Zheng et al. 2023) from the hub: 80 of two turns |
+    | `PATH.jsonl` | a file of objects, one a line, with `turns` (as FastChat's) or `prompt` |
+
+    Each first turn of `own` breaks off in the middle of a text, for models that continue texts
+    instead of answering.
+
+    Raises:
+        UserError: unknown prompts, a hub that cannot be reached (the message names prompts that
+            work offline), or a row without a turn (the message names its line).
+        NotFoundError: no such file.
+    """
+    spec = typed("prompts", spec, str)
+    if spec == "mt-bench":
+        offline = "prompts that work offline: own, PATH.jsonl"
+        rows = _rows(_open(MT_BENCH, None, "train", offline), MT_BENCH, "train")
+        turns = [_turns(row, f"{MT_BENCH} row {number}") for number, row in enumerate(rows)]
+    elif spec == "own" or spec.endswith(".jsonl"):
+        path = OWN if spec == "own" else Path(spec).expanduser()
+        if not path.is_file():
+            raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
+        # As bytes: JSON may hold characters that end a line for str.splitlines.
+        lines = [(f"{path}:{n}", x) for n, x in enumerate(path.read_bytes().splitlines(), 1)]
+        turns = [
+            _turns(parse_json(text_of(line, where), where), where)
+            for where, line in lines
+            if line.strip()
+        ]
+    else:
+        raise UserError(unknown("prompts", spec, PROMPTS))
+    if not turns:
+        raise UserError(f"no prompt in {spec}: at least one is needed")
+    return turns
+
+
+def _turns(row: Any, where: str) -> list[str]:
+    """The turns of a row, whose other fields are left aside."""
+    found = row.get("turns", row.get("prompt")) if isinstance(row, dict) else None
+    turns = [found] if isinstance(found, str) and "turns" not in row else found
+    are_texts = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
+    if not (are_texts and turns):
+        needed = '"turns" (a list of texts) or "prompt" (a text or a list of them)'
+        raise UserError(f"{where} needs {needed}, got {found!r:.80}")
+    return turns

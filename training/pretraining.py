@@ -5,7 +5,7 @@ Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the res
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
 tokens. With `--max-minutes` all this goes by the clock. The first steps have short rows. The input
 of a step depends only on the seed and the step, so a resumed run gives the same result.
-What some reference models have beyond it lies beside them, in `kvalign.checkpoints`.
+What some reference models have beyond it is in `pretraining_inputs.py`.
 """
 
 import logging
@@ -24,13 +24,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.checkpoints.recipes import (
-    ContextRows,
-    RecallRows,
-    accuracy_by_age,
-    decay,
-    loss_and_copies,
-)
 from kvalign.data_gen.corpora import some_ids, text_sha256
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -51,8 +44,13 @@ from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.pretraining_inputs import (
+    ContextRows,
+    RecallRows,
     TokenMix,
+    accuracy_by_age,
+    decay,
     first_model,
+    loss_and_copies,
     open_mix,
     open_tokenizer,
     parse_mix,

@@ -39,7 +39,7 @@ from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.data_gen.pairs import positionless
+from kvalign.data_gen.recording import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec, spec_of

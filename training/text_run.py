@@ -16,7 +16,7 @@ from kvalign.aligners.base import CONFIG
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
-from kvalign.data_gen.pairs import positionless
+from kvalign.data_gen.recording import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import read_checked

@@ -31,7 +31,7 @@ from kvalign.eval.protocol import (
     Section,
     seed_option,
 )
-from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
 from kvalign.eval.protocol.tables import grouped, label_of, means, method_name
 from kvalign.foundation import progress
@@ -160,9 +160,8 @@ def _of_texts(settings: ReadabilitySettings) -> Document:
 
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
-    from kvalign.data_gen.prompts import conversations
+    from kvalign.data_gen.corpus import conversations
     from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
-    from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.runs import keeping
     from kvalign.streaming.sampling import Sampling
 
@@ -218,7 +217,7 @@ def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
         return {}
     import torch
 
-    from kvalign.eval.protocol.kept import key_of
+    from kvalign.eval.protocol.grid import key_of
 
     return key_of(method, torch.zeros(1, 0, dtype=torch.int64), stepwise=True)
 

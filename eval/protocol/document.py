@@ -5,10 +5,16 @@
 
 `--json` prints it, `--out` writes it, `--csv` its rows. `kvalign eval run` keeps one for each cell,
 with the flags and variables of the suite that it `changed`. `kvalign report` reads them.
+
+Parts of a long evaluation are kept as they end, so that a run that was interrupted does not begin
+anew: rows here, in JSON files; losses by `perplexity`. A file's name depends on everything that its
+numbers depend on, and it has a checksum: one that is damaged is measured again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
@@ -18,12 +24,15 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
 
 import kvalign
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import ComparisonSettings, Document, ResultSettings, Row
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import Settings, keywords_of
 
 if TYPE_CHECKING:
@@ -173,3 +182,42 @@ def _commit() -> str:
         return git("describe", "--always") + "-dirty" * is_changed
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def kept(folder: Path | None, key: dict[str, Any], measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of a part: those in the folder, or measured and written there; without a folder they
+    are measured.
+    """
+    from kvalign.foundation.files import read_json, write_json
+
+    if folder is None:
+        return measure()
+    text = json.dumps(key, default=str, sort_keys=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        try:
+            saved = read_json(path)
+            if saved["crc32"] == _sum_of(saved["rows"]):
+                return saved["rows"]
+        except (UserError, KeyError):
+            pass
+        say_damaged(path)
+    rows = measure()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"key": json.loads(text), "crc32": _sum_of(rows), "rows": rows})
+    return rows
+
+
+def _sum_of(rows: list[Row]) -> int:
+    return crc32(json.dumps(rows).encode())
+
+
+def say_damaged(path: Path) -> None:
+    warn_once(f"{path} is damaged: it is measured again, not read")
+
+
+def summary_of(folder: Path | None) -> str:
+    """Return what a folder keeps of an interrupted run."""
+    paths = folder.glob("[!.]*.*") if folder else ()
+    num_parts = sum(path.suffix in (".json", ".parquet") for path in paths)
+    return f"{num_parts} finished parts are kept in {folder}" if num_parts else ""

@@ -1,11 +1,13 @@
 """Model and methods of a comparison: every requested method, at every size."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
@@ -20,9 +22,12 @@ from kvalign.methods.base import Method
 from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
+from kvalign.models.identity import identity
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.packed import PACKED, weights_of
 from kvalign.policies import OLDEST
+
+_INFORMATIVE = ("_name_or_path", "transformers_version")  # in a model's config
 
 S = TypeVar("S", bound=ComparisonSettings)
 
@@ -213,3 +218,27 @@ def title_of(method: Method) -> str:
     memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
     dtype = " int8" if method.sizes.cache_dtype == "int8" else ""
     return f"{method.title}{policy}{dtype}{memory} C={method.sizes.cache_size}"
+
+
+def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
+    """Return everything that the losses of `method` on ids [1, N] depend on."""
+    aligner = getattr(method, "aligner", None)
+    config = method.model.config.to_dict()
+    config = {name: x for name, x in config.items() if name not in _INFORMATIVE}
+    return {
+        "method": method.name,
+        "aligner": aligner and aligner.label,  # not its name, which depends on those beside it
+        **dataclasses.asdict(method.sizes),
+        "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
+        "model": identity(method.model),
+        "config": config,
+        "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
+        "stepwise": stepwise,
+    }
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

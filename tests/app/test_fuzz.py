@@ -24,7 +24,7 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.cli.main import main
 from kvalign.app.suite import parse_suite
-from kvalign.data_gen.prompts import conversations
+from kvalign.data_gen.corpus import conversations
 from kvalign.data_gen.store import open_store
 from kvalign.eval.report import read
 from kvalign.foundation.errors import RunError, UserError

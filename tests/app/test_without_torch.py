@@ -29,7 +29,7 @@ from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli import completion
 from kvalign.app.commands import train
 from kvalign.data_gen.corpora import SPECS
-from kvalign.data_gen.prompts import NAMES
+from kvalign.data_gen.corpus import PROMPTS
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.methods import METHODS
 assert "kvalign" in METHODS and [*KINDS] and train.all_settings() and completion.parser()

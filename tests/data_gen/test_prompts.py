@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.hub_data import write_data_set
 
-from kvalign.data_gen.prompts import MT_BENCH, conversations
+from kvalign.data_gen.corpus import MT_BENCH, conversations
 from kvalign.foundation.errors import UserError
 
 

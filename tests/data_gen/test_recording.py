@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen import recording
 from kvalign.data_gen.corpora import cut_chunks, equal_shares
-from kvalign.data_gen.pairs import record_pairs
-from kvalign.data_gen.recording import SPLITS, first_val_chunk, record, split_of
+from kvalign.data_gen.recording import SPLITS, first_val_chunk, record, record_pairs, split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError

@@ -16,7 +16,7 @@ from helpers.tiny_models import KINDS
 from transformers import GPT2LMHeadModel
 
 from kvalign.app.cli.main import main
-from kvalign.data_gen.prompts import conversations
+from kvalign.data_gen.corpus import conversations
 from kvalign.eval.evaluations.latency import EVALUATION, subjects
 from kvalign.eval.evaluations.latency.subjects import BareStep
 from kvalign.eval.evaluations.latency.timing import clocked, peak_bytes, read_bytes

@@ -10,21 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvalign.checkpoints.recipes import (
-    NO_LABEL,
-    ContextRows,
-    RecallRows,
-    copy_loss,
-    layers_of,
-    right_places,
-)
 from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import Float32Muon, bits_per_byte, pretrain
-from kvalign.training.pretraining_inputs import TokenMix, build_model
+from kvalign.training.pretraining_inputs import (
+    NO_LABEL,
+    ContextRows,
+    RecallRows,
+    TokenMix,
+    build_model,
+    copy_loss,
+    layers_of,
+    right_places,
+)
 from kvalign.training.settings import PretrainSettings
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
@@ -134,7 +135,7 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
 
 
 def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.checkpoints.recipes.NUM_EVAL_ROWS", 40)
+    monkeypatch.setattr("kvalign.training.pretraining_inputs.NUM_EVAL_ROWS", 40)
     rows = RecallRows(64).batch(0, 3, 5, 16)
     again, other = (RecallRows(64).batch(0, step, 5, 16) for step in (3, 4))
     assert torch.equal(rows.ids, again.ids) and not torch.equal(rows.ids, other.ids)
@@ -170,7 +171,7 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
 
 @pytest.mark.slow
 def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):
-    monkeypatch.setattr("kvalign.checkpoints.recipes.RARE_FROM", 20)
+    monkeypatch.setattr("kvalign.training.pretraining_inputs.RARE_FROM", 20)
     ids = np.arange(5000, dtype=np.uint16) % 997
     mix = TokenMix([ids], np.ones(1))
 

@@ -17,7 +17,7 @@ from kvalign.app.cli.main import main
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.data_gen.pairs import encode
+from kvalign.data_gen.recording import encode
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.models.loading import LoadedModel

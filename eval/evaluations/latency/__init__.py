@@ -25,7 +25,7 @@ from kvalign.eval.protocol import (
     plot_option,
     seed_option,
 )
-from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option
@@ -135,7 +135,6 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from kvalign.eval.evaluations.latency.subjects import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.timing import key_of, measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
-    from kvalign.eval.protocol.kept import kept, summary_of
     from kvalign.foundation.machine import resolved
     from kvalign.foundation.runs import keeping
     from kvalign.models.packed import num_bytes

@@ -35,7 +35,7 @@ from kvalign.eval.protocol import (
     Table,
     plot_option,
 )
-from kvalign.eval.protocol.document import measures
+from kvalign.eval.protocol.document import measures, summary_of
 from kvalign.eval.protocol.statistics import MIN_POINT, is_reference
 from kvalign.eval.protocol.tables import grouped, table
 from kvalign.foundation.errors import UserError
@@ -121,7 +121,6 @@ def perplexity(
         UserError: a corpus that ends before the last label.
     """
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods, warn_of_guesses
-    from kvalign.eval.protocol.kept import summary_of
     from kvalign.foundation.runs import keeping
 
     ids = read_ids(loaded, settings)

@@ -9,26 +9,37 @@ al. 2023 (Zoology), who leave out bigrams that are frequent in the training text
 since that text is not available. `tokens`: by the label's token alone, over longer distances. Rare
 tokens last occurred beyond the cache, where only a memory can find them.
 
+Losses of every scored token are kept in a Parquet file for each method and size, with all losses
+after the method's first input: so a longer run serves a shorter one, and one of other cache sizes.
+
 An entry d tokens back is still in the cache up to d = C less the sinks, since a step sees C + 1
 entries.
 """
 
+import hashlib
+import json
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.protocol import OF_POLICY, Row
-from kvalign.eval.protocol.grid import one_by_one, sizes_of
-from kvalign.eval.protocol.kept import key_of, read_losses, write_losses
+from kvalign.eval.protocol.document import say_damaged
+from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
+from kvalign.foundation.files import write_whole
+from kvalign.foundation.folders import as_file_name
 from kvalign.foundation.machine import wait_for
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import prefix_ids, with_prefix
@@ -203,3 +214,43 @@ def _slice(nll: Tensor) -> Slice:
     low, high = interval(nll)
     perplexity = nll.double().mean().exp().item()
     return {"num_labels": len(nll), "perplexity": perplexity, "low": low, "high": high}
+
+
+def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
+    """NLL [N] float32 in nats of labels [N] and their share of the seconds for all kept ones, or
+    None.
+    """
+    path = _path(folder, key)
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        seconds = json.loads(table.schema.metadata[b"kvalign"])["seconds"]
+        tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        say_damaged(path)
+        return None
+    num = len(labels)
+    if not torch.equal(tokens[:num], labels.cpu()):
+        return None  # fewer, or another text with the same beginning
+    return nll[:num], seconds * (num / len(nll))
+
+
+def write_losses(
+    folder: Path, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float
+) -> None:
+    """Write the losses of labels [N] and the labels themselves."""
+    path = _path(folder, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()},
+        metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
+    )
+    write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
+
+
+def _path(folder: Path, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
+    label = as_file_name("-".join(filter(None, (key["method"], key["aligner"]))))
+    return folder / f"{label}-{sizes}-{digest}.parquet"

@@ -21,7 +21,7 @@ from kvalign.aligners.kinds import KINDS
 from kvalign.app.cli.arguments import add_arguments
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.listing import suites
-from kvalign.data_gen import corpora, prompts
+from kvalign.data_gen import corpora, corpus
 from kvalign.methods.registry import AUTO, METHODS
 from kvalign.models import fetched
 
@@ -77,7 +77,7 @@ def _names() -> dict[str, tuple[str, ...]]:
         "reference": methods,
         "corpus": texts,
         "eval_corpus": texts,
-        "prompts": _typed(prompts.NAMES),
+        "prompts": _typed(corpus.PROMPTS),
         "suite": tuple(sorted(suites())),
     }
 

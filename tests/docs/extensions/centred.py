@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kvalign.aligners import Aligner, AlignerConfig, Move
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import TARGETS
-from kvalign.data_gen.pairs import positionless
+from kvalign.data_gen.recording import positionless
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TextSettings
