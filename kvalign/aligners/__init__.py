@@ -1,6 +1,4 @@
-"""Aligners: trained parts that realign the entries that stay after an eviction. Each kind has one
-line in `kinds.py`. The config in an aligner's folder names its kind.
-"""
+"""Aligners: trained parts that realign entries that stay; a line for each kind in `kinds.py`."""
 
 import lazy_loader
 

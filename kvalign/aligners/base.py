@@ -130,9 +130,7 @@ class AlignerConfig(BaseModel):
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Findings of `kvalign.training.judge`, by ascending cache size; empty if it was not asked,
-        or nothing is used.
-        """
+        """Findings of `kvalign.training.judge`, by ascending cache size; empty without any."""
         for part in self.training.values():
             if isinstance(judged := part.get("judged"), dict):
                 return _VERDICTS.validate_python(judged.get("against_discard_half", ()))

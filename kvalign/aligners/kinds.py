@@ -49,9 +49,7 @@ def label_of(kind: str, training: Mapping[str, Any]) -> str:
 
 
 def often(name: str, every: int) -> str:
-    """Name of an aligner, of `label_of` or a path, that moves the entries once in `every`
-    evictions: `table-every-8: keys`.
-    """
+    """Name of an aligner that moves entries once in `every` evictions: `table-every-8: keys`."""
     first, colon, targets = name.partition(": ")
     return name if every == 1 else f"{first}-every-{every}{colon}{targets}"
 

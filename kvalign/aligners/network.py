@@ -72,9 +72,7 @@ class RealignNet(nn.Module):
         nn.init.zeros_(self.fc3.bias)
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weight of the vector [hidden1, D], and the contributions of position, layer and head:
-        [P|L|H, hidden1].
-        """
+        """Weight of the vector [hidden1, D]; parts of position, layer, head: [P|L|H, hidden1]."""
         vector, position, layer, head = self.fc1.weight.split(self.splits, dim=1)
         return (
             vector,
@@ -98,18 +96,14 @@ class RealignNet(nn.Module):
         return x + self._rest(torch.addmm(place, x, vector.T))
 
     def correction(self, x: Tensor, layer: int, first: int = 0) -> Tensor:
-        """Return the network's correction for one layer's entries x [B, H, S, D], at positions
-        `first` and on.
-        """
+        """Correction of one layer's entries x [B, H, S, D], at positions `first` and on."""
         vector, positions, layers, heads = self.tables()
         of_position = positions[first : first + x.shape[2]]
         place = (heads + layers[layer])[:, None] + of_position  # [H, S, hidden1]
         return self._rest(nn.functional.linear(x, vector) + place)
 
     def _rest(self, hidden: Tensor) -> Tensor:
-        """Correction from the first layer's output, [..., hidden1] before its ReLU; the input is
-        overwritten.
-        """
+        """Correction from the first layer's output [..., hidden1], which is overwritten."""
         return self.fc3(self.fc2(hidden.relu_()).relu_())
 
 

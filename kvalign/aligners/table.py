@@ -36,9 +36,7 @@ class Tables(NamedTuple):
 
 
 class TableAligner(Aligner):
-    """Means [L, H, P, D] and scales [L, H, P] for keys and values, P = chunk_len. Before training
-    they are 0 and 1 and change nothing.
-    """
+    """Means [L, H, P, D] and scales [L, H, P], P = chunk_len; before training 0 and 1."""
 
     kind = "table"
     recursive = False

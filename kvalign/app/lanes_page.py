@@ -244,9 +244,7 @@ def _of_method(method: Method) -> list[Frame]:
 
 
 def _of_memory(sizes: CacheSizes, token: int) -> Frame:
-    """Frame of a cache with a memory. Chance says which entries come back, and newer ones are
-    likelier: there is no model here whose queries choose them.
-    """
+    """Frame of a cache with a memory. There are no queries: chance says which entries come back."""
     num_sinks, size, in_sight = sizes.num_sinks, sizes.cache_size, sizes.num_in_sight
     places = RecallPlaces(sizes, 10**9, by_age=True, is_free=True)
     asking = QueryBatch(places, torch.tensor([[token]]), torch.tensor([token + 1]), token)

@@ -1,6 +1,4 @@
-"""Listings of choices: models, methods, aligners, corpora, suites, each from its registry or from
-the configs in folders; and the commands that are such a table alone.
-"""
+"""Listings of choices, each from its registry or from configs, and the commands that show one."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -250,9 +248,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _model_config(folder: Path) -> Any:
-    """Config of a model, in transformers' form; without transformers, which takes seconds to
-    import, if the file has all sizes.
-    """
+    """Config of a model; without transformers, slow to import, if the file has all sizes."""
     config = _config(folder)
     if {*_TELLS.get(config["model_type"], "?")} <= config.keys():
         ours = {_OF_GPT2[name]: value for name, value in config.items() if name in _OF_GPT2}

@@ -41,9 +41,7 @@ MAX_NAME = 100  # letters of a cell's name: it is a file's
 
 @dataclass(frozen=True)
 class Cell:
-    """One command of a suite, with checked settings. In these {out} stands for the folder of the
-    results, which may be moved.
-    """
+    """One command of a suite, with checked settings; in these {out} is the folder of results."""
 
     name: str  # unique in the suite; its document is NAME.json
     kind: catalogue.Command
@@ -162,9 +160,7 @@ def _overridden(
     shipped: dict[str, list[str]],
     where: str,
 ) -> Settings:
-    """Checked settings of a command with these words, and with the new flags that it has.
-    `shipped` are its flags with the suite's own variables.
-    """
+    """Checked settings of words, with new flags; `shipped`: flags with the suite's variables."""
     own_flags, of_cell = command.settings.flags(), _flags(words)
     model, aligner = "--model", "--aligner"
     of_suite = of_cell.get(aligner) == shipped.get(aligner)
@@ -323,9 +319,7 @@ def identity_of_cell(cell: Cell) -> str:
 
 
 def run_cell(cell: Cell) -> str:
-    """Run a cell in its own process and return its output, a JSON document. UserError if it was
-    refused, RunError if it failed; its own message is on stderr.
-    """
+    """A cell's output, JSON, from a process; UserError if it was refused, RunError if it failed."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
         given.write(cell.as_json())
         given.seek(0)
@@ -343,9 +337,7 @@ def run_cell(cell: Cell) -> str:
 
 
 def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = "") -> None:
-    """Write a cell's output as its document, with the run's changes to the suite and the identity
-    of its model.
-    """
+    """Write a cell's output as its document, with changes to the suite and the model's identity."""
     printed = json.loads(output)
     document: dict[str, Any] = {"result": printed} if cell.is_preparation else printed
     document |= {"command": cell.command, _IDENTITY: identity}

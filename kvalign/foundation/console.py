@@ -1,6 +1,4 @@
-"""Tables in a terminal, a file or a pipe, with rich; text from models and users has no effect on
-the terminal.
-"""
+"""Tables in a terminal, a file or a pipe, with rich; text from outside has no effect."""
 
 import os
 from collections.abc import Sequence
@@ -33,9 +31,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Entry:
-    """Cell of a table; the best of a column has a mark besides its colour. `more` is less important
-    than the text: an interval.
-    """
+    """Cell of a table; the best of a column has a mark. `more` matters less: an interval."""
 
     text: str
     is_best: bool = False
@@ -96,9 +92,7 @@ def print_table(
 
 
 def print_cards(titles: Sequence[str], rows: Sequence[Sequence[Entry]], console: Console) -> None:
-    """Print a card for each row: its first entries as the title, and below it the others by column,
-    without empty ones. For tables that are wider than the console.
-    """
+    """Print a card for each row, its first entry as the title, where a table would be too wide."""
     for name, *entries in rows:
         console.print(Text(escape_controls(name.line), "bold"))
         pairs = zip(titles[1:], entries, strict=True)

@@ -16,9 +16,7 @@ _TOO = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
 def is_of_a_path(error: BaseException) -> bool:
-    """Return whether the error concerns a path that the user gave: it does not exist, is of another
-    kind, is not accessible, has too long a name, or is a broken link.
-    """
+    """Return whether the error concerns a path: missing, of another kind, not accessible."""
     return isinstance(error, _OF_PATHS) or (isinstance(error, OSError) and error.errno in _TOO)
 
 
@@ -39,9 +37,7 @@ class ExistsError(UserError, FileExistsError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stop by Ctrl-C. The message says what was kept for the next identical call, or for the
-    command `to_go_on`.
-    """
+    """Stop by Ctrl-C; it says what the next identical call keeps, or the command `to_go_on`."""
 
     def __init__(self, line: str, to_go_on: str = ""):
         super().__init__(line)
@@ -67,9 +63,7 @@ def escape_controls(text: object) -> str:
 
 
 def check_text(text: str, what: str = "the text") -> None:
-    """Raise UserError for text without a UTF-8 form: half of a character, from JSON's \\ud800 or
-    from a file name in another encoding.
-    """
+    """Raise UserError for text without a UTF-8 form: half of a character, as JSON's \\ud800."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -83,9 +83,7 @@ def _unfinished(folder: Path, last: str) -> tuple[Path, Path]:
 
 
 def _settle(folder: Path, last: str) -> None:
-    """Move files that were all written into their place, and remove others, by what is on the disk:
-    at any moment this leaves the old files or the new ones.
-    """
+    """Move files that were all written into place, and remove others: the old files or the new."""
     partial, ready = _unfinished(folder, last)
     if ready.exists():
         others = [*partial.iterdir()] if partial.is_dir() else []
@@ -129,9 +127,7 @@ def read_text(path: Path) -> str:
 
 
 def text_of(content: bytes, source: object) -> str:
-    """The UTF-8 text of a file or a pipe, its line breaks as Python reads them, \\n; UserError if
-    it is not UTF-8.
-    """
+    """The UTF-8 text of a file or a pipe, with \\n at the ends of lines; UserError for another."""
     try:
         text = content.decode(TEXT)
     except UnicodeDecodeError as error:

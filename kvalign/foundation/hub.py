@@ -21,9 +21,7 @@ def why_not() -> str:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name cannot be a hub id, or begins with an existing folder: it then names a
-    file or a folder.
-    """
+    """Return whether a name is no hub id, or begins with a folder that exists: it names a path."""
     is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
     folder, slash, _ = name.partition("/")
     return not is_id or (bool(slash) and Path(folder).is_dir())

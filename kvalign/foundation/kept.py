@@ -44,9 +44,7 @@ def is_whole(file: Path) -> bool:
 
 
 def keep(file: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file under a temporary name, then keep it; OSError where that cannot be
-    written.
-    """
+    """Let `write` make a file under a temporary name, then keep it; OSError where it cannot."""
 
     def write_both(partial: Path) -> None:
         write(partial / file.name)

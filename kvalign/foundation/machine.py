@@ -26,9 +26,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: torch.device | None = None) -> int | None:
-    """Free bytes of memory, or of a device that has its own and says how much of it is free; None
-    if the system does not report them.
-    """
+    """Free bytes of memory, or of a device with its own; None where the system does not say."""
     if device is not None and is_on_card(device):
         import torch
 
@@ -43,9 +41,7 @@ def free_bytes(device: torch.device | None = None) -> int | None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system. glibc keeps memory between blocks in use; without glibc
-    nothing is done.
-    """
+    """Return freed memory to the system, which glibc keeps between blocks in use."""
     with suppress(AttributeError, OSError, TypeError):  # TypeError: of Windows
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -58,9 +54,7 @@ def check_room(num_bytes: int, what: str) -> None:
 
 
 def check_disk(num_bytes: int, folder: Path, what: str) -> None:
-    """Raise UserError unless a folder, which need not exist yet, has so much room; the message
-    begins with `what`.
-    """
+    """Raise UserError, beginning with `what`, unless a folder, new or not, has so much room."""
     there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:

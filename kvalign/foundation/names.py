@@ -1,6 +1,4 @@
-"""Names: registries of what is found by name, the name that was meant by one that is nearly right,
-and keywords.
-"""
+"""Names: registries, the name that was meant by one that is nearly right, and keywords."""
 
 import difflib
 import importlib
@@ -62,9 +60,7 @@ REMOVED = {
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """The known name that was meant: by its name in other programs, else by its letters; None if
-    nothing is near.
-    """
+    """The known name that was meant, by its name in other programs or its letters; None: none."""
     names = list(names)
     others = [candidate for candidate, aliases in _ALIASES.items() if name in aliases.split()]
     near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)

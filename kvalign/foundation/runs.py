@@ -65,9 +65,7 @@ class ResumableRun:
         return "finished" if self.result_path.exists() else "unfinished"
 
     def difference(self) -> str:
-        """The first field in which the folder's run differs from this one, with both values; "" if
-        they are the same.
-        """
+        """The first field in which the folder's run differs, with both values; "" if none does."""
         return _first_difference(read_json(self.config_path), FORMAT | self.config, self.free)
 
     def begin(self) -> None:

@@ -133,9 +133,7 @@ class Settings:
 
 
 def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
-    """Check the fields of a frozen dataclass, which are `option`s, and put the checked values in
-    their places. UserError begins with the name of a field, as `name_of` writes it.
-    """
+    """Check the `option`s of a frozen dataclass, in place; UserError with a field, by `name_of`."""
     hints = _hints(values.__class__)
     for field in fields(values):
         value, hint = getattr(values, field.name), without_none(hints[field.name])

@@ -90,9 +90,7 @@ class ModelSpec:
         return [i for i in range(self.num_layers) if i not in self.states]
 
     def of_entries(self, num_rows: int, length: int, *width: int) -> tuple[int | None, ...]:
-        """Shape of stored keys or values; None: any, in an architecture that is not known, where
-        keys and values may be of two sizes, and one for all heads.
-        """
+        """Shape of stored keys or values; None: any, in an architecture that is not known."""
         if self.model_type in FAMILIES:
             return num_rows, self.num_kv_heads, length, *width
         return num_rows, None, length, *[None] * len(width)

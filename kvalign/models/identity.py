@@ -103,9 +103,7 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Parameters, persistent buffers and all else that a model saves, under all names, each with
-    its module. Packed weights are not saved, and count.
-    """
+    """All that a model saves, and packed weights, under all names, each with its module."""
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
         if isinstance(module, PackedLinear):
@@ -168,16 +166,12 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return whether it is a tensor that PyTorch itself stores as its numbers. Others are those of
-    modules that quantise in their own way.
-    """
+    """Return whether PyTorch stores it as its numbers; modules that quantise do otherwise."""
     return type(x) in (Tensor, nn.Parameter) and not x.is_quantized
 
 
 def _storage_of(x: Any) -> tuple[object, ...]:
-    """Place of a tensor: another one after it was written or replaced. An address alone may be used
-    again.
-    """
+    """Place of a tensor and its version; an address alone may be used again."""
     if not _is_plain(x):
         return (object(),)  # not known: it is read each time
     version = 0 if x.is_inference() else x._version

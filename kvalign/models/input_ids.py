@@ -168,9 +168,7 @@ def _after_another(text: str, encode: Encoder) -> list[int]:
 def masked(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], dict[str, str]]:
-    """Texts without special tokens: the masks in their place, and the token of each; none if the
-    tokenizer has no special tokens.
-    """
+    """Texts with masks for special tokens, and the token of each; none without special tokens."""
     masks: dict[str, str] = {}
     free, without = unused_in(texts), []
     for text in texts:
@@ -193,9 +191,7 @@ def unused_in(texts: Sequence[str]) -> Iterator[str]:
 def encoder_of_masked(
     masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[str], list[int]]:
-    """Function from a text, in which masks stand for plain text and special tokens are special, to
-    its token ids.
-    """
+    """Function from a text to ids: special tokens are special, masks stand for their plain text."""
     splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     own = {name: token for token, name in placeholders.items()}
 
@@ -228,9 +224,7 @@ def special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
 
 
 def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
-    """Begin and end of the special tokens of a text, without the space that some take along, and
-    which they are.
-    """
+    """Begin, end and id of the special tokens of a text, without the space that some take along."""
     special = special_of(tokenizer)
     if not special:
         return []

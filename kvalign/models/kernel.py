@@ -90,9 +90,7 @@ def load() -> Path | None:
 
 
 def _instruction_sets() -> tuple[str, ...] | None:
-    """Instruction sets that the kernels are built for; None for another CPU. PyTorch's own limit,
-    `ATEN_CPU_CAPABILITY`, holds for them, too.
-    """
+    """Instruction sets to build for, at most `ATEN_CPU_CAPABILITY`; None for another CPU."""
     has, most = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
     for name, needed in _FITS.items():
         if all(has.get(one) for one in needed) and most in ("AVX512", name):
@@ -339,9 +337,7 @@ def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: in
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate x [B, ..., T, D] float32 by angles of each of T, equal in all rows or not, in pairs
-    that are `halves`.
-    """
+    """Rotate x [B, ..., T, D] float32 by angles of each of T, in pairs that are `halves`."""
     of_rows = -1, x.shape[-2], angles.cos.shape[-1]
     both = (y.reshape(of_rows) for y in angles[:2])
     return torch.ops.kvalign.rotate(x.flatten(1, -3).contiguous(), *both).view(x.shape)
@@ -386,9 +382,7 @@ def find(
 
 
 def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
-    """Rows [M, K] times packed weights: [M, num_out], both in float32; a row's result does not
-    depend on the others.
-    """
+    """Rows [M, K] times packed weights: [M, num_out], float32; no row depends on the others."""
     return torch.ops.kvalign.packed_product(rows.contiguous(), packed, num_out)
 
 

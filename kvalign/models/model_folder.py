@@ -143,18 +143,14 @@ def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
 
 
 def try_step(name: str, source: str, model: PreTrainedModel) -> None:
-    """Raise UserError for a model that fails at its first step, because of its config or its
-    quantised weights.
-    """
+    """Raise UserError for a model whose first step fails, by its config or quantised weights."""
     with _explain_errors(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
 
 
 def check_layers(num: object, name: str) -> None:
-    """Raise UserError for more layers than any model has. A config may list them one by one, and
-    even a model without memory for weights is built from them.
-    """
+    """Raise UserError for more layers than any model has, which take time and memory to build."""
     if isinstance(num, int) and num > MOST_LAYERS:
         raise UserError(f"{name} must be at most {MOST_LAYERS}, got {num:g}")
 
@@ -181,9 +177,7 @@ def _local(source: str) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError for files that cannot hold the weights that a config asks for; quantised ones
-    are packed, at most eight to a byte.
-    """
+    """Raise UserError for files with fewer weights, packed or not, than a config asks for."""
     is_packed = hasattr(config, "quantization_config")
     paths = list(folder.glob("*.safetensors"))
     num_stored = sum(check_header(path, any_type=is_packed) for path in paths)
@@ -241,9 +235,7 @@ def _reason(name: str, source: str, error: BaseException) -> str:
 
 
 def gguf_file(source: str) -> Path | None:
-    """The GGUF file of a model's path: the path itself, or the only one in a folder without other
-    weights; None if there is none.
-    """
+    """The GGUF file at a path, or the only one in a folder without other weights; or None."""
     path = Path(source)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         files = sorted(path.glob(f"*{GGUF}"))

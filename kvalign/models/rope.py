@@ -108,9 +108,7 @@ class Rotation:
         return Angles.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
 
     def angles_to(self, at: slice | Tensor, device: torch.device) -> Angles:
-        """Angles that move keys from position 0 to the positions `at`, [..., S] or a slice of
-        them.
-        """
+        """Angles that move keys from position 0 to `at`, [..., S] or a slice of positions."""
         if isinstance(at, Tensor):
             return self.angles(-at.to(device))
         angles = self._from_start.get(device)
@@ -325,9 +323,7 @@ def _error(rotation: Rotation, keys: Tensor, offsets: list[int]) -> float:
 
 
 def _apart(x: Tensor) -> float:
-    """The largest difference of rows from the first, as a part of the largest number; 0 where
-    there is no telling.
-    """
+    """The largest difference of rows from the first, in parts of the largest number, or 0."""
     x = x.float()
     apart = ((x - x[:1]).abs().amax() / x.abs().amax().clamp(min=1e-20)).item()
     return apart if apart == apart else 0.0

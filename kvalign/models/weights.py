@@ -1,6 +1,4 @@
-"""Weights from a safetensors file from outside. Names, shapes and types are compared with the
-needed ones before any number is read, and every number must be finite.
-"""
+"""Weights of a safetensors file from outside: names, shapes and types fit, and all is finite."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -45,9 +45,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 @contextmanager
 def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which the modules are in eval mode. Afterwards each is in its former mode. If that
-    changes one, a line is logged, once.
-    """
+    """Context with modules in eval mode, restored after it; a line is logged once for a change."""
     trained = [*filter(attrgetter("training"), modules)]
     if trained:
         warn_once(

@@ -84,9 +84,7 @@ _PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>\s*", re.D
 
 
 def form_in(text: str) -> CallForm | None:
-    """The form in which a template wrote, in a text, a call of `look_up` with {"place": "Rome"}, or
-    of which it tells there; None for an unknown one.
-    """
+    """The form in which a text has a call of `look_up` with {"place": "Rome"}; None: unknown."""
     bare = "".join(text.split())
     for form in FORMS.values():
         if "".join(form.text("look_up", '{"place":"Rome"}').split()) in bare:
@@ -169,9 +167,7 @@ def _as_named(text: str) -> list[Call]:
 
 
 def _as_xml(text: str, tools: Mapping[str, Mapping[str, Any]]) -> list[Call]:
-    """A call whose arguments stand in marks of their own, as text, if the schema does not say
-    otherwise.
-    """
+    """A call with arguments in marks of their own: text, if the schema does not say otherwise."""
     match = _XML.fullmatch(text)
     if not match or _PARAMETER.sub("", match[2]):
         return []

@@ -97,9 +97,7 @@ OWN_INPUTS = ("attention_mask", "logits_to_keep", "past_key_values", "position_i
 
 
 def check_call(function: Callable, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for the first given argument that neither the function nor `generate` has, or
-    that a stream does not obey.
-    """
+    """Raise UserError for an argument that is not there, or that a stream does not obey."""
     own = {*inspect.signature(function).parameters, *OBEYED}
     for name, value in arguments.items():
         if name in REFUSED:
@@ -113,9 +111,7 @@ def check_call(function: Callable, arguments: Mapping[str, Any]) -> None:
 
 
 def check_config(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Raise UserError for the first setting that a stream refuses; `of_model` is the model's own
-    generation_config.
-    """
+    """Raise UserError for a refused setting that is not the model's own choice of a cache."""
     for name in REFUSED:
         value = getattr(config, name, None)
         if name not in GIVE_WAY or value != getattr(of_model, name, None):
@@ -244,9 +240,7 @@ def stream_generate(
 
 
 def _on(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """Return `stream_generate` on a model that may be wrapped, where `generate` gives it the inner
-    one.
-    """
+    """Return `stream_generate` on a wrapped model, where `generate` gives it the inner one."""
 
     @functools.wraps(stream_generate)
     def generate(inner: PreTrainedModel, *args: Any, **keywords: Any) -> Tensor:

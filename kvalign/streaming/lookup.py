@@ -131,9 +131,7 @@ def most_at_once(cache: StreamingCache) -> int:
 
 
 def check_lookup(method: Method) -> None:
-    """Raise UserError unless reading ahead gives the same result as decode steps, and can be
-    undone.
-    """
+    """Raise UserError unless reading ahead equals decode steps, and can be undone."""
     if not isinstance(method, Cached) or not method.is_exact or method.sizes.memory:
         raise UserError(
             f"lookup does not work with {method.in_words}, which cannot undo a wrong guess: use "

@@ -67,9 +67,7 @@ class Row:
         return False
 
     def take(self, logits: Tensor, method: Method) -> None:
-        """Choose the next token of each text from logits [B, V], and append it; RunError if there
-        is none.
-        """
+        """Choose each text's next token from logits [B, V], and append it; RunError without one."""
         take_all([self], logits, method)
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
@@ -158,9 +156,7 @@ class Batch(Generic[R]):
         self.method, self.rows = method, [*rows]
 
     def join(self, rows: Iterable[R], methods: Sequence[Method]) -> None:
-        """Append rows of methods with the same arguments, which begin again. The first method takes
-        the place of one without rows.
-        """
+        """Append rows of methods, which begin again; the first takes the place of one without rows."""
         if not self.rows:
             self.method, *methods = methods
         self.rows += rows
@@ -191,9 +187,7 @@ class Batch(Generic[R]):
 
 
 class _Texts(Row):
-    """Texts that begin together. The row ends with the last of them, or when the method takes no
-    more tokens.
-    """
+    """Texts that begin together, and end with the last of them, or with the method's positions."""
 
     method: Method
     ends: Tensor

@@ -98,9 +98,7 @@ class Piece:
         return f"<piece for {self.info.base_model or 'a model'}: {len(self)} tokens>"
 
     def part(self, model: PreTrainedModel, num_rows: int = 1) -> EncodedPart:
-        """Its entries, for `Method.edit` of so many rows; UserError unless it belongs to this
-        model.
-        """
+        """Its entries, for `Method.edit` of so many rows; UserError if it is of another model."""
         self.info.check_model(model)
 
         def of_rows(x: Tensor) -> Tensor:
@@ -183,9 +181,7 @@ def encode(
 
 
 def encoded_alone(model: PreTrainedModel, ids: Tensor, num_before: int = 0) -> EncodedPart:
-    """Entries of ids [B, T] that the model reads alone, but for the first few, which only stand
-    before the others.
-    """
+    """Entries of ids [B, T] read alone, without the first few, which only stand before them."""
     num = ids.shape[1] - num_before
     method = Dense(model, CacheSizes(ids.shape[1], 0))
     method.feed(ids)

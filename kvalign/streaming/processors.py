@@ -1,6 +1,4 @@
-"""Logits processors of transformers for one endless stream: they read each token once, where those
-of transformers read the whole history for every new token.
-"""
+"""Logits processors of transformers that read each token of an endless stream once."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -44,9 +44,7 @@ class SamplingConfig(TypedDict, total=False):
 
 
 class StreamConfig(MethodConfig, SamplingConfig, total=False):
-    """All settings of streamed text: `MethodConfig`, `SamplingConfig`, and `compile` as in
-    `kvalign.make_method`.
-    """
+    """All settings of streamed text; `compile` as in `kvalign.make_method`."""
 
     compile: bool | None
 
@@ -138,9 +136,7 @@ class Sampling:
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
-        """Return the sampling in a function's keywords, and its other keywords; KeywordError for
-        one that the function does not have.
-        """
+        """The sampling in a function's keywords, and the others; KeywordError if unknown."""
         check_keywords(function, keywords)
         own = {field.name for field in fields(cls)} & keywords.keys()
         sampling = {name: keywords[name] for name in own}

@@ -193,9 +193,7 @@ def perplexity_of(nats: float) -> float:
 
 
 def reason(method: Method) -> str:
-    """Reason why the logits of a method are non-finite: the model's weights, the aligner's, or else
-    the precision.
-    """
+    """Reason why logits are non-finite: the weights of the model or the aligner, else precision."""
     aligner = getattr(method, "aligner", None)
     parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}
     if isinstance(aligner, nn.Module):

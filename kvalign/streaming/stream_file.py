@@ -92,9 +92,7 @@ class SavedStream(BaseModel):
         return self
 
     def sizes(self, family: str) -> dict[str, Any]:
-        """Return its sizes, as arguments of `make_method`: as when it was saved, whatever has been
-        measured since on this model, of this family of positions.
-        """
+        """Its sizes when it was saved, for `make_method`, whatever was measured since."""
         sizes: dict[str, Any] = {"num_sinks": self.num_sinks, **(self.model_extra or {})}
         if sizes.get("memory"):
             sizes["recall_places"] = sizes.get("recall_places") or usual_places(family)
@@ -141,9 +139,7 @@ def save(
     notes: dict[str, str],
     answers: Sequence[tuple[int, int]] = (),
 ) -> str:
-    """Write a stream of these ids [T] int64, as of `write`; the fields are those of `SavedStream`.
-    `state` is the state of the method, after `num_fed` tokens.
-    """
+    """Write a stream of ids [T] int64, as of `write`; `state` is that after `num_fed` tokens."""
     saved = SavedStream(
         method=method.name,
         **asdict(method.sizes),
@@ -216,9 +212,7 @@ def remove(path: Path) -> None:
 
 
 def checksum_of(path: Path) -> str:
-    """Checksum stored in a file, which identifies it; "" without a file. Its tensors are not read:
-    `read` compares them.
-    """
+    """Checksum that a file names, without reading its tensors; "" without a file."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get(_CHECKSUM, "")
@@ -234,9 +228,7 @@ def about(path: Path) -> SavedStream:
 
 
 def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
-    """Return the information in a file about its stream, with fields checked, and its tensors,
-    those of its memory among them.
-    """
+    """Return what a file says of its stream, checked, and its tensors, with those of its memory."""
     saved, tensors = _read(path)
     if saved.memory_file is not None:
         names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
@@ -249,9 +241,7 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
 def _read(
     path: Path, names: Collection[str] | None = None
 ) -> tuple[SavedStream, dict[str, Tensor]]:
-    """The same of the file alone, with its checksum compared; or some of its tensors, if they are
-    there.
-    """
+    """The same of the file alone, its checksum compared; or some tensors, if they are there."""
     wrong = f"{path} is not a stream that kvalign saved"
     with open_saved(path, "stream") as file:
         metadata = file.metadata() or {}

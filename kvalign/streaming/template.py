@@ -1,6 +1,4 @@
-"""A chat template: a program from outside that writes a conversation, and what it takes, found by
-trying it. transformers runs it in Jinja's sandbox, which reaches neither files nor code.
-"""
+"""A chat template: a program from outside, in Jinja's sandbox; what it takes is found by trying."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -107,9 +107,7 @@ class TextStream(NotPickled):
             self._begin_answer(before + ids)
 
     def go_on(self) -> None:
-        """Let an answer that was cut by max_new_tokens go on, by as many tokens; `text` and
-        `token_ids` are then those of its new part. UserError if there is no such answer.
-        """
+        """Let an answer that max_new_tokens cut go on, by as many tokens; UserError without one."""
         self._whole.check()
         if not self.is_cut:
             raise UserError("there is no answer that was cut")
@@ -167,9 +165,7 @@ class TextStream(NotPickled):
     def insert(
         self, new: str | Sequence[int] | Piece, start: int | None = None, *, exactly: int = 0
     ) -> None:
-        """Insert a text, token ids, or a piece before the token `start` of `ids`, or at the end:
-        `edit` without tokens that are replaced.
-        """
+        """Insert a text, ids or a piece before token `start`, or at the end; see `edit`."""
         start = len(self.ids) if start is None else start
         self.edit(start, start, new, exactly=exactly)
 
@@ -296,9 +292,7 @@ class TextStream(NotPickled):
         return self._answer.text
 
     def timing(self) -> dict[str, float]:
-        """Number of tokens since the last input, seconds to the first and mean milliseconds of the
-        later ones.
-        """
+        """Tokens since the last input, seconds to the first, mean milliseconds of later ones."""
         later = self.times_s[1:]
         return {
             "num_tokens": len(self.token_ids),
@@ -353,9 +347,7 @@ class TextStream(NotPickled):
         self._before_edit = None
 
     def _new_tokens(self, of: list[int], num_new: int = 0) -> Iterator[Tensor]:
-        """Tokens that follow others, `num_fed` of which have been fed, and the last `num_new` of
-        which belong to the answer.
-        """
+        """Tokens after others: `num_fed` of these were fed, the last `num_new` are the answer's."""
         earlier = (self.ids[first:end] for first, end in reversed(self.answers))
         ids = torch.tensor([of], device=self.method.model.device)
         return stream_tokens(

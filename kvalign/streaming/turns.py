@@ -79,9 +79,7 @@ def opening_len(
     template: Mapping[str, Any] | None = None,
     tools: Tools = None,
 ) -> int:
-    """Number of tokens before the user's first word: the opening, which sinks should keep; of a
-    turn that `goes_on`, those that introduce it.
-    """
+    """Tokens before the user's first word, which sinks should keep; `goes_on`: in a later turn."""
     how: dict[str, Any] = dict(special_tokens=special_tokens, template=template, tools=tools)
     one, other = (
         message_ids(tokenizer, [_message("user", word)], goes_on=goes_on, system=system, **how)
@@ -186,9 +184,7 @@ def messages_text(
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which a chat template ends an answer, or else begins what follows it;
-    None without one.
-    """
+    """The special token that ends an answer in a chat template, or follows it; None without one."""
     if not tokenizer.chat_template:
         return None
     special, (answer, next_turn) = special_of(tokenizer), islice(unused_in([]), 2)

@@ -147,9 +147,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """Keywords of `add_argument` for one field; absent flags stay None so that defaults live in the
-    dataclass.
-    """
+    """Keywords of `add_argument` for a field; absent flags are None: the dataclass has defaults."""
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING
     if not required and field.default not in (None, False, ""):

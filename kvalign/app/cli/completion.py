@@ -53,9 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _completer(field: Field, hint: typing.Any) -> Completer:
-    """Return the possible values of a field. An idea has the same name in all commands, so the name
-    is enough.
-    """
+    """Return the possible values of a field, by its name, which is the same in all commands."""
     names = field.metadata["choices"] or _names().get(field.name)
     if field.name == "method" and field.default == AUTO:
         names = (AUTO, *METHODS)

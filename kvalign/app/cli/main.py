@@ -119,9 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Open the streams that the shell has closed, as `2>&-` does. Python would print to stdout
-    without stderr.
-    """
+    """Open streams that the shell has closed (`2>&-`): Python prints to stdout without stderr."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -183,9 +181,7 @@ def family_usage() -> str:
 
 
 def usage(is_whole: bool = False) -> str:
-    """Return the text of `kvalign --help`: on one screen the commands of every day, and the names
-    of the others; or all commands, grouped by purpose.
-    """
+    """Return the text of `kvalign --help`: the commands of every day, or all, by purpose."""
     width = max(map(len, COMMANDS))
     if is_whole:
         groups = ["\n".join([f"{title}:", *_lines(of, width)]) for title, of in GROUPS.items()]

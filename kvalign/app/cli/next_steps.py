@@ -14,9 +14,7 @@ _LONG = ("train", "eval", "compile")  # of the commands that come next, those th
 
 
 def say_next(*words: str | Path, why: str = "") -> None:
-    """Name the next command, given the words after `kvalign`, and say if it takes minutes, and what
-    it is for where its name does not tell.
-    """
+    """Name the next command, the words after `kvalign`; say if it takes minutes, and its use."""
     takes = " (takes minutes)" if words[0] in _LONG else ""
     comment = f"  # {why}" if why else ""
     _say(f"next{takes}: {shlex.join(['kvalign', *map(str, words)])}{comment}")

@@ -156,9 +156,7 @@ def tokens_past(context_len: int | None, num_before: int) -> int | None:
 
 
 def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
-    """The pieces of a stream. A line on stderr marks the first piece after an eviction, and the
-    first past the context length.
-    """
+    """The pieces; a line on stderr marks the first eviction and the end of the context length."""
     context_len = stream.method.spec.context_len or math.inf
     size = stream.method.sizes.cache_size
     is_full = is_past = False

@@ -1,6 +1,4 @@
-"""`kvalign serve`: the OpenAI API. It takes its address at once, and answers there while all else
-loads.
-"""
+"""`kvalign serve`: the OpenAI API. It takes its address and answers there while all else loads."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def url_of(host: str, at: socket.socket) -> str:
 
 @contextmanager
 def loading(at: socket.socket) -> Iterator[None]:
-    """Within it each request is answered with status 503 and `LOADING`. Those that come as it ends
-    wait for whoever accepts next.
-    """
+    """Within it each request is answered by 503 and `LOADING`; those that come as it ends wait."""
     about = {"Content-Type": "application/json", "Content-Length": f"{len(LOADING)}"}
 
     class Loading(BaseHTTPRequestHandler):

@@ -132,9 +132,7 @@ def _text(number: float | None) -> str:
 
 
 def _import_member(name: str) -> Any:
-    """Return the object that `MODULE:NAME` names, from installed modules and the folder of the
-    command, as with `python -m`.
-    """
+    """Return what `MODULE:NAME` names, of installed modules and of the folder of the command."""
     module, _, member = name.partition(":")
     if not module or not member:
         raise UserError(f"--cache takes MODULE:NAME, got {name!r:.80}")

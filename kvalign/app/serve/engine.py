@@ -206,9 +206,7 @@ class Engine(threading.Thread):
         self._step_s = time.perf_counter() - start_s
 
     def _report(self, rows: Sequence[AnswerRow], method: Method) -> None:
-        """Count the tokens that rows have taken, and notify the turns of those that end; a failed
-        row ends with its turn.
-        """
+        """Count the tokens that rows have taken; notify the turns of those that end, or failed."""
         now = time.perf_counter()
         for row in rows:
             if row.failure is None:

@@ -1,6 +1,4 @@
-"""Sessions in a folder: one file for each stream, written completely or not at all.
-`kvalign.load_stream` and `kvalign chat --state` read them, too.
-"""
+"""Sessions in a folder, a file each, which `load_stream` and `kvalign chat --state` read, too."""
 
 import hashlib
 import logging
@@ -139,9 +137,7 @@ class InFolder(Store):
         return self.folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _read(self, path: Path) -> Session:
-        """The session in a file, without its state; UserError for one of another model, method or
-        size.
-        """
+        """The session in a file, without its state; UserError for another model, method or size."""
         checksum = stream_file.checksum_of(path)
         try:
             saved, tensors = stream_file.read(path)

@@ -1,6 +1,4 @@
-"""Messages of a conversation, and the tools that it may use, in the forms of OpenAI's API: those of
-chats, and the items of responses.
-"""
+"""Messages of a conversation and its tools, in the forms of OpenAI's API: chats and responses."""
 
 import hashlib
 import json
@@ -98,9 +96,7 @@ class Form(BaseModel, extra="forbid", strict=True):
 
     @classmethod
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        """Return the fields that are obeyed, and note those that are ignored; RequestError for one
-        that is refused.
-        """
+        """The fields that are obeyed; ignored ones are noted, RequestError for a refused one."""
         where, fields = f"{cls.within}: " if cls.within else "", {}
         own = {field.alias or name for name, field in cls.model_fields.items()}
         kinds = get_args(cls.model_fields["type"].annotation) if "type" in own else ()
@@ -140,9 +136,7 @@ class TextPart(Form):
 
 
 def _joined(content: Any, info: ValidationInfo) -> Any:
-    """The text of a message: its parts are joined by a line end, as vLLM, TensorRT-LLM and
-    llama.cpp join them.
-    """
+    """The text of a message: parts joined by a line end, as vLLM, TensorRT-LLM and llama.cpp do."""
     if not isinstance(content, list):
         return content
     if len(content) > _MOST_PARTS:
@@ -166,9 +160,7 @@ Arguments = Annotated[str, AfterValidator(_an_object)]
 
 
 class OfFunction(Form):
-    """A tool, its name, or a call of it. In chats the function's fields stand in one field, in
-    /v1/responses beside the type.
-    """
+    """A tool, its name, or a call of it; in chats the fields stand in `function`."""
 
     type: Literal["function"]
     name: str
@@ -279,9 +271,7 @@ def in_order(results: Sequence[Message], calls: Sequence[tuple[str | None, str]]
 
 
 def matched(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which the results of calls stand in the order of the calls. Results with which
-    they begin are of calls that only the server knows.
-    """
+    """Messages with results in the order of their calls. First ones are of calls of the server."""
     ordered, calls = list[Message](), list[tuple[str | None, str]]()
     for is_result, run in groupby(messages, key=lambda message: message.role == "tool"):
         several = [*run]
@@ -292,9 +282,7 @@ def matched(messages: Sequence[Message]) -> list[Message]:
 
 
 class Item(Message):
-    """An item of /v1/responses, read as the message that it is: one, a call that an answer has, or
-    the result of a call, or what was thought before it.
-    """
+    """An item of /v1/responses, read as the message that it is."""
 
     harmless: ClassVar = (
         *Message.harmless,
@@ -329,9 +317,7 @@ class Item(Message):
 
 
 def messages_of(items: Iterable[Message]) -> list[Message]:
-    """The messages that items are. An answer comes in several of them, its thoughts, its text and
-    its calls; it is one message.
-    """
+    """The messages that items are: the thoughts, the text and the calls of an answer make one."""
     messages = list[Message]()
     for role, run in groupby(items, key=lambda message: message.role):
         several = list(run)

@@ -46,9 +46,7 @@ class Prompts:
         )
 
     def new_session(self, session: Session, request: Chat, tools: Tools | None) -> Session:
-        """A new session from a request, with as many sinks as its system prompt and its tools have
-        tokens.
-        """
+        """A new session, whose sinks are the tokens of its system prompt and its tools."""
         sizes, first = self.method.sizes, request.messages[0]
         system, num_sinks = first.content if first.role == "system" else None, sizes.num_sinks
         if (system is not None or tools) and self.keeps_opening:

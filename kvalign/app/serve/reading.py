@@ -1,6 +1,4 @@
-"""Reading of answers that come in pieces: what the model thinks, what it says, and its calls of
-tools. A call that is only drafted in a thought is none.
-"""
+"""Reading of answers in pieces: thoughts, text and calls. A call within a thought is none."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,4 @@
-"""Replies to a client: the engine's events in the forms of OpenAI's API, as one JSON document or as
-Server-Sent Events.
-"""
+"""Replies in the forms of OpenAI's API, as one JSON document or as Server-Sent Events."""
 
 import asyncio
 import json
@@ -27,9 +25,7 @@ Events = asyncio.Queue[Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Part of an answer as it is told: its thoughts, its content, the calls of tools that are
-    complete now, and with the last part its end.
-    """
+    """Part of an answer: thoughts, content, whole calls of tools; with the last part its end."""
 
     index: int
     thoughts: str
@@ -209,9 +205,7 @@ def ignored_of(names: Iterable[str]) -> dict[str, str]:
 
 
 async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list[Part]]:
-    """Yield the parts that are there, until the answers end or an error ends them. A client that
-    disconnects, or a reader that stops, cancels them.
-    """
+    """Yield parts until answers end, or an error ends them; a client that leaves cancels them."""
     reading = answers.reading
     readers = [Reader(reading) if reading else None for _ in range(answers.num)]
     num_calls = [0] * answers.num

@@ -48,9 +48,7 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine: `start` it, `stop` it. UserError for settings that do
-    not fit the model, and for sessions of another model.
-    """
+    """One model, its sessions and its engine; UserError if settings or sessions do not fit."""
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.tokenizer = settings, loaded.tokenizer
@@ -94,9 +92,7 @@ class Service:
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
     def _take_stored_steps(self) -> None:
-        """Load the steps of one session and of several, made before anybody waits. Others are not
-        compiled: rows come and go, and each number of them would take a minute.
-        """
+        """Load stored steps. To compile others would take a minute for each number of rows."""
         method, stepper = self.method, self.method.stepper
         for num_rows, name in ((1, "steps"), (2, "steps of several sessions")):
             if stepper is None or not stepper.prepare(method, num_rows):
@@ -216,9 +212,7 @@ class Service:
         return None if state is None else (state, edits)
 
     def _state(self, other: Session) -> State | None:
-        """The state of a session that another one is made from; None if it is not there any more:
-        another turn has been stored, or it was dropped, or is damaged.
-        """
+        """The state of a session to begin from; None if it went on, was dropped, or is damaged."""
         try:
             return self.sessions.state(other)
         except RequestError:

@@ -56,9 +56,7 @@ class Session:
         return not self.id.startswith(_UNNAMED)
 
     def with_request(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
-        """Return the session with the request for its next answer: its messages, the digest of its
-        other fields, and its key.
-        """
+        """Return it with the request for its next answer: messages, digest of other fields, key."""
         request = digest(self.tools, messages)[-1]
         return replace(self, request=request, fields=fields, key=key)
 
@@ -68,9 +66,7 @@ class Session:
 
 
 class Store:
-    """Store of the states of sessions: here in memory, as long as the server lives. `notes` say why
-    files are ignored, a line each.
-    """
+    """Store of states: here in memory. `notes` say why files are ignored, a line each."""
 
     notes: Sequence[str] = ()
 
@@ -99,9 +95,7 @@ class Store:
 
 
 def as_read(text: str) -> str:
-    """Return a text as people compare it: in Unicode's composed form (NFC), with LF at the ends of
-    lines, and without whitespace at both ends. Clients strip answers, forms write CRLF.
-    """
+    """Return a text as people compare it: NFC, LF at line ends, no whitespace at both ends."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
     return unicodedata.normalize("NFC", lines).strip()
 
@@ -190,17 +184,13 @@ class Sessions:
             return self._by_id.get(name, Session(name))
 
     def begun(self, messages: Sequence[Message], tools: str = "") -> Session | None:
-        """The idle session, of any name, that shares the longest beginning with these messages, as
-        of `take`; None if none does.
-        """
+        """The idle session of any name with the longest beginning of these messages; None: none."""
         with self._lock:
             there = [*self._idle(is_named=False), *self._idle(is_named=True)]
         return _longest(there, messages, tools)
 
     def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
-        """The idle session without a name, with so many sinks, that shares the longest beginning
-        with these tokens [T]; None if none shares its sinks and one token more.
-        """
+        """The idle unnamed session with these sinks and most tokens [T] in common; None: none."""
         with self._lock:
             there = self._idle(is_named=False)
         alike = [(_num_alike(x.ids, ids), x) for x in there if x.num_sinks == num_sinks]
@@ -224,9 +214,7 @@ class Sessions:
             self._busy.discard(session.id)
 
     def forget(self, name: str) -> None:
-        """Delete a session, so that its next turn begins it. RequestError if it does not exist, or
-        is answering a turn.
-        """
+        """Delete a session; RequestError if it does not exist, or is answering a turn."""
         with self._lock:
             self._check_idle(name)
             is_known = name in self._by_id or name in self._dropped

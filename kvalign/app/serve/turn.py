@@ -177,9 +177,7 @@ class Turn:
             self.state = None
 
     def change(self, most: int) -> int:
-        """Make the last change that is left, or a part of it: at most so many new tokens. Return
-        how many were fed.
-        """
+        """Make the last change, or at most so many new tokens of it; return how many were fed."""
         start, stop, new = self.changes.pop()
         now, rest = new[:most], new[most:]
         ids = [torch.tensor([now], device=self.method.model.device)] if now else []
@@ -189,9 +187,7 @@ class Turn:
         return len(now)
 
     def ended(self, row: AnswerRow, state: State | None) -> None:
-        """An answer is complete; the state is that of a method that was fed all but its last token,
-        None without an update.
-        """
+        """An answer is complete; the state is after all but its last token, None if not needed."""
         if self.update is None:
             self.put(End.of(row))
         else:
@@ -278,9 +274,7 @@ class Answers:
     reading: Reading | None = None  # None: their text is as it is
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
-        """Count a prompt: the tokens that a method has been fed of it when the answers begin, and
-        those of evicted turns.
-        """
+        """Count a prompt: tokens fed when the answers begin, and those of evicted turns."""
         self.num_prompt += num_gone + num_fed
         self.num_evicted += num_gone + method.sizes.num_dropped(num_fed)
         self.num_forgotten += num_gone + method.num_forgotten(num_fed)

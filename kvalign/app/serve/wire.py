@@ -100,16 +100,12 @@ class Request(Form):
 
     @property
     def opening(self) -> str:
-        """Return a digest of what begins a conversation beside its messages: the tools, and values
-        for the chat template; "" without one.
-        """
+        """Return a digest of the tools and the values for the chat template; "" without one."""
         return ""
 
     @property
     def fields(self) -> str:
-        """Return a digest of the fields that change an answer, but for the messages or the prompt.
-        With these equal, two requests ask for the same answer.
-        """
+        """Return a digest of the fields that change an answer, without messages or prompt."""
         values = self.model_dump(exclude=_NOT_OF_THE_ANSWER)
         values |= {"max_tokens": self.most_tokens, "stop": self.stops, "n": self.num_choices}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
@@ -295,9 +291,7 @@ class Headers:
 
 
 def parsed(model: type[M], body: bytes, session: str | None) -> M:
-    """A request from its body, and the session that a header names; RequestError, in one line, if
-    it is invalid.
-    """
+    """A request from its body, and the session of a header; RequestError, a line, if invalid."""
     ignored: list[str] = []
     try:
         values = read_json(body.decode())

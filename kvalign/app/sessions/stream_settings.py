@@ -137,9 +137,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         num_sinks: int | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> TextStream:
-        """A new stream of these token ids, like `kvalign.stream`. The choice of `auto` is printed
-        on stderr. `defaults` hold for sampling without a flag.
-        """
+        """A new stream; the choice of `auto` is told on stderr, `defaults` hold without a flag."""
         from kvalign.methods import make_chosen
         from kvalign.methods.choice import choose, needs_cache
         from kvalign.streaming.text_stream import TextStream
@@ -180,9 +178,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             )
 
     def values_of(self, stream: TextStream) -> dict[str, Any]:
-        """Return the settings of a stream, as JSON values: the flags, and the stream's own values
-        for the rest.
-        """
+        """Return the settings of a stream, as JSON values: its own, and the flags for the rest."""
         from kvalign.models.packed import weights_of
 
         method = stream.method
@@ -199,9 +195,7 @@ class StreamSettings(MethodSettings, ModelSettings):
 
 
 def number_of(name: str, value: str, needed: str) -> int | None:
-    """Number that a flag gives, None for the first word of what is needed, such as `auto or a
-    number`; UserError for anything else.
-    """
+    """Number of a flag; None for the first word of what is needed; UserError for anything else."""
     if value == needed.partition(" ")[0]:
         return None
     if not (value.isascii() and value.isdigit()):
@@ -218,9 +212,7 @@ def num_evicted(stream: TextStream) -> int:
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
-    """The pieces of a stream, once the input before the first is read, with a named progress bar;
-    the first may be empty.
-    """
+    """The pieces of a stream, after its input was read with a named bar; the first may be empty."""
     pieces = iter(stream)
     with progress.shown_as(name) as bar:
         bar.phase("reading")

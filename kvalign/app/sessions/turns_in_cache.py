@@ -48,9 +48,7 @@ def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -
 
 
 def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any) -> str:
-    """Cut a turn, counted from 1, with its answer; what stands behind is not encoded again. Says
-    what was cut; UserError if there is no such turn.
-    """
+    """Cut a turn, from 1 on, with its answer, and say so; UserError if there is no such turn."""
     from kvalign.streaming.turns import word_starts
 
     begins = _begins_to_edit(stream, number)
@@ -66,9 +64,7 @@ def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any)
 
 
 def edit_turn(stream: TextStream, number: int, text: str, system: str | None, **how: Any) -> str:
-    """Replace the user's words in a turn, counted from 1; its answer, and what stands behind, stay
-    as they are. Says what was replaced; UserError if there is no such turn.
-    """
+    """Replace the user's words in a turn, from 1 on, and say so; UserError if there is none."""
     from kvalign.streaming.turns import turn_ids
 
     begins = _begins_to_edit(stream, number)
