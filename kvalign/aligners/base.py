@@ -75,7 +75,6 @@ class Verdict(BaseModel):
 
     @property
     def in_figures(self) -> str:
-        """`1.012 (1.003 to 1.021)`."""
         ends = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
         return f"{self.ratio:.3f}{ends}"
 
@@ -326,7 +325,6 @@ class Aligner(
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
-    """The config of an untrained aligner for `model`."""
     of_model = {name: getattr(spec, name) for name in OF_MODEL}
     fingerprint = embedding_fingerprint(model)
     return AlignerConfig(

@@ -18,11 +18,9 @@ class KV(NamedTuple):
         return KV(function(self.keys), function(self.values))
 
     def slots(self, start: int, num: int) -> "KV":
-        """View of so many of the entries."""
         return KV(self.keys.narrow(2, start, num), self.values.narrow(2, start, num))
 
     def put(self, new: "KV") -> None:
-        """Overwrite the entries with as many others."""
         for x, y in zip(self, new, strict=True):
             x.copy_(y.detach())
 
@@ -40,7 +38,6 @@ class KV(NamedTuple):
         return self.map(lambda x: x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])))
 
     def rows(self, rows: slice | list[int] | Tensor) -> "KV":
-        """Entries of some rows of the batch."""
         return KV(self.keys[rows], self.values[rows])
 
     def unless(self, is_other: Tensor, other: "KV") -> "KV":

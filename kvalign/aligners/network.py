@@ -151,7 +151,6 @@ class NetworkAligner(Aligner):
 
 
 def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:
-    """Network for keys or values, of the config's sizes."""
     shared = {name: size for name, size in config.sizes.items() if name not in _HIDDEN}
     hidden1, hidden2 = (config.sizes[f"{kv}_hidden{i}"] for i in (1, 2))
     shape = (config.head_dim, num_positions, config.num_layers, config.num_kv_heads)

@@ -73,7 +73,6 @@ def fetchable() -> list[Row]:
 
 
 def architectures() -> list[Row]:
-    """Architectures that KV-Align can stream, and how each encodes positions."""
     from kvalign.models.architectures import FAMILIES
 
     return [{"architecture": name, "positions": family} for name, family in FAMILIES.items()]
@@ -88,7 +87,6 @@ def methods() -> list[Row]:
 
 
 def policies() -> list[Row]:
-    """The registry of policies."""
     from kvalign.policies import POLICIES
 
     return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
@@ -134,7 +132,6 @@ def aligners(model: str | None = None) -> list[Row]:
 
 
 def corpora() -> list[Row]:
-    """The corpora for --corpus."""
     from kvalign.data_gen.corpora import SPECS
 
     return [{"name": name, "about": about} for name, about in SPECS.items()]
@@ -203,7 +200,6 @@ _FIELDS = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 
 def settings_of_listing(name: str) -> type[Settings]:
-    """The settings of a command that shows one kind of choices."""
     about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
     return make_dataclass(
         f"{name.title()}Settings",
@@ -259,7 +255,6 @@ def _model_config(folder: Path) -> Any:
 
 
 def _trained_on(data: Any) -> str:
-    """Return the training data of a part, from an aligner's config."""
     data = data if isinstance(data, dict) else {}
     if "corpus" in data:
         return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"

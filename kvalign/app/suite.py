@@ -181,7 +181,6 @@ def _split(flag: str, text: str) -> list[str]:
 
 
 def _flags(words: list[str]) -> dict[str, list[str]]:
-    """Flags, each with the words after it."""
     flags: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):

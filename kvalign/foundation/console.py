@@ -39,7 +39,6 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """The whole entry in one line."""
         mark = " ★" if self.is_best else ""
         return f"{self.text}{mark} ({self.more})" if self.more else self.text + mark
 

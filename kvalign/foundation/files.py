@@ -189,7 +189,6 @@ def read_checked(model: type[M], path: Path) -> M:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -251,7 +250,6 @@ def check_not_locked(folder: Path) -> None:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Remove files and folders that exist."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -62,7 +62,6 @@ def being_made(file: Path) -> Iterator[None]:
 
 
 def forget(file: Path) -> None:
-    """Remove a kept file."""
     for path in (_about(file), file, _lock(file)):
         path.unlink(missing_ok=True)
 

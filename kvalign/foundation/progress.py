@@ -52,11 +52,9 @@ class Bar:
 
     @property
     def n(self) -> int:
-        """Work that is done."""
         return int(self._task.completed)
 
     def expect(self, amount: int, units: str) -> None:
-        """Add to the work to do, in one unit."""
         self._task.total, self.units = (self._task.total or 0) + amount, units
         self._task.finished_time = None  # it may have been reached
 
@@ -67,11 +65,9 @@ class Bar:
         self._bar.advance(self._task.id, amount)
 
     def skip(self, amount: int) -> None:
-        """Add work that was done before and does not count for the speed."""
         self._task.completed += amount
 
     def phase(self, doing: str) -> None:
-        """Name the current phase."""
         self._doing = doing
 
     def close(self, is_done: bool = False) -> None:
@@ -86,7 +82,6 @@ class Bar:
 
     @property
     def line(self) -> str:
-        """Line about what is done and what is left."""
         task, doing = self._task, f"{self.name}: {self._doing}"
         so_far = _clock(task.elapsed or 0)
         if not task.total:
@@ -113,7 +108,6 @@ class Bar:
 
 
 def _clock(seconds: float) -> str:
-    """`0:01:30`."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -146,7 +140,6 @@ def shown_as(name: str) -> Iterator[Bar]:
 
 
 def expect(amount: int, units: str) -> None:
-    """Add to the work to do, as `Bar.expect`."""
     if _bar is not None:
         _bar.expect(amount, units)
 
@@ -158,13 +151,11 @@ def advance(amount: int, **figures: str) -> None:
 
 
 def skip(amount: int) -> None:
-    """Add work that was done before, as `Bar.skip`."""
     if _bar is not None:
         _bar.skip(amount)
 
 
 def phase(doing: str) -> None:
-    """Name the current phase."""
     if _bar is not None:
         _bar.phase(doing)
 
@@ -176,5 +167,4 @@ def say(line: str) -> None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning, once."""
     log.warning(message)

@@ -69,13 +69,11 @@ class ResumableRun:
         return _first_difference(read_json(self.config_path), FORMAT | self.config, self.free)
 
     def begin(self) -> None:
-        """Write the description of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.result_path.unlink(missing_ok=True)
         write_json(self.config_path, FORMAT | self.config)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write the result of the run."""
         write_json(self.result_path, result)
 
     def result(self) -> dict[str, Any]:

@@ -101,12 +101,10 @@ class Settings:
         check_fields(self, flag)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in vars(self).items()}
 
     @classmethod
     def flags(cls) -> set[str]:
-        """The command-line flags of the fields."""
         return {flag(field.name) for field in fields(cls) if not field.metadata["positional"]}
 
     def changed(self) -> dict[str, Any]:
@@ -302,7 +300,6 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 def settings_of(function: Callable[..., Any]) -> Any:
-    """The settings class of a function under `keywords_of`."""
     return function.settings_type  # type: ignore[attr-defined]
 
 
@@ -315,8 +312,6 @@ DEVICE = "cpu, cuda, mps, ...; auto: cuda if there is one with room for the mode
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Base of the settings with a model."""
-
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
     dtype: str = option(

@@ -236,7 +236,6 @@ def _added(file: _Vocabulary, is_special: bool) -> Iterator[AddedToken]:
 
 
 def _of_merges(file: _Vocabulary, pre: Pre) -> Tokenizer:
-    """Byte-level BPE."""
     merges = dict.fromkeys(_pair(merge) for merge in file.get("merges"))
     bpe = models.BPE(file.ids, [*merges], ignore_merges=pre.whole)
     tokenizer = Tokenizer(bpe)

@@ -155,7 +155,6 @@ class _Index(BaseModel):
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a model's folder; none without safetensors."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         with opened(whole, whole.name) as file:
@@ -190,6 +189,5 @@ def _about(x: Any) -> str:
 
 
 def _digest(abouts: Iterable[tuple[str, str]]) -> str:
-    """Digest of what `_about` says of all tensors, by name."""
     lines = "".join(f"{name} {about}\n" for name, about in sorted(abouts))
     return hashlib.sha256(lines.encode()).hexdigest()[:_LEN]

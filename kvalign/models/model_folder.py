@@ -191,7 +191,6 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
 
 
 def num_weights(config: PretrainedConfig) -> int:
-    """Return the number of weights of a model with this config."""
     with no_init_weights(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.tie_weights()
@@ -261,7 +260,6 @@ def check_gguf_readers() -> None:
 
 
 def _gguf_config(path: Path) -> PretrainedConfig:
-    """The model's config, in the form of transformers."""
     check_gguf_readers()
     from gguf import GGUFReader
 
@@ -287,7 +285,6 @@ def _gguf_config(path: Path) -> PretrainedConfig:
 
 
 def _read_gguf(path: Path, **how: Any) -> PreTrainedModel:
-    """The model of a file, with its weights unpacked."""
     with _explain_gguf(path):
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = _pretrained(path.parent, **how, **_in_gguf_folder(path))

@@ -78,7 +78,6 @@ class PackedLinear(nn.Module):
         """Buffers by name, from the `parts` of weights."""
 
     def levels(self) -> Tensor:
-        """The packed tensor, in an order that does not depend on the CPU."""
         return self.packed
 
     @abstractmethod
@@ -261,7 +260,6 @@ def _block_of_kernel() -> int:
 
 
 def _pad_blocks(x: Tensor) -> Tensor:
-    """Zeros after the last output, up to whole blocks."""
     num_pad = -len(x) % _BLOCK
     return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x
 
@@ -424,7 +422,6 @@ def embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def num_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a model's weights in memory; those of several modules count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
@@ -443,7 +440,6 @@ def is_of_4_bits(model: PreTrainedModel) -> bool:
 
 
 def _fits(module: nn.Module) -> bool:
-    """Return whether it is a product whose inputs come in groups."""
     return type(module) in (nn.Linear, Conv1D) and _weight_of(module).shape[1] % GROUP == 0
 
 

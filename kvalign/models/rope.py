@@ -79,7 +79,6 @@ class Angles(NamedTuple):
 
     @property
     def inverse(self) -> "Angles":
-        """The move back."""
         return Angles(self.cos, -self.sin, self.layout)
 
     def to(self, device: torch.device) -> "Angles":
@@ -100,7 +99,6 @@ class Rotation:
         self._from_start: dict[torch.device, Angles] = {}
 
     def at(self, layer: int) -> "Rotation":
-        """Rotation of a layer's keys."""
         return self
 
     def angles(self, shift: Tensor) -> Angles:

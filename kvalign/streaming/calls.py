@@ -156,7 +156,6 @@ def _of_object(value: Any) -> Call | None:
 
 
 def _as_named(text: str) -> list[Call]:
-    """A call that is a name with arguments behind it."""
     if not (match := _NAMED.fullmatch(text)):
         return []
     name, written, arguments = match.groups()

@@ -156,7 +156,7 @@ class Batch(Generic[R]):
         self.method, self.rows = method, [*rows]
 
     def join(self, rows: Iterable[R], methods: Sequence[Method]) -> None:
-        """Append rows of methods, which begin again; the first takes the place of one without rows."""
+        """Append rows of methods, which begin again; the first one replaces one without rows."""
         if not self.rows:
             self.method, *methods = methods
         self.rows += rows

@@ -187,5 +187,4 @@ def _width(entries: Tensor) -> int:
 
 
 def _sums(records: Tensor) -> list[int]:
-    """CRC-32 of each record."""
     return [crc32(record) for record in records.numpy()]

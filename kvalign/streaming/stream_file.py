@@ -260,7 +260,6 @@ def _read(
 
 
 def _memory_of(path: Path) -> Before | None:
-    """Record in a stream's file of its memory, if it has one."""
     try:
         saved, tensors = _read(path, names=[SUMS, DIGESTS])
     except UserError:
@@ -271,7 +270,6 @@ def _memory_of(path: Path) -> Before | None:
 
 
 def _of_memory(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors of a memory."""
     return sorted(name for name in tensors if is_of_memory(name))
 
 

@@ -223,7 +223,6 @@ def ends_of(config: GenerationConfig | PretrainedConfig) -> list[int]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """The texts in lists and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -185,7 +185,6 @@ def _comma_separated(item: type) -> Any:
 
 
 def columns() -> int:
-    """Width of help in columns."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 

@@ -100,7 +100,6 @@ class Command:
 
     @property
     def _found(self) -> tuple[type[Settings], Callable[..., Any]]:
-        """Its settings and its function."""
         first, _, name = self.name.partition(" ")
         if first == FAMILY and name in EVALUATIONS:
             from kvalign.app.commands.evaluate import evaluate

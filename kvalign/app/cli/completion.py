@@ -64,7 +64,6 @@ def _completer(field: Field, hint: typing.Any) -> Completer:
 
 @functools.cache
 def _names() -> dict[str, tuple[str, ...]]:
-    """Possible names of each field, by field."""
     methods, texts = tuple(METHODS), _typed(corpora.NAMES)
     return {
         "model": (*checkpoints.MODELS, *fetched.MODELS),

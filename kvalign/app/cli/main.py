@@ -68,7 +68,6 @@ def _on_kill(*_: object) -> NoReturn:
 
 @_kill_is_ctrl_c()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
         from kvalign.app.cli.completion import complete
 

@@ -53,5 +53,4 @@ def _say(line: str) -> None:
 
 
 def of_model(model: str) -> Iterable[str]:
-    """Flag of a model that is not the default."""
     return [] if model == DEFAULT_MODEL else ["--model", model]

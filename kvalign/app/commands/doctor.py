@@ -69,7 +69,6 @@ def how_to_install(name: str) -> str:
 
 
 def _is_in(needed: Requirement) -> tuple[bool, str]:
-    """Return whether a supported version of a package is installed, and which one is."""
     try:
         version = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
@@ -78,7 +77,6 @@ def _is_in(needed: Requirement) -> tuple[bool, str]:
 
 
 def packages() -> Iterator[Check]:
-    """Python and every required package."""
     yield Check("kvalign", "ok", metadata.version("kvalign"))
     python, version = metadata.metadata("kvalign")["Requires-Python"], sys.version.split()[0]
     is_supported = Requirement(f"python{python}").specifier.contains(version)

@@ -197,7 +197,6 @@ def whole_text() -> str:
 
 
 def _has_come(file: int) -> bool:
-    """Return whether there is input, or its end."""
     try:
         if select.select([file], [], [], QUIET_S)[0]:
             return True

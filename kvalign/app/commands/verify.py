@@ -72,7 +72,6 @@ class VerifySettings(MethodSettings):
             raise UserError(f"--cache makes the cache itself: leave out {', '.join(flags)}")
 
     def make(self) -> Make:
-        """Return the function that makes the cache or the method."""
         if self.cache is not None:
             return _import_member(self.cache)
         check_name(self.method)

@@ -27,8 +27,6 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Metrics of one server."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
@@ -51,7 +49,6 @@ class Metrics:
         self.sessions = gauge("kvalign_sessions", "stored sessions")
 
     def text(self) -> bytes:
-        """All metrics, in Prometheus' text form."""
         return generate_latest(self.registry)
 
 
@@ -94,7 +91,6 @@ class Engine(threading.Thread):
             self._wakes.notify()
 
     def stop(self) -> None:
-        """Stop all turns."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
@@ -102,7 +98,6 @@ class Engine(threading.Thread):
 
     @property
     def num_free(self) -> int:
-        """Free places."""
         return self.max_streams - self.num_rows
 
     @property
@@ -229,7 +224,6 @@ class Engine(threading.Thread):
         batch.rows = []
 
     def _fail(self, turns: Iterable[Turn], error: Exception) -> None:
-        """End turns with an error of their step."""
         if isinstance(error, UserError):
             answer = RequestError(str(error))
         else:

@@ -185,5 +185,4 @@ class InFolder(Store):
 
 
 def _digest(ids: Tensor) -> str:
-    """SHA-256 of tokens [T] int64."""
     return hashlib.sha256(ids.contiguous().numpy().data).hexdigest()

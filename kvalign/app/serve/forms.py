@@ -175,7 +175,6 @@ class Constraints:
         return lambda num: Constraint(LLMatcher(self._tokenizer, grammar), num, field)
 
     def _literal(self, text: str) -> str:
-        """A text in a grammar."""
         added = self._own.get_added_vocab()
         marks = "|".join(re.escape(one) for one in sorted(added, key=len, reverse=True))
         pieces = re.split(f"({marks})", text) if marks else [text]

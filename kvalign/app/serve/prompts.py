@@ -137,7 +137,6 @@ class Prompts:
         return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
     def num_gone(self, session: Session) -> int:
-        """Tokens of the session's evicted turns."""
         if not session.turns or not session.turns[0]:
             return 0
         how = {"special_tokens": self.settings.special_tokens}
@@ -245,7 +244,6 @@ class Edits(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """Tokens that the changes bring."""
         return sum(len(change.new) for change in self.changes)
 
 

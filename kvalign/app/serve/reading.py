@@ -168,11 +168,9 @@ class Reading:
         return text.rstrip().endswith(self.thoughts[0])
 
     def whole(self, text: str) -> Said:
-        """Return what a whole answer says."""
         return Reader(self).read(text, is_last=True)
 
     def num_thoughts(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-        """Return the number of tokens of an answer up to the end of its thoughts."""
         decoder, reader, num = Decoder(tokenizer, (), self.spelled(tokenizer)), Reader(self), 0
         for number, token in enumerate(ids if self.thoughts else (), 1):
             reader.read(decoder.step(token))
@@ -207,7 +205,6 @@ class Reading:
         return message.model_copy(update={"content": said.text, "reasoning_content": said.thoughts})
 
     def message(self, text: str) -> Message:
-        """A whole answer as the message that clients send back."""
         said = self.whole(text)
         fields: dict[str, Any] = {"tool_calls": self.calls(said.calls)} if said.calls else {}
         fields |= {"reasoning_content": said.thoughts} if said.thoughts else {}

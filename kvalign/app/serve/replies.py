@@ -59,7 +59,6 @@ class TextForm:
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}  # of each chunk
 
     def of_whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return a choice's fields for a whole answer."""
         return {"text": "".join(part.content for part in parts)}
 
     def of_part(self, part: Part) -> dict[str, Any]:
@@ -93,7 +92,6 @@ class TextForm:
         return {**head, "choices": choices, **usage}
 
     def begin(self) -> str:
-        """The first events of a stream."""
         numbers = range(self.answers.num) if self.opening else ()
         return "".join(self._chunk(i, self.opening) for i in numbers)
 

@@ -95,7 +95,6 @@ class ResponseRequest(Chat):
 
     @property
     def name(self) -> str:
-        """Name of the session."""
         return (self.previous_response_id or self._root)[: len(self._root)]
 
     @property
@@ -120,8 +119,6 @@ class ResponseRequest(Chat):
 
 
 class ResponseForm(ChatForm):
-    """Answers of /v1/responses."""
-
     kind, last = "response", ""  # these streams have no [DONE]
 
     def __init__(self, model: str, request: ResponseRequest, answers: Answers):
@@ -133,20 +130,17 @@ class ResponseForm(ChatForm):
         self._item: dict[str, Any] | None = None  # of text or of thoughts, that comes
 
     def part(self, kind: str, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Content of an item of this kind."""
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         entries = logprobs["content"] if logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def item(self, kind: str, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
-        """An item of text or of thoughts."""
         own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **own}
         return {**head, "status": status, "content": [*parts]}
 
     def call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The item of a call in the form of chats."""
         head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
         return {**head, "call_id": call["id"], **call["function"]}
 
@@ -169,7 +163,6 @@ class ResponseForm(ChatForm):
     def response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The response, with the items of its output."""
         request = self.request
         tools = [{**tool.model_dump(), "strict": bool(tool.strict)} for tool in request.tools or ()]
         form: Any = {"type": "text"}
@@ -288,7 +281,6 @@ class ResponseForm(ChatForm):
 
 
 def _usage(counts: dict[str, Any]) -> dict[str, Any]:
-    """Token counts by the names of /v1/responses."""
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -229,7 +229,6 @@ async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
 
 
 async def _answer_to(request: Request, error: Exception) -> Response:
-    """Error in the form of OpenAI's API."""
     match error:
         case RequestError():
             return error.response()

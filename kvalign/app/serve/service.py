@@ -219,7 +219,6 @@ class Service:
             return None
 
     def _last_calls(self, session: Session, reading: Reading) -> list[tuple[str | None, str]]:
-        """Ids and names of the calls of a session's last answer."""
         reading = self._placed(reading, session, session.ids[: len(session.ids) - session.num_new])
         calls = reading.calls(reading.whole(session.answer).calls)
         return [(call["id"], call["function"]["name"]) for call in calls]
@@ -238,7 +237,6 @@ class Service:
         return ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids
 
     def _again(self, session: Session, put: Put, reading: Reading | None = None) -> Answers:
-        """Last answer of a session again."""
         num_before = len(session.ids) - session.num_new
         if reading is not None:
             reading = self._placed(reading, session, session.ids[:num_before])

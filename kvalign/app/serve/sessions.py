@@ -52,7 +52,6 @@ class Session:
 
     @property
     def is_named(self) -> bool:
-        """Return whether requests name it."""
         return not self.id.startswith(_UNNAMED)
 
     def with_request(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
@@ -101,7 +100,6 @@ def as_read(text: str) -> str:
 
 
 def _num_alike(one: Tensor, other: Tensor) -> int:
-    """Number of tokens with which both begin."""
     num = min(len(one), len(other))
     differ = (one[:num] != other[:num]).nonzero()
     return int(differ[0]) if len(differ) else num

@@ -100,7 +100,6 @@ class AnswerRow(Row):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it has ended without a failure."""
         return bool(self.finish) and self.failure is None
 
     def has_ended(self) -> bool:
@@ -108,18 +107,15 @@ class AnswerRow(Row):
 
     @property
     def num_evicted(self) -> int:
-        """Tokens evicted since the answer began."""
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
     @property
     def num_thoughts(self) -> int:
-        """Tokens of its thoughts."""
         reading = self._reading
         return reading.num_thoughts(self._tokenizer, self.token_ids) if reading else 0
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
-        """Append the next token and show its text."""
         super().append(token, token_ids, logits)
         piece, text = self._answer.take(token_ids[0])
         self.text += text
@@ -171,7 +167,6 @@ class Turn:
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
     def restore(self) -> None:
-        """Have the method take up the state."""
         if self.state is not None:
             self.method.restore(self.state)
             self.state = None
@@ -194,7 +189,6 @@ class Turn:
             self.update.ended(row, state)
 
     def failed(self, error: RequestError) -> None:
-        """The answers of this turn end, for this reason."""
         (self.update.release if self.update else self.put)(error)
 
     def cancel(self) -> None:
@@ -232,8 +226,6 @@ def states_of(batch: Method, rows: list[int]) -> list[State]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of an answer."""
-
     index: int
     text: str
     tokens: tuple[TokenLogprob, ...] = ()  # with their logprobs, if the request wants them
@@ -261,8 +253,6 @@ Put = Callable[[Event], None]
 
 @dataclass(eq=False)
 class Answers:
-    """Answers that a request waits for."""
-
     num: int  # each ends by an `End`; a `RequestError` ends all
     turns: list[Turn] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answers, those of the session included

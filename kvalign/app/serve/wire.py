@@ -130,8 +130,6 @@ class JSONSchema(Form):
 
 
 class ResponseFormat(Form):
-    """Form of an answer."""
-
     within = "response_format"
     type: FormatType
     json_schema: JSONSchema | None = None
@@ -274,8 +272,6 @@ class Completion(Request):
 
 @dataclass(frozen=True)
 class Headers:
-    """Information in the headers of a request about how it was sent."""
-
     session: str | None = None
     key: str = ""  # the same if it is sent again
     is_retry: bool = False  # OpenAI's client says so
