@@ -8,7 +8,6 @@ chunks.
 import base64
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
 from itertools import chain
@@ -17,7 +16,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -35,9 +33,9 @@ from kvalign.eval.report.contents import (
 )
 from kvalign.foundation.console import (
     ROW_WIDTH,
-    Entry,
     Heading,
     console_for,
+    fits,
     print_cards,
     print_table,
 )
@@ -124,7 +122,6 @@ def _link(rows: list[Row]) -> str:
 
 
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
-GAP = 3  # columns between two of a table
 
 
 def show(folder: Path, console: Console | None = None) -> None:
@@ -197,16 +194,6 @@ def print_meanings(tables: list[Table]) -> None:
     for title, about in means.items():
         if about:
             console.print(Text(f"{title}: {about}", "dim"))
-
-
-def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
-    """Return whether a table of these columns, neither cut nor wrapped, fits this width."""
-    columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
-    return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
-
-
-def _longest(texts: Iterable[str]) -> int:
-    return max(cell_len(escape_controls(" ".join(text.split()))) for text in texts)
 
 
 def _print_first(screens: list[FirstScreen], console: Console) -> None:

@@ -161,12 +161,12 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
         return tables
-    from kvalign.eval.report.page import fits
     from kvalign.foundation.console import (
         ROW_WIDTH,
         Entry,
         Heading,
         console_for,
+        fits,
         print_cards,
         print_table,
     )

@@ -1,7 +1,7 @@
 """Tables in a terminal, a file or a pipe, with rich; text from outside has no effect."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -14,6 +14,7 @@ from rich.text import Text
 from kvalign.foundation.errors import escape_controls
 
 PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
+GAP = 3  # columns between two of a table
 ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
 
 
@@ -88,6 +89,16 @@ def print_table(
     if title:  # over the console's width, not the table's
         console.print(Text(escape_controls(title), "bold"))
     console.print(table)
+
+
+def fits(titles: Sequence[str], rows: Sequence[Sequence[Entry]], width: int) -> bool:
+    """Return whether a table of these columns, neither cut nor wrapped, fits this width."""
+    columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
+    return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(cell_len(escape_controls(" ".join(text.split()))) for text in texts)
 
 
 def print_cards(titles: Sequence[str], rows: Sequence[Sequence[Entry]], console: Console) -> None:

@@ -1,4 +1,5 @@
-"""Every module of a wheel imports with the packages of its extra alone, and of nothing else.
+"""Every module of a wheel imports with the packages of its extra alone, and of nothing else; and
+commands that need no extra run without one.
 
     python tests/scripts/extras.py build/wheel/kvalign-0.2.0-py3-none-any.whl
 
@@ -29,6 +30,18 @@ EXTRA_OF = {
     "kvalign.app.serve": "serve",
 }
 
+BARE = (
+    *(["doctor"], ["models"], ["methods"], ["aligners"], ["corpora"], ["policies"]),
+    ["lanes", "--out", "{place}/lanes.html"],
+    ["generate", "--model", "gpt2-mini", "--max-new-tokens", "3", "--prompt", "The"],
+)
+"""Commands without an extra."""
+RUN = """
+import sys
+sys.path[:0] = {path!r}
+from kvalign.app.cli.main import main
+sys.exit(main({words!r}))
+"""
 IMPORT_ALL = """
 import importlib, sys
 sys.path[:0] = {path!r}
@@ -117,6 +130,11 @@ def main(wheel: Path) -> int:
             done = subprocess.run(command, capture_output=True, text=True)
             lines = done.stdout.splitlines() + done.stderr.splitlines()[-1:] * bool(done.returncode)
             failures += [f"[{extra}] {line}" for line in lines]
+            for words in BARE if not extra else ():
+                words = [word.format(place=place) for word in words]
+                code = RUN.format(path=[str(unpacked), str(site)], words=words)
+                done = subprocess.run([*command[:-1], code], capture_output=True, text=True)
+                failures += [f"kvalign {words[0]}: {done.stderr}"] * bool(done.returncode)
             print(f"kvalign[{extra}]: {len(names)} modules, {len(list(site.iterdir()))} packages")
     print("\n".join(failures))
     return 1 if failures else 0
