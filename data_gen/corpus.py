@@ -189,7 +189,6 @@ class HubDataset:
         return f"{self.name}{config} from the hub{self.more_about}"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """Text of the rows, joined."""
         name_of_split = self.train if split == "train" else self.test
         dataset = _open(self.name, self.config, name_of_split, _OFFLINE)
         rows = _rows(dataset, self.name, name_of_split)

@@ -97,8 +97,6 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 class PythonSource:
-    """The corpora `python-source` and `python-source:MB`."""
-
     about = "source code of Python and of installed packages, or so many MB of it; offline"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:

@@ -72,7 +72,6 @@ class ShardChunks:
     ids: Tensor  # [num_chunks, T] int64
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the tokens."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 
@@ -145,7 +144,6 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
 
 
 def _pieces(settings: RecordSettings, loaded: LoadedModel) -> Iterator[list[int]]:
-    """The ids that are recorded, of each corpus its share."""
     pieces = [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus]
     return equal_shares(pieces, settings.num_tokens)
 
@@ -250,7 +248,6 @@ def expected_shard(
 
 
 def _num_expected(settings: RecordSettings, config: RecordingConfig) -> int:
-    """Number of chunks, if the corpus does not end before."""
     return (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
 
 
@@ -259,7 +256,6 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _summary(folder: Path) -> str:
-    """Return what an interrupted recording has."""
     num_shards = len(_shards(folder))
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""
 
@@ -419,7 +415,7 @@ def record_pairs(
         [B, L, H, T - num_sinks - shift, D] each, in the model's dtype.
     """
     keys, values = encode(loaded.model, ids)
-    rotation, pairs = rotation_of(loaded.model), {}
+    rotation, pairs = rotation_of(loaded.model), dict[int, tuple[Tensor, ...]]()
     for shift in shifts:
         rest = torch.cat([ids[:, :num_sinks], ids[:, num_sinks + shift :]], dim=1)
         key_aligned, value_aligned = (x[..., num_sinks:, :] for x in encode(loaded.model, rest))

@@ -94,5 +94,4 @@ class RecordSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """The folder of the recording."""
         return self.out or folder_of(self.model) / of_corpus(RECORDING, self.corpus)

@@ -185,8 +185,6 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Store:
-    """A finished recording."""
-
     folder: Path
     config: RecordingConfig
     manifest: Manifest
@@ -266,7 +264,6 @@ def newest_recording(model: str) -> Path:
 
 
 def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write `PAIRS` and `chunk`, with the notes."""
     metadata = {_NOTES: json.dumps(notes, sort_keys=True)}
     write_whole(shard.path, lambda path: save_file(tensors, path, metadata=metadata))
 

@@ -41,7 +41,7 @@ from kvalign.foundation.settings import keywords_of
 from kvalign.methods import make_method
 from kvalign.methods.cached import StreamingLLM
 from kvalign.methods.choice import lack_of_aligner
-from kvalign.models.identity import identity
+from kvalign.models.identity import has_fingerprint, identity
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.scoring import check_losses, score
@@ -360,6 +360,11 @@ def text_after(
 def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     """The model that networks were made for; UserError if it is not there any more."""
     loaded = load_model(config.base_model, device_of(accelerator), "float32")
-    if next(iter(config.training.values()))["data"][IDENTITY] != identity(loaded.model):
+    data = next(iter(config.training.values()))["data"]
+    if IDENTITY in data:
+        is_same = data[IDENTITY] == identity(loaded.model)
+    else:  # as of networks that ship
+        is_same = has_fingerprint(loaded.model, config.embedding_fingerprint)
+    if not is_same:
         raise UserError(f"{config.base_model} has other weights than at the time of the recording")
     return loaded

@@ -288,7 +288,6 @@ def planned_rows(rows: RecordedRows, settings: NetworkSettings) -> int:
 
 
 def best_weights(net: RealignNet, work_dir: Path) -> None:
-    """Load the weights of the best validation report into `net`."""
     saved = torch.load(work_dir / BEST, map_location="cpu", weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
 
@@ -357,8 +356,6 @@ class _WholeFiles(TorchCheckpointIO):
 
 
 class _Progress(pl.Callback):
-    """Counts rows, those of validation among them."""
-
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
 

@@ -63,7 +63,6 @@ _FREE = (
 
 
 def train_judge_save(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """Train, judge and save as `kvalign.training.train_network` says."""
     out = settings.folder
     if is_helper():
         train(settings)
@@ -169,7 +168,6 @@ def networks_in(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
-    """Config of networks for the model and the recorded caches."""
     model = store.config.model
     return AlignerConfig(
         kind=NetworkAligner.kind,
@@ -210,7 +208,6 @@ def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> Resumab
 
 
 def _summary(runs: dict[str, ResumableRun]) -> str:
-    """Return what interrupted runs have."""
     kept = [kv for kv, run in runs.items() if (run.folder / LAST).exists()]
     folder = next(iter(runs.values())).folder.parent
     what = f"networks for {' and '.join(kept)}"

@@ -12,7 +12,6 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +49,7 @@ from kvalign.training.pretraining_inputs import (
     accuracy_by_age,
     decay,
     first_model,
-    loss_and_copies,
+    loss_of,
     open_mix,
     open_tokenizer,
     parse_mix,
@@ -133,11 +132,9 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     model = first_model(settings, tokenizer).to(resolved(settings.device))
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
-    loss_of: Callable[..., Tensor] = loss_and_copies if settings.copy_weight else _loss
     if settings.copy_weight:
         model.set_attn_implementation("eager")  # which returns its weights
-    if settings.compile:
-        loss_of = torch.compile(loss_of, dynamic=False)  # of two row lengths
+    loss_here = torch.compile(loss_of, dynamic=False) if settings.compile else loss_of
     opening = prefix_ids(tokenizer)
     progress.expect(settings.num_steps * settings.tokens_a_step, "tokens")
     progress.skip(run.step * settings.tokens_a_step)
@@ -150,7 +147,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             rows = replace(rows, ids=with_prefix(rows.ids, opening))
             is_fast = has_bfloat16(model.device)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
-                loss = loss_of(model, *rows.on(model.device), *run.copy_weight())
+                loss = loss_here(model, *rows.on(model.device), *run.copy_weight())
             run.update(loss)
             progress.advance(settings.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
@@ -258,13 +255,11 @@ class Run:
 
     @property
     def share_of_time(self) -> float:
-        """Share of `max_minutes` that is over."""
         seconds = self.seconds + time.monotonic() - self.saved_at
         return seconds / (60 * self.settings.max_minutes) if self.settings.max_minutes else 0.0
 
     @property
     def row_len(self) -> int:
-        """Tokens of a row at this step."""
         short = self.share < self.settings.short_share
         return self.settings.context_len // (self.short_by if short else 1)
 
@@ -293,7 +288,6 @@ class Run:
         self.smooth_loss = value if self.step == 1 else 0.98 * self.smooth_loss + 0.02 * value
 
     def save(self) -> None:
-        """Write the checkpoint."""
         now = time.monotonic()
         self.seconds, self.saved_at = self.seconds + now - self.saved_at, now
         state = {
@@ -305,12 +299,10 @@ class Run:
         self.saved_step = self.step
 
     def summary(self) -> str:
-        """Return what is kept of an interrupted run."""
         summary = f"{self.path} has step {self.saved_step} of {self.settings.num_steps}"
         return summary if self.saved_step else ""
 
     def restore(self) -> None:
-        """Continue from the checkpoint, if there is one."""
         if not self.path.exists():
             return
         state = torch.load(self.path, map_location="cpu", weights_only=True)
@@ -321,12 +313,6 @@ class Run:
             setattr(self, name, state[name])
         self.saved_step = self.step
         log.info("resumed at step %d", self.step)
-
-
-def _loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
-    """Mean NLL in nats of the labels of ids [B, T], each the token after."""
-    logits = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits  # [B, T, V]
-    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def _publish(

@@ -357,13 +357,20 @@ def renaming(vocab_size: int, rng: np.random.Generator) -> np.ndarray:
     return becomes
 
 
-def loss_and_copies(
-    model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
+def loss_of(
+    model: PreTrainedModel,
+    ids: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """Mean NLL in nats of the labels of ids [B, T], and `copy_loss` by its weight []."""
-    out = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
+    """Mean NLL in nats of the labels of ids [B, T], each the token after; with a weight [] of
+    `copy_loss`, that too.
+    """
+    how = {} if weight is None else {"output_attentions": True}
+    out = model(input_ids=ids, position_ids=position_ids, use_cache=False, **how)
     nll = cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
-    return nll + weight * copy_loss(out.attentions, ids, labels)
+    return nll if weight is None else nll + weight * copy_loss(out.attentions, ids, labels)
 
 
 def copy_loss(attentions: tuple[Tensor, ...], ids: Tensor, labels: Tensor) -> Tensor:

@@ -106,7 +106,6 @@ def tune_memory(
 
 
 def default_file(model: str, aligner: Aligner | None) -> Path:
-    """File in which the plan of a model with an aligner is kept."""
     folder = None if aligner is None else folder_of(aligner)
     if folder is None and not model:
         raise UserError("a model without a name has no place for its plan: give --out")
@@ -114,7 +113,6 @@ def default_file(model: str, aligner: Aligner | None) -> Path:
 
 
 def usual_sizes(longest: int | None) -> tuple[int, ...]:
-    """Return the caches that a model is measured with."""
     longest = longest or 8 * LARGE
     return tuple(sorted({min(SMALL, longest // 8), min(LARGE, longest // 2)}))
 

@@ -65,12 +65,10 @@ class TrainSettings(Settings):
 
     @property
     def kvs(self) -> tuple[str, ...]:
-        """Vectors to realign: key, value or both."""
         return TARGETS if self.target == "both" else (self.target,)
 
     @property
     def folder(self) -> Path:
-        """The folder of the aligner."""
         raise NotImplementedError
 
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
@@ -178,14 +176,12 @@ class TuneSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """The folder of the sweep."""
         return self.out or beside(
             recording_or_default(self.data, self.model), f"sweep-{self.target}"
         )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Powers of two in the range."""
         num_doublings = (self.max_batch_size // self.min_batch_size).bit_length()
         return tuple(self.min_batch_size << n for n in range(num_doublings))
 
@@ -301,7 +297,6 @@ class PretrainSettings(Settings):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
         return math.ceil(self.num_tokens / self.tokens_a_step)
 
     @property

@@ -52,8 +52,6 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Trial:
-    """Trial of a sweep, as it ended."""
-
     name: str
     point: Mapping[str, Any]  # by the names of `POINT`
     reports: list[dict[str, Any]]  # of `kvalign.training.sweep_ray.Reports`, in order, each once
@@ -197,7 +195,6 @@ def _locks_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray Tune without its messages."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logger = logging.getLogger("ray.tune")
@@ -210,7 +207,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _summary(out: Path) -> str:
-    """Return what an interrupted sweep has."""
     num_trials = len(list((out / _TRIALS).glob(f"*/{LAST}")))
     return f"{num_trials} trials are kept in {out / _TRIALS}" if num_trials else ""
 

@@ -114,7 +114,6 @@ class Watch(tune.Callback):
 
 
 def line(trials: list[RayTrial], trial: RayTrial, state: str) -> str:
-    """End of a trial in one line."""
     last, point = trial.last_result or {}, trial.config
     reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
     measured = "no val loss"
@@ -130,7 +129,6 @@ def line(trials: list[RayTrial], trial: RayTrial, state: str) -> str:
 
 
 def _best_loss(trial: RayTrial) -> float:
-    """Lowest loss; infinite without one."""
     lowest = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
     return lowest if math.isfinite(lowest) else math.inf
 

@@ -311,7 +311,6 @@ def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]
 
 
 def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) -> int:
-    """Number of tokens that `tune` counts for the progress."""
     num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
     val_tokens = sum(rows.numel() for _, rows in _val_rows(aligner, text))
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens

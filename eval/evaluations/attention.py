@@ -234,7 +234,7 @@ def readable(method: Method) -> Method:
 
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
         method.places_by, method.is_exact = method.cache.realigner.moving, False
-        method.reset()
+        method.cache = method.new_cache()  # an empty one survives a reset
     return method
 
 
@@ -323,7 +323,9 @@ def by_place(document: Document) -> Figure:
         figure = Figure(figsize=size, layout="constrained")
         all_axes = figure.subplots(2 * len(groups), num_columns, squeeze=False, sharey="row")
         for pair, (cache_size, rows) in enumerate(groups.items()):
-            columns, pair_axes = _columns(rows), all_axes[2 * pair : 2 * pair + 2]
+            columns = {BEFORE: rows[0]["before"]}  # the same of all methods
+            columns |= {label_of(row): row["after"] for row in rows}
+            pair_axes = all_axes[2 * pair : 2 * pair + 2]
             for axes in pair_axes[:, len(columns) :].flat:
                 axes.set_visible(False)
             for (title, maps), (top, bottom) in zip(columns.items(), pair_axes.T, strict=False):
@@ -342,11 +344,6 @@ def by_place(document: Document) -> Figure:
         bar.set_label("attention, %")
         bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
     return figure
-
-
-def _columns(rows: list[Row]) -> dict[str, Any]:
-    """The maps before, the same for all methods, and after."""
-    return {BEFORE: rows[0]["before"]} | {label_of(row): row["after"] for row in rows}
 
 
 def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:

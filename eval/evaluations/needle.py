@@ -312,7 +312,6 @@ def all_codes(names: list[str], rng: random.Random) -> Hidden:
 
 
 def all_values(names: list[str], rng: random.Random) -> Hidden:
-    """Several codes of one name."""
     codes, begin = [_code(rng) for _ in range(NUM_VALUES)], "One of the secret codes of the"
     passage = [piece for code in codes for piece in (f"\n {begin} {names[0]} is", code, " .")]
     question = f"\n The secret codes of the {names[0]} are all of these :"
@@ -320,7 +319,6 @@ def all_values(names: list[str], rng: random.Random) -> Hidden:
 
 
 def variables(names: list[str], rng: random.Random) -> Hidden:
-    """A variable with a value, and others that get it from each other."""
     value, chain = _code(rng), _coded(1 + NUM_HOPS, rng)
     passage = ["\n VAR", chain[0], " =", value, " ."]
     for old, new in pairwise(chain):
@@ -330,7 +328,6 @@ def variables(names: list[str], rng: random.Random) -> Hidden:
 
 
 def common_words(names: list[str], rng: random.Random) -> Hidden:
-    """A list of words of which some occur often."""
     words = [f" {word}" for word in WORDS.split()]
     rng.shuffle(words)
     common = words[:NUM_COMMON]
@@ -341,7 +338,6 @@ def common_words(names: list[str], rng: random.Random) -> Hidden:
 
 
 def frequent_words(names: list[str], rng: random.Random) -> Hidden:
-    """Coded words, each less frequent than the one before."""
     words = _coded(len(TIMES), rng)
     passage = [word for word, times in zip(words, TIMES, strict=True) for _ in range(times)]
     rng.shuffle(passage)

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEASURES, RULES, SHA256, Rule, judge, load_words
+from kvalign.eval.judging import MEASURES, RULES, SHA256, WORD_LIST, Rule, judge, load_words
 from kvalign.eval.protocol import (
     KEEP_PARTS,
     SIZES,
@@ -154,14 +154,16 @@ def _of_texts(settings: ReadabilitySettings) -> Document:
         if not (text := read_text(Path(name))).strip():
             raise UserError(f"{name} has no text to judge")
         of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
-        rows.append(of_none | {"method": name, "prompt": 0} | judged(text, words.words, rule))
-    more: dict[str, Any] = {"prompts": [""], "rule": rule.described, "word_list": words.about}
+        rows.append(of_none | {"method": name, "prompt": 0} | judged(text, words, rule))
+    more: dict[str, Any] = {"prompts": [""], "rule": rule.described, "word_list": WORD_LIST}
     return document("eval readability", settings, rows, started=started, **more)
 
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
+    import torch
+
     from kvalign.data_gen.corpus import conversations
-    from kvalign.eval.protocol.grid import load, make_grid, one_by_one, sizes_of
+    from kvalign.eval.protocol.grid import key_of, load, make_grid, one_by_one, sizes_of
     from kvalign.foundation.runs import keeping
     from kvalign.streaming.sampling import Sampling
 
@@ -170,7 +172,8 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     if (num := len(prompts)) < settings.num_prompts:
         log.warning("--num-prompts %d: %s has %d", settings.num_prompts, settings.prompts, num)
     prompts = prompts[: settings.num_prompts]
-    words, rule = load_words(), RULES[settings.rule]
+    load_words()  # another list than the pinned one is refused before any work
+    rule = RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     seeds = range(settings.seed, settings.seed + settings.num_seeds)
     runs = [*itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts)), seeds)]
@@ -184,7 +187,8 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
                 sampling = Sampling(**how)
                 key = {"prompt": prompts[number], "rule": rule.described, **vars(sampling)}
                 end = bar.n + settings.max_new_tokens
-                key["method"] = _key_of(method, settings)
+                if settings.keep:
+                    key["method"] = key_of(method, torch.zeros(1, 0, dtype=torch.int64), True)
                 write = partial(_written, method, prompts[number], sampling, loaded, rule, bar)
                 (judged,) = kept(settings.keep, key, write)
                 bar.update(end - bar.n)
@@ -193,7 +197,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
                     | {"no_repeat_ngram_size": ngram, "prompt": number, "seed": seed}
                     | judged
                 )
-    more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
+    more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": WORD_LIST}
     return document("eval readability", settings, rows, started=started, **more)
 
 
@@ -209,17 +213,6 @@ def _written(
     for _ in stream:
         bar.update(before + len(stream.token_ids) - bar.n)
     return [judge(loaded, prompt_ids, stream.token_ids, rule)]
-
-
-def _key_of(method: Method, settings: ReadabilitySettings) -> dict[str, Any]:
-    """Everything of a method and its model that a passage depends on; nothing if none is kept."""
-    if settings.keep is None:
-        return {}
-    import torch
-
-    from kvalign.eval.protocol.grid import key_of
-
-    return key_of(method, torch.zeros(1, 0, dtype=torch.int64), stepwise=True)
 
 
 def free_folder() -> Path:
@@ -349,7 +342,6 @@ class Readability(Evaluation):
         return panels
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
-        """Settings with a folder for the page."""
         return dataclasses.replace(settings, page=settings.page or free_folder())
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
@@ -362,7 +354,6 @@ class Readability(Evaluation):
 
 
 def setting_of(ngram: int | None) -> str:
-    """N-gram rule of a passage."""
     return f"no repeated {ngram}-gram" if ngram else ""
 
 
@@ -377,7 +368,7 @@ def _unknown(text: str, document: Document) -> list[tuple[int, int]]:
 
     rule = RULES.get(document["rule"].get("name", ""))
     is_same = rule and document["word_list"].get("sha256") == SHA256
-    return unknown(text, load_words().words, rule) if rule and is_same else []
+    return unknown(text, load_words(), rule) if rule and is_same else []
 
 
 def human_row(document: Document) -> Row | None:
@@ -390,7 +381,7 @@ def human_row(document: Document) -> Row | None:
         return None
     text = resources.files("kvalign.eval.judging").joinpath("human.txt").read_text("utf-8")
     of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
-    return of_none | {"method": HUMAN} | judged(text, load_words().words, rule)
+    return of_none | {"method": HUMAN} | judged(text, load_words(), rule)
 
 
 def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) -> Passage:

@@ -63,7 +63,7 @@ def judge(
     return {
         "num_tokens": len(token_ids),
         "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
-        **judged(text, load_words().words, rule),
+        **judged(text, load_words(), rule),
     }
 
 
@@ -89,8 +89,9 @@ def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, sp
     return perplexity_of(total / len(passage))
 
 
-NAME = "words corpus of NLTK"
 SHA256 = "631329862b26a1b4b11c06245c00be415664637e943f98fa81d93406c6de4c3b"  # of its sorted lines
+WORD_LIST = {"name": "words corpus of NLTK", "num_words": 235_892, "sha256": SHA256}
+"""What a document says of the word list."""
 _PACKAGE = "english-words==2.0.2"
 
 _ONLY_NLTKS = """
@@ -110,18 +111,8 @@ structurelessness themself tom trademark unwriteable uplink upload wimp wok work
 """
 
 
-@dataclass(frozen=True)
-class WordList:
-    words: frozenset[str]
-    sha256: str  # of the words, sorted, a line each
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"name": NAME, "num_words": len(self.words), "sha256": self.sha256}
-
-
 @functools.cache
-def load_words() -> WordList:
+def load_words() -> frozenset[str]:
     """Word list; UserError if the installed english-words has other words."""
     from english_words import get_english_words_set
 
@@ -133,7 +124,7 @@ def load_words() -> WordList:
             f"the word list is not the pinned one (SHA-256 {digest[:12]}..., needed "
             f"{SHA256[:12]}...): pip install {_PACKAGE}"
         )
-    return WordList(frozenset(words), digest)
+    return frozenset(words)
 
 
 @dataclass(frozen=True)

@@ -100,22 +100,17 @@ def document(
         **more,
     }
     if isinstance(settings, ResultSettings):  # a script writes its own
-        write(result, settings)
+        from kvalign.foundation.files import write_json, write_text
+
+        if settings.out:
+            write_json(settings.out, result)
+        if settings.csv:
+            write_text(settings.csv, csv_of(rows))
     if values.get("plot"):
         from kvalign.eval.drawing import save
 
         save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
     return result
-
-
-def write(document: Document, settings: ResultSettings) -> None:
-    """Write a document to `out`, and its rows to `csv`."""
-    from kvalign.foundation.files import write_json, write_text
-
-    if settings.out:
-        write_json(settings.out, document)
-    if settings.csv:
-        write_text(settings.csv, csv_of(document["rows"]))
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int | float]:

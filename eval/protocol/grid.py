@@ -213,7 +213,6 @@ def one_by_one(
 
 
 def title_of(method: Method) -> str:
-    """Return its name in a progress bar."""
     policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
     memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
     dtype = " int8" if method.sizes.cache_dtype == "int8" else ""

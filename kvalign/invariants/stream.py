@@ -123,7 +123,6 @@ class Stream:
 
     @property
     def num_read(self) -> int:
-        """Entries that the last token found before it."""
         if self.watched is not None:
             return self.watched.num_read
         assert isinstance(self.keeper, Reencoding)

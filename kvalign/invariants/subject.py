@@ -89,7 +89,6 @@ class Subject:
 
     @property
     def is_int8(self) -> bool:
-        """Return whether its cache stores entries in 8 bits."""
         return self._sizes is not None and self._sizes.cache_dtype == "int8"
 
     @property
@@ -105,7 +104,6 @@ class Subject:
         return min(self.context_len or MOST_PROBED, MOST_PROBED)
 
     def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
-        """Stream that has been fed nothing."""
         model = model or self.model
         keeper = self.make(model)
         if not isinstance(keeper, Cache | Method):
@@ -157,7 +155,6 @@ class Subject:
 
     @property
     def _words(self) -> Tensor:
-        """Allowed ids, without padding."""
         words = torch.arange(self.model.config.vocab_size)
         return words[words != (self.model.config.pad_token_id or 0)]
 
@@ -206,7 +203,6 @@ def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def first_layer(model: PreTrainedModel) -> nn.Module:
-    """First of a model's decoder layers."""
     num = model.config.num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num:

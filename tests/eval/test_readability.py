@@ -10,7 +10,7 @@ from helpers.tiny_models import CONTEXT_LEN, first_layers, tiny_model
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.readability import EVALUATION
-from kvalign.eval.judging import RULES, SHA256, dense_perplexity, load_words
+from kvalign.eval.judging import RULES, SHA256, WORD_LIST, dense_perplexity, load_words
 from kvalign.eval.judging.chunks import judged
 from kvalign.models.loading import load_model
 
@@ -33,9 +33,9 @@ def test_passages_are_what_generate_writes(capsys):
         (m, n, p) for m in ("streaming-llm", "recompute") for n in (0, 2) for p in (0, 1)
     ]
     words = load_words()
-    assert found["word_list"] == words.about and found["rule"]["name"] == "paper"
+    assert found["word_list"] == WORD_LIST and found["rule"]["name"] == "paper"
     for row in found["rows"]:
-        for name, value in judged(row["text"], words.words, RULES["paper"]).items():
+        for name, value in judged(row["text"], words, RULES["paper"]).items():
             assert row[name] == value
         assert row["dense_perplexity"] > 1 and row["num_tokens"] == 24
     row = found["rows"][3]  # 2-grams are not repeated, prompt included
@@ -103,7 +103,7 @@ def test_texts_of_any_program(folder, capsys):
     of_texts = {"model": None, "text": ["good.txt", "bad.txt"], "rule": "authors"}
     assert found["settings"] == of_texts
     assert found["command"] == f"kvalign {shlex.join(argv)}" and "torch" not in found["environment"]
-    words = load_words().words
+    words = load_words()
     for row, name in zip(found["rows"], ("good.txt", "bad.txt"), strict=True):
         judgement = judged(Path(name).read_text(encoding="utf-8"), words, RULES["authors"])
         assert row["method"] == name and {key: row[key] for key in judgement} == judgement

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.judging import load_words
+from kvalign.eval.judging import WORD_LIST
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
 from kvalign.eval.report import Results, Suite
@@ -139,7 +139,7 @@ def test_unknown_words_of_a_chunk_are_marked(undrawn):
     """Where the words and the rule of a document are those of this version."""
     document = documents()["readability"]
     assert "<mark>" not in render(Results({"r": document}), [])
-    document["word_list"] = load_words().about
+    document["word_list"] = WORD_LIST
     page = render(Results({"r": document}), [])
     assert page.count("<mark>qX</mark>") == 16
     assert "<mark>island</mark>" not in page and "<mark>.</mark>" not in page

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from scripts import core_size
 
 import kvalign
 
@@ -29,8 +30,10 @@ def imports_of(body, modules):
             yield from imports_of(node.body, modules)
 
 
-def graph_of(folder):
-    """What each module of a package imports of it; the linked folders are part of it."""
+def graph_of(folder, everywhere=False):
+    """What each module of a package imports of it, or inside its functions, too; the linked folders
+    are part of it.
+    """
     files = [
         Path(place, name)
         for place, _, names in os.walk(folder, followlinks=True)
@@ -39,9 +42,11 @@ def graph_of(folder):
     ]
     paths = {file.relative_to(folder.parent).with_suffix(""): file for file in files}
     modules = {".".join(p.parts).removesuffix(".__init__"): file for p, file in paths.items()}
+    trees = {name: ast.parse(file.read_text()) for name, file in modules.items()}
+    bodies = {name: ast.walk(tree) if everywhere else tree.body for name, tree in trees.items()}
     return {
-        name: set(imports_of(ast.parse(file.read_text()).body, modules)) & modules.keys() - {name}
-        for name, file in modules.items()
+        name: set(imports_of(body, modules)) & modules.keys() - {name}
+        for name, body in bodies.items()
     }
 
 
@@ -50,6 +55,12 @@ def test_no_circle_at_module_level():
     names = {f"kvalign.{x}" for x in ("cache.streaming_cache", "eval.report.page", "app.cli.main")}
     assert names < graph.keys()
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.slow
+def test_no_circle_in_the_core_inside_functions_or_for_types():
+    core, graph = core_size.modules().keys(), graph_of(Path(kvalign.__file__).parent, True)
+    graphlib.TopologicalSorter({name: graph[name] & core for name in core}).prepare()
 
 
 def test_a_circle_is_noticed(tmp_path):

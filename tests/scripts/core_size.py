@@ -8,8 +8,6 @@ tokens of the loop. Models, foundation and what a stream works without are count
 A circle is some of these modules that import each other, also inside functions or for types alone.
 """
 
-import ast
-import functools
 import subprocess
 import sys
 from collections import Counter
@@ -47,9 +45,7 @@ for name, module in sys.modules.items():
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSizeSettings(Settings):
-    """Count the calls of a decode step by function, and the lines of the core by package; print
-    circles of imports.
-    """
+    """Count the calls of a decode step by function, and the lines of the core by package."""
 
     model: str = option(DEFAULT_MODEL, help="shipped model")
     method: str = option("streaming-llm", help="streaming method")
@@ -70,8 +66,6 @@ def run(settings: CoreSizeSettings) -> None:
         print(f"{num:5} {part}")
     core = sum(num for part, num in lines.items() if part not in (*OUTSIDE, "apart"))
     print(f"the core: {core} lines")
-    for circle in circles():
-        print(f"a circle of imports: {', '.join(circle)}")
 
 
 def calls_of_step(model: str, method: str, num_steps: int = 8) -> Counter[tuple[str, str]]:
@@ -124,31 +118,6 @@ def lines_of_core() -> Counter[str]:
     return lines
 
 
-def circles() -> list[list[str]]:
-    """Modules that import each other, directly or through others, in groups."""
-    reached = {name: {name} | _imports(name) for name in modules()}
-    for over in reached:
-        for name in reached:
-            if over in reached[name]:
-                reached[name] |= reached[over]
-    groups = {
-        tuple(x for x in reached if x in reached[name] and name in reached[x]) for name in reached
-    }
-    return sorted(sorted(group) for group in groups if len(group) > 1)
-
-
-def _imports(name: str) -> set[str]:
-    """Modules that a module imports anywhere in its file."""
-    nodes = [*ast.walk(ast.parse(modules()[name].read_text()))]
-    direct = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    of_from = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    members = {f"{node.module}.{alias.name}" for node in of_from for alias in node.names}
-    # `from package import module` imports the module, `from module import name` the one before it
-    packages = {x.rpartition(".")[0] for x in members - modules().keys()}
-    return (direct | members | packages) & modules().keys() - {name}
-
-
-@functools.cache
 def modules() -> dict[str, Path]:
     """Our modules that `LOADING` loads, with their files."""
     command = [sys.executable, "-c", LOADING]

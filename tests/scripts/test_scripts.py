@@ -11,7 +11,7 @@ from helpers import writing_commands as under_fire
 from kvalign.app.cli import catalogue
 from kvalign.streaming.answer import StopStrings
 from scripts import faults, gpu, memory_endurance, memory_layers
-from scripts.core_size import APART, calls_of, calls_of_step, circles, lines_of_core
+from scripts.core_size import APART, calls_of, calls_of_step, lines_of_core
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,3 @@ def test_a_stream_loads_none_of_what_it_works_without():
     assert all(importlib.util.find_spec(f"kvalign.{one}") for one in APART)
     lines = lines_of_core()
     assert not lines["apart"] and lines["cache"] and lines["streaming"]
-
-
-def test_there_is_no_circle_of_imports():
-    assert circles() == []

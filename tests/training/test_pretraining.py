@@ -114,8 +114,8 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
         seen.setdefault(len(model.get_input_embeddings().weight), []).append((ids, of_labels[0]))
         return loss(model, ids, *of_labels)
 
-    loss = recipe._loss
-    monkeypatch.setattr(recipe, "_loss", noted)
+    loss = recipe.loss_of
+    monkeypatch.setattr(recipe, "loss_of", noted)
     pretrain(tiny(text, tmp_path / "plain"))
     shared = dict(tokenizer=tmp_path / "plain", sink_token=True)
     facts = pretrain(tiny(text, tmp_path / "sink", **shared))

@@ -79,7 +79,6 @@ class Edit:
         return torch.cat([self.ids[:, : self.start], self.new, self.ids[:, self.stop :]], 1)
 
     def row(self, row: int) -> "Edit":
-        """One of the streams."""
         some = slice(row, row + 1)
         alone = self.alone and self.alone.rows(some)
         return Edit(self.ids[some], self.start, self.stop, self.new[some], alone)
@@ -96,7 +95,6 @@ class Way:
         return f"{self.name}, {self.exactly} encoded again" if self.exactly else self.name
 
     def prepare(self, method: Method, edit: Edit) -> None:
-        """Have the method read what it has before the edit."""
         method.reset()
         if self.name != ANEW:
             method.feed(edit.ids)
@@ -173,7 +171,6 @@ def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
 def score_method(
     method: Method, settings: EditSettings, texts: Texts, on_streams: Callable[[int], object]
 ) -> list[Row]:
-    """Rows of a method, for each kind, length and way."""
     rows = []
     for kind in dict.fromkeys(settings.kinds):
         for length in dict.fromkeys(settings.lengths):
@@ -274,7 +271,6 @@ def _fact(part: list[int], behind: list[int]) -> tuple[int | None, int]:
 
 
 def _last(ids: list[int], key: int) -> int | None:
-    """The last value of a key."""
     values = [x % NUM_VALUES for x in ids if x < QUESTION and x // NUM_VALUES == key]
     return values[-1] if values else None
 

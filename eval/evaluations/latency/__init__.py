@@ -1,8 +1,5 @@
-"""Time and memory of streaming methods, all in one process, taking turns.
-
-Time to the first token is measured apart from time per token with a full cache, and memory apart
-from time. Steps are whole periods from one eviction to the next, so their mean is the cost of a
-stream. The bare step (`subjects.py`) is timed among the methods.
+"""Time and memory of streaming methods, all in one process, taking turns (`timing.py`); the bare
+step (`subjects.py`) is timed among them.
 """
 
 from __future__ import annotations
@@ -117,15 +114,12 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     Returns:
         A document whose rows have the sizes, num_steps (timed calls, without the first tokens), and
         `COLUMNS`. Rows of the bare step, method "bare", come before those of the methods with the
-        same cache and batch size; ratios are relative to the reference. If any row has a memory,
-        each method also has a row without one, and memory_ratio is relative to it. stored_bytes are
-        the bytes of a full memory per stored token; stored_ratio is relative to a token in a cache,
-        0 without a memory. Both are absent if prompts fill the memory (`generate`). Times per token
-        are those of a step divided by the batch size. ttft_ms is the time from an empty cache to
-        the logits after a prompt, for all streams together, median over the trials. peak_mb (10^6
-        bytes) covers an empty cache, a first input of cache_size + 1 tokens and 3 steps; None if
-        the device does not report it. "weights_mb" of the document is what the weights take in
-        memory, in 10^6 bytes.
+        same cache and batch size. If any row has a memory, each method also has a row without one.
+        stored_bytes and stored_ratio are absent if prompts fill the memory (`generate`). Times per
+        token are those of a step divided by the batch size; ttft_ms, the median over the trials, is
+        of all streams together. peak_mb (10^6 bytes) covers an empty cache, a first input of
+        cache_size + 1 tokens and 3 steps; None if the device does not report it. "weights_mb" of
+        the document is what the weights take in memory, in 10^6 bytes.
 
     Raises:
         UserError: a method that ends before so many tokens.
@@ -241,7 +235,6 @@ class Latency(Evaluation):
     columns = COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """Rows of the methods with the first batch size."""
         rows = document["rows"]
         first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
         return [row for row in first if row["method"] != FLOOR]

@@ -1,9 +1,8 @@
-"""Rows of `kvalign eval latency`: time and memory of every method and of the bare step. Methods
-take turns, so that a busy moment of the machine affects all of them.
+"""Rows of `kvalign eval latency`. Methods take turns, so that a busy moment of the machine affects
+all of them: a round is one turn of each, in a random order.
 
-A round is one turn of each method, in a random order. Devices are synchronised before the clock is
-read. Prompts and the steps of full caches are timed apart. In the paper's protocol, `stream_tokens`
-is timed from a prompt on, including draws and a filling cache.
+Prompts and the steps of full caches are timed apart, and memory apart from time. In the paper's
+protocol, `stream_tokens` is timed from a prompt on, including draws and a filling cache.
 """
 
 import functools
@@ -358,7 +357,6 @@ def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:
 
 
 def memory_of(method: Method) -> StreamingCache | None:
-    """The cache of a method that has a memory."""
     cache = getattr(method, "cache", None)
     return cache if isinstance(cache, StreamingCache) and cache.memory is not None else None
 

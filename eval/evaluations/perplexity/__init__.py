@@ -96,7 +96,6 @@ class PerplexitySettings(ComparisonSettings):
             )
 
     def first_label_of(self, cache_size: int) -> int:
-        """Place of the first label in the text."""
         if self.protocol == "paper":
             return cache_size + 1
         return self.first_label or max(self.cache_sizes) + 1

@@ -239,7 +239,6 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
 def write_losses(
     folder: Path, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float
 ) -> None:
-    """Write the losses of labels [N] and the labels themselves."""
     path = _path(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table(
