@@ -75,7 +75,8 @@ def test_learned_positions_that_are_kept_end(policy, cut, models, ids):
 def test_a_row_ends_where_its_positions_do(models):
     """One after the other, as each does alone; the others go on."""
     of_model = models["gpt2"], kvalign.load_model("gpt2-mini").tokenizer
-    how = dict(method="streaming-llm", cache_size=16, policy="h2o", positions="keep", temperature=0)
+    how = dict(method="streaming-llm", cache_size=16, policy="h2o", positions="keep")
+    how |= dict(temperature=0, stop_at_end=False)
     prompts = [[5] * 3, [6, 7] * 12, [8]]
     texts = ["" for _ in prompts]
     for row, piece in kvalign.stream_batch(*of_model, prompts, **how):
