@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,50 +24,32 @@ from kvalign.cache.edits import EncodedPart
 from kvalign.cache.layer import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import checked, parse_json, write_whole
+from kvalign.foundation.files import write_whole
 from kvalign.foundation.settings import check_output, typed
 from kvalign.methods.as_encoded import Dense
-from kvalign.models import identity
 from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded, prefix_ids
-from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.memory_file import Count
-from kvalign.streaming.stream_file import checksum, open_saved, save_private
-
-_KIND = "kvalign piece"
+from kvalign.streaming.stream_file import OfModel, read_saved, write_saved
 
 
-class PieceInfo(BaseModel):
+class PieceInfo(OfModel):
     """Information about a piece in its file, beside the entries.
 
     Attributes:
         format: of the file.
         ids: its tokens.
         before: those that stood before it when it was encoded.
-        base_model, identity, weights: of the model, as of a saved stream.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    what = "piece"
 
     format: int = 2
     ids: list[Count]
     before: list[Count]
-    base_model: str
-    identity: str
-    weights: str
-
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Raise UserError unless the piece belongs to this model, with weights of this form."""
-        weights = weights_of(model)
-        if self.weights != weights:
-            raise UserError(
-                f"the piece was encoded with weights of {self.weights}, but this model's are "
-                f"{weights}: encode it with these"
-            )
-        if self.identity != identity.identity(model):
-            raise UserError(f"it is of {self.base_model}: the weights of this model differ")
 
 
 @dataclass(frozen=True)
@@ -111,10 +93,9 @@ class Piece:
         """Write it, the whole piece, to a safetensors file; see `load_piece`."""
         file = Path(typed("path", path, Path))
         check_output(file, "file", "path")
-        about, each = self.info.model_dump_json(), enumerate(self.entries)
+        each = enumerate(self.entries)
         tensors = {f"{i}.{j}": x.cpu().contiguous() for i, kv in each for j, x in enumerate(kv)}
-        metadata = {"format": _KIND, "piece": about, "sha256": checksum(about, tensors)}
-        write_whole(file, lambda partial: save_private(tensors, partial, metadata))
+        write_whole(file, lambda partial: write_saved(self.info, tensors, partial))
 
 
 def ids_of(part: list[int] | Piece) -> Sequence[int]:
@@ -169,13 +150,7 @@ def encode(
             f"the text has {num} tokens with what stands before it, but the context length of "
             f"{spec.name} is {most}: encode it in several pieces"
         )
-    info = PieceInfo(
-        ids=ids,
-        before=before,
-        base_model=spec.name,
-        identity=identity.identity(model),
-        weights=weights_of(model),
-    )
+    info = PieceInfo(ids=ids, before=before, **PieceInfo.of_model(model))
     of_ids = torch.tensor([before + ids], device=model.device)
     return Piece(ids, info, encoded_alone(model, of_ids, len(before)).entries)
 
@@ -199,17 +174,9 @@ def load_piece(path: str | Path, model: PreTrainedModel) -> Piece:
         UserError: it is not a piece, or is damaged, or one of another model.
     """
     path, model = Path(typed("path", path, Path)), unwrapped(model)
-    wrong = f"{path} is not a piece that kvalign saved"
-    with open_saved(path, "piece") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if metadata.get("format") != _KIND:
-        raise UserError(wrong)
-    about = metadata.get("piece", "")
-    if metadata.get("sha256") != checksum(about, tensors):
-        raise UserError(f"{path} is damaged: its checksum differs")
-    info, spec = checked(PieceInfo, parse_json(about, wrong), wrong), spec_of(model.config)
+    info, tensors = read_saved(PieceInfo, path)
     info.check_model(model)
+    spec = spec_of(model.config)
     shape = spec.of_entries(1, len(info.ids), spec.head_dim)
     entries = [
         KV(*(expect_tensor(tensors, f"{i}.{j}", shape, model.dtype) for j in range(2)))

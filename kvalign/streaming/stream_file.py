@@ -7,11 +7,11 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -43,20 +43,53 @@ from kvalign.streaming.memory_file import (
 )
 from kvalign.streaming.sampling import Sampling
 
-_KIND = "kvalign stream"
 _CHECKSUM = "sha256"
 STATE = "method."  # begins the names of the tensors of a method's state
 
+S = TypeVar("S", bound="OfModel")
 
-class SavedStream(BaseModel):
+
+class OfModel(BaseModel):
+    """Information in a file of what one model has encoded.
+
+    Attributes:
+        what: it is.
+        identity: of the model (`kvalign.models.identity`).
+        weights: form of the model's weights, as `load_model` names it.
+    """
+
+    what: ClassVar[str]
+    base_model: str
+    identity: str
+    weights: str
+
+    @staticmethod
+    def of_model(model: PreTrainedModel) -> dict[str, Any]:
+        """The values of these fields for a model."""
+        own = identity.identity(model)
+        return dict(base_model=spec_of(model.config).name, identity=own, weights=weights_of(model))
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless it belongs to this model, with weights of this form."""
+        now = self.of_model(model)
+        weights = now["weights"]
+        if weights != self.weights and self.base_model == now["base_model"]:
+            raise UserError(
+                f"it was made with weights of {self.weights}, but this model's are {weights}: load "
+                f"it with weights={self.weights} (--weights {self.weights})"
+            )
+        if weights != self.weights or self.identity != now["identity"]:
+            what = f"{self.what} of {self.base_model}"
+            raise UserError(f"it is a {what}: the weights of this model differ")
+
+
+class SavedStream(OfModel):
     """Information about a stream in its file, beside the tensors. The other sizes of its cache
     (`CacheSizes`) are further fields.
 
     Attributes:
         format: of the file.
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
-        identity: of the model (`kvalign.models.identity`).
-        weights: form of the model's weights, as `load_model` names it.
         tokenizer: SHA-256 of its vocabulary.
         num_fed: tokens that the method has been fed.
         is_emptied: whether it has lost them all, most to evictions and the rest to an edit.
@@ -66,19 +99,17 @@ class SavedStream(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow")
+    what = "stream"
 
     format: int = 3
     method: str
     num_sinks: Count
     aligner: str | None
-    base_model: str
-    identity: str
     sampling: dict[str, Any]
     device: str
     num_fed: Count
     num_new: Count
     is_emptied: bool = False
-    weights: str
     tokenizer: str
     answers: list[tuple[Count, Count]] = []
     notes: dict[str, str] = {}
@@ -143,15 +174,13 @@ def save(
     saved = SavedStream(
         method=method.name,
         **asdict(method.sizes),
+        **SavedStream.of_model(method.model),
         aligner=digests.aligner,
-        base_model=method.spec.name,
-        identity=identity.identity(method.model),
         sampling=asdict(sampling),
         device=method.model.device.type,
         num_fed=num_fed,
         num_new=num_new,
         is_emptied=num_fed > 0 and not state,
-        weights=weights_of(method.model),
         tokenizer=digests.tokenizer,
         notes=notes,
         answers=[*answers],
@@ -170,10 +199,10 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
     tensors, before = dict(tensors), _memory_of(path)
     parts = [tensors[name] for name in _of_memory(tensors)]
     digests = tensors.pop(STATE + "digests", None)
-    file, metadata = None, {"format": _KIND}
+    file, digest_of_file = None, ""
 
     def write_both(partial: Path) -> None:
-        nonlocal file
+        nonlocal file, digest_of_file
         if parts and parts[0].shape[2]:
             end = int(tensors[STATE + "seen"]) - saved.num_sinks
             entries = Entries(parts, end, None if digests is None else digests[0])
@@ -182,21 +211,24 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
                 tensors[DIGESTS] = entries.digests
         for name, x in tensors.items():
             tensors[name] = (x[:, :, :0] if is_of_memory(name) else x).cpu().contiguous()
-        about = saved.model_copy(update={"memory_file": file}).model_dump_json()
-        metadata.update(stream=about, **{_CHECKSUM: checksum(about, tensors)})
-        save_private(tensors, partial, metadata)
+        about = saved.model_copy(update={"memory_file": file})
+        digest_of_file = write_saved(about, tensors, partial)
 
     try:
         write_whole(path, write_both)
     finally:
         _settle(path)
-    return metadata[_CHECKSUM]
+    return digest_of_file
 
 
-def save_private(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file that only its owner reads."""
+def write_saved(saved: OfModel, tensors: dict[str, Tensor], path: Path) -> str:
+    """Write a safetensors file that only its owner reads, and return its checksum."""
+    about = saved.model_dump_json()
+    digest = checksum(about, tensors)
+    metadata = {"format": f"kvalign {saved.what}", saved.what: about, _CHECKSUM: digest}
     save_file(tensors, path, metadata)
     make_private(path)
+    return digest
 
 
 def _settle(path: Path) -> None:
@@ -224,12 +256,12 @@ def checksum_of(path: Path) -> str:
 
 def about(path: Path) -> SavedStream:
     """Return the information in a file about its stream, without its tensors. Raises as `read`."""
-    return _read(path, names=())[0]
+    return read_saved(SavedStream, path, names=())[0]
 
 
 def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     """Return what a file says of its stream, checked, and its tensors, with those of its memory."""
-    saved, tensors = _read(path)
+    saved, tensors = read_saved(SavedStream, path)
     if saved.memory_file is not None:
         names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
         tensors.pop(DIGESTS, None)
@@ -238,30 +270,40 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     return saved, tensors
 
 
-def _read(
-    path: Path, names: Collection[str] | None = None
-) -> tuple[SavedStream, dict[str, Tensor]]:
-    """The same of the file alone, its checksum compared; or some tensors, if they are there."""
-    wrong = f"{path} is not a stream that kvalign saved"
-    with open_saved(path, "stream") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != _KIND:
+def read_saved(
+    kind: type[S], path: Path, names: Collection[str] | None = None
+) -> tuple[S, dict[str, Tensor]]:
+    """The information in a file, and its tensors, their checksum compared; or those of these names,
+    if they are there.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is not what kvalign saved of this kind, or is damaged.
+    """
+    wrong = f"{path} is not a {kind.what} that kvalign saved"
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
             raise UserError(wrong)
-        document = parse_json(metadata.get("stream", ""), wrong)
-        present = [*file.keys()]
-        tensors = {
-            name: file.get_tensor(name) for name in present if names is None or name in names
-        }
-    if names is None:
-        digest = checksum(metadata.get("stream", ""), tensors)
-        if metadata.get(_CHECKSUM, digest) != digest:
-            raise UserError(f"{path} is damaged: its checksum differs")
-    return checked(SavedStream, document, wrong), tensors
+        with safe_open(path, "pt") as file:
+            metadata, present = file.metadata() or {}, {*file.keys()}
+            own = present if names is None else present.intersection(names)
+            tensors = {name: file.get_tensor(name) for name in own}
+    except FileNotFoundError:
+        raise NotFoundError(f"no saved {kind.what} {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{wrong}: {error}") from None
+    if metadata.get("format") != f"kvalign {kind.what}":
+        raise UserError(wrong)
+    about = metadata.get(kind.what, "")
+    document = parse_json(about, wrong)
+    if names is None and metadata.get(_CHECKSUM) != checksum(about, tensors):
+        raise UserError(f"{path} is damaged: its checksum differs")
+    return checked(kind, document, wrong), tensors
 
 
 def _memory_of(path: Path) -> Before | None:
     try:
-        saved, tensors = _read(path, names=[SUMS, DIGESTS])
+        saved, tensors = read_saved(SavedStream, path, names=[SUMS, DIGESTS])
     except UserError:
         return None
     if not saved.memory_file or SUMS not in tensors:
@@ -278,22 +320,9 @@ def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(STATE): x for name, x in tensors.items() if name.startswith(STATE)}
 
 
-def check_model(saved: SavedStream, model: PreTrainedModel) -> None:
-    """Raise UserError unless the stream belongs to this model, with weights of this form."""
-    is_of_form = saved.weights == (weights := weights_of(model))
-    if is_of_form and saved.identity == identity.identity(model):
-        return
-    if is_of_form or saved.base_model != spec_of(model.config).name:
-        raise UserError(f"it is a stream of {saved.base_model}: the weights of this model differ")
-    raise UserError(
-        f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
-        f"it with weights={saved.weights} (--weights {saved.weights})"
-    )
-
-
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     """Raise UserError unless the stream belongs to this model and is complete."""
-    check_model(saved, model)
+    saved.check_model(model)
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
         raise UserError(f"its ids must be below {model.config.vocab_size}")
@@ -313,18 +342,3 @@ def checksum(about: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
         digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@contextmanager
-def open_saved(path: Path, what: str) -> Iterator[Any]:
-    """Context with an open safetensors file that should have a stream or a piece."""
-    wrong = f"{path} is not a {what} that kvalign saved"
-    try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(wrong)
-        with safe_open(path, "pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise NotFoundError(f"no saved {what} {path}") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{wrong}: {error}") from None

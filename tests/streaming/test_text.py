@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import kvalign
 from kvalign.foundation.errors import UserError
 from kvalign.methods.registry import METHODS
+from kvalign.streaming.stream_file import checksum
 
 PROMPT = "The history of the island"
 
@@ -34,15 +35,16 @@ def begin(loaded, prompt=PROMPT, **options):
 
 
 def change_stream(path, change):
-    """Change the tensors of a file and what it says, as in one without a checksum: with it nothing
-    else would be looked at.
+    """Change the tensors of a file and what it says, with the checksum of that: with another one
+    nothing else would be looked at.
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors, about = load_file(path), json.loads(metadata["stream"])
     change(tensors, about)
-    del metadata["sha256"]
-    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
+    metadata["stream"] = json.dumps(about)
+    metadata["sha256"] = checksum(metadata["stream"], tensors)
+    save_file(tensors, path, metadata)
 
 
 def test_pieces_are_the_text_of_the_tokens(gpt2):

@@ -152,7 +152,7 @@ class InFolder(Store):
         ):
             raise UserError(f"{path} is a session of another method or size: {other}")
         try:
-            stream_file.check_model(saved, method.model)
+            saved.check_model(method.model)
         except UserError as error:
             raise UserError(f"{path} is a session of another model ({error}): {other}") from None
         if saved.tokenizer != self.digests.tokenizer or _ID not in saved.notes:
