@@ -116,9 +116,10 @@ def _read(
         num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
         device_map = device_map_for(name, device, num_bytes, is_auto)
     model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
+    if request.is_for_packed():
+        request.is_of_4_bits = packed.is_of_4_bits(model)
     if weights == "auto":
-        can_pack = torch.device(device).type in ("cpu", "cuda")
-        weights = "int4" if can_pack and packed.is_of_4_bits(model) else None
+        weights = "int4" if request.is_of_4_bits else None
     if is_gguf and dtype is None:
         model.to(torch.bfloat16)
     if device_map is None:
@@ -207,6 +208,7 @@ class Request:
     Attributes:
         source: the model's folder, GGUF file or hub id.
         dtype, weights: None as in `precision_of`; weights may be `auto`.
+        is_of_4_bits: whether `auto` packs the model; known once it was read from its files.
     """
 
     config: PretrainedConfig
@@ -214,13 +216,14 @@ class Request:
     device: str
     dtype: str | None
     weights: str | None
+    is_of_4_bits: bool = False
     _asked_for: Path | None = None
 
     def read(self) -> PreTrainedModel | None:
         """The packed model that is kept; None if none of the same files is, where it has no room,
         or if it has more than its config says, as with an adapter.
         """
-        if not self._is_for_packed():
+        if not self.is_for_packed():
             return None
         self._asked_for = path = self._file()
         if not path.is_file() or not has_room(self.device, path.stat().st_size):
@@ -231,6 +234,8 @@ class Request:
         try:
             with opened(path, path.name) as file:
                 about = file.metadata()
+                if self.weights == "auto" and not json.loads(about["auto"]):
+                    return None
                 # Copied: what is mapped lies as in the file, and is read more slowly.
                 stored = {x: file.get_tensor(x).clone().to(device) for x in file.keys()}  # noqa: SIM118
             stored |= {name: stored[one] for name, one in json.loads(about["shared"]).items()}
@@ -247,7 +252,7 @@ class Request:
     def keep(self, model: PreTrainedModel) -> None:
         """Keep what was loaded if it is packed, on the device that was asked for, and large."""
         own = _tensors(model)
-        is_there = model.device.type == torch.device(self.device).type and self._is_for_packed()
+        is_there = model.device.type == torch.device(self.device).type and self.is_for_packed()
         weights = packed.weights_of(model)
         if not is_there or weights not in packed.PACKED or packed.num_bytes(model) < LEAST:
             return
@@ -260,6 +265,7 @@ class Request:
         about = {
             "shared": json.dumps(shared),
             "weights": weights,
+            "auto": json.dumps(self.is_of_4_bits),
             "dtype": str(model.dtype).removeprefix("torch."),
             "generation": model.generation_config.to_json_string(),
         }
@@ -272,7 +278,8 @@ class Request:
         except OSError as error:
             warn_once(f"packed weights are not kept, and are packed at each start: {error}")
 
-    def _is_for_packed(self) -> bool:
+    def is_for_packed(self) -> bool:
+        """Return whether its weights may be packed."""
         return self.weights is not None and torch.device(self.device).type in ("cpu", "cuda")
 
     def _file(self) -> Path:
@@ -287,8 +294,9 @@ class Request:
         content = [(x.name, kept.checksum(x)) for x in [*files, *_CODE]]
         versions = torch.__version__, transformers.__version__, torch.cpu.get_capabilities()
         kind = packed.kind_for(torch.device(self.device)).__name__
-        owner = _digest(str(path), kind, self.dtype, self.weights)
-        name = f"{path.stem}-{self.weights}-{owner}-{_digest(content, versions)}.safetensors"
+        form = "int4" if self.weights == "auto" else self.weights
+        owner = _digest(str(path), kind, self.dtype, form)
+        name = f"{path.stem}-{form}-{owner}-{_digest(content, versions)}.safetensors"
         return fetched.cache_dir() / "packed" / name
 
 

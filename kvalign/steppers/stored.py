@@ -399,12 +399,14 @@ def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
 
 
 def _opened(file: Path, weights: dict[str, Tensor]) -> Run:
-    """The step of a whole file."""
-    compiled = torch._inductor.aoti_load_package(str(file), run_single_threaded=True)
+    """The step of a whole file. `aoti_load_package` would compile and run six programs first, to
+    compare this CPU with that of the file: the file's name has it already.
+    """
+    compiled = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)  # one thread
     names = compiled.get_constant_fqns()
     needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
-    compiled.load_constants(needed, check_full_update=True, user_managed=True)
-    return compiled.loader.boxed_run
+    compiled.load_constants(needed, False, True, True)  # all of them, where they lie
+    return compiled.boxed_run
 
 
 def _about(

@@ -98,15 +98,23 @@ def test_each_kernel_and_form_has_a_file_of_its_own(
         same(load_model(folder, weights=weights).model, expected[weights], ids)
 
 
-def test_weights_that_were_stored_in_4_bits_need_no_form(tmp_path, unread, ids):
+@pytest.mark.parametrize("forms", [("auto", "int4"), ("int4", "auto")])
+def test_weights_that_were_stored_in_4_bits_are_packed_once(forms, tmp_path, unread, ids):
     readers()
     model = tiny_model("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2)
     write_gguf(tmp_path / "tiny.gguf", model, quantised="Q4_1")
-    first = load_model(tmp_path / "tiny.gguf", weights="auto")
+    first = load_model(tmp_path / "tiny.gguf", weights=forms[0])
     unread()
-    second = load_model(tmp_path / "tiny.gguf", weights="auto")
-    same(second.model, first.model, ids % len(TOKENS))
-    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    for weights in forms:
+        again = load_model(tmp_path / "tiny.gguf", weights=weights)
+        same(again.model, first.model, ids % len(TOKENS))
+        assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+
+
+def test_auto_packs_no_other_weights_that_were_packed_by_request(tokenizer, tmp_path):
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    load_model(folder, weights="int4")
+    assert packed.weights_of(load_model(folder, weights="auto").model) == "float32"
 
 
 def test_a_model_of_the_hub_is_packed_once(tokenizer, tmp_path, unread, ids, monkeypatch):

