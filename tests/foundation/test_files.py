@@ -9,6 +9,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+from helpers.tiny_corpus import TEXT
 from pydantic import BaseModel
 
 from kvalign.app.cli.main import main
@@ -149,7 +150,7 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["gen-data", "--num-tokens", "3000"],
+        ["gen-data", "--corpus", "text:words.txt", "--num-tokens", "3000"],
         ["pretrain", "--num-tokens", "1000", "--vocab-size", "300"],
         ["eval", "run", "quick"],
     ],
@@ -157,6 +158,7 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
 )
 def test_two_runs_into_one_folder_are_refused(argv, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text(TEXT * 4)
     with locked(Path("out")):
         assert main([*argv, "--out", "out"]) == 2
     assert "another run is writing to out" in capfd.readouterr().err

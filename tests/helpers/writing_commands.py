@@ -4,7 +4,6 @@ same however often it was killed.
 
 import csv
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 from safetensors import safe_open
 
 from helpers.published_files import save_model, write_networks
+from helpers.results_example import write_folder
 from helpers.tiny_wheel import write_wheel
 from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.app.listing import LISTINGS
 from kvalign.foundation import kept
 
 FETCHED = "smollm2-135m-instruct"
-DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "policies"
 SUITE = """
 cells:
   - name: kvalign
@@ -152,12 +151,6 @@ def _names(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir() if path.name[0] != ".")
 
 
-def _copy_documents(out: Path) -> None:
-    out.mkdir()
-    for name in ("cost.json", "recall-gpt2.json"):
-        shutil.copy(DOCUMENTS / name, out)
-
-
 COMMANDS = (
     Command(
         "gen-data",
@@ -248,7 +241,7 @@ COMMANDS = (
         "report out",
         ("*.json", "report.html", "plots/*.png"),
         _bytes,
-        before=_copy_documents,
+        before=write_folder,
     ),
     Command(
         "chat",
