@@ -67,7 +67,8 @@ def test_a_conversation_takes_new_sampling_flags_and_keeps_them(tmp_path, capsys
         assert sampling.top_k == 20 and sampling.stop_at_end
         capsys.readouterr()
         assert main(["chat", *flags, "When?"]) == 0
-        assert "--top-p 0.5 --seed 7; saved in" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "--top-p 0.5 --seed 7" in err and "; saved in" in err
     assert said(path, loaded).sampling.max_new_tokens == 9
 
 

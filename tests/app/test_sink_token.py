@@ -64,8 +64,8 @@ def test_evaluations_begin_with_it_and_keep_their_labels(pair, corpus):
     begins_with_the_sink(*texts)
     assert texts[0].shape[0] == 3
     plain, sink = (encode(pieces(4, 2, 1, seed=0), loaded.tokenizer) for loaded in pair)
-    streams = [torch.cat([one.ids for one in encoded]) for encoded in (plain, sink)]
-    assert streams[1].tolist() == [SINK, *streams[0].tolist()]
+    streams = [[x for one in encoded for x in one.ids] for encoded in (plain, sink)]
+    assert streams[1] == [SINK, *streams[0]]
     assert [one.start + 1 for one in plain[1:]] == [one.start for one in sink[1:]]
 
 
