@@ -211,7 +211,7 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
         UserError: a corpus that is too short, a tokenizer that does not tell the words apart.
     """
     from kvalign.data_gen.corpora import cut_chunks, token_pieces
-    from kvalign.streaming.turns import turn_ids
+    from kvalign.streaming.turns import Talk
 
     tokenizer, rng = loaded.tokenizer, random.Random(settings.seed)
     pieces = token_pieces(settings.corpus, tokenizer, "test")
@@ -223,7 +223,7 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
         for i, (begin, question, words) in enumerate(FACTS):
             index = rng.randrange(len(words.split()))
             fact = f"{begin} {words.split()[index]}."
-            facts += turn_ids(tokenizer, fact, not i) + _answer(tokenizer, ANSWERS[i])
+            facts += Talk(tokenizer).turn_ids(fact, not i) + _answer(tokenizer, ANSWERS[i])
             questions.append(_question(tokenizer, begin, question, words.split(), index))
         talk = list(_talk(tokenizer, passages, num_tokens, rng))
         if sum(map(len, talk)) < num_tokens:
@@ -243,10 +243,10 @@ def _talk(
     rng: random.Random,
 ) -> Iterator[list[int]]:
     """Turns that read out passages, until they have so many tokens or there are no more."""
-    from kvalign.streaming.turns import turn_ids
+    from kvalign.streaming.turns import Talk
 
     while num_tokens > 0 and (passage := next(passages, None)) is not None:
-        turn = turn_ids(tokenizer, READ_OUT + tokenizer.decode(passage), is_first=False)
+        turn = Talk(tokenizer).turn_ids(READ_OUT + tokenizer.decode(passage), is_first=False)
         turn += _answer(tokenizer, rng.choice(ANSWERS))
         num_tokens -= len(turn)
         yield turn
@@ -255,7 +255,7 @@ def _talk(
 def _question(
     tokenizer: PreTrainedTokenizerBase, begin: str, question: str, words: list[str], index: int
 ) -> Question:
-    from kvalign.streaming.turns import turn_ids
+    from kvalign.streaming.turns import Talk
 
     answers = [_answer(tokenizer, f"{begin} {word}.") for word in words]
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*answers, strict=False))
@@ -266,7 +266,7 @@ def _question(
             f"this model's tokenizer does not distinguish the possible answers to {question!r}: "
             "use a model of ordinary text"
         )
-    return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, index)
+    return Question(Talk(tokenizer).turn_ids(question, is_first=False) + opening, first, index)
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

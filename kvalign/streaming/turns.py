@@ -10,6 +10,7 @@ A model with a chat template uses it; any other model uses the plain form of Str
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -27,160 +28,110 @@ from kvalign.models.input_ids import ids_of, masked, special_of, unused_in
 from kvalign.streaming.template import Dialect, Tools, render
 
 
-def turn_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    turn: str,
-    is_first: bool,
-    system: str | None = None,
-    *,
-    special_tokens: bool = False,
-) -> list[int]:
-    """Tokens to feed before the model answers a user's turn, as of `message_ids`."""
-    how: dict[str, Any] = {"goes_on": not is_first, "special_tokens": special_tokens}
-    return message_ids(tokenizer, [_message("user", turn)], system=system, **how)
-
-
-def message_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    *,
-    goes_on: bool,
-    system: str | None = None,
-    special_tokens: bool = False,
-    template: Mapping[str, Any] | None = None,
-    tools: Tools = None,
-) -> list[int]:
-    """Tokens of `messages_text`. A template writes the beginning of a text itself.
-
-    Args:
-        template: values for the chat template, by name (`enable_thinking`).
-        special_tokens: special tokens in contents steer the model, like the template's. Otherwise
-            they are plain text, so a message cannot end itself and begin another.
-    """
-    masks: dict[str, str] = {}
-    if not special_tokens:
-        contents = [{x: y for x, y in message.items() if x != "role"} for message in messages]
-        free, masks = masked([*_texts_in([contents, system, tools])], tokenizer)
-        contents, system, tools = _with_texts([contents, system, tools], iter(free))
-        messages = [{**a, **b} for a, b in zip(messages, contents, strict=True)]
-    text = messages_text(
-        tokenizer, messages, goes_on=goes_on, system=system, template=template, tools=tools
-    )
-    prefix = not goes_on and not tokenizer.chat_template
-    return ids_of(text, tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
-
-
-def opening_len(
-    tokenizer: PreTrainedTokenizerBase,
-    system: str | None,
-    *,
-    goes_on: bool = False,
-    special_tokens: bool = False,
-    template: Mapping[str, Any] | None = None,
-    tools: Tools = None,
-) -> int:
-    """Tokens before the user's first word, which sinks should keep; `goes_on`: in a later turn."""
-    how: dict[str, Any] = dict(special_tokens=special_tokens, template=template, tools=tools)
-    one, other = (
-        message_ids(tokenizer, [_message("user", word)], goes_on=goes_on, system=system, **how)
-        for word in ("?", "0")
-    )
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in alike)
-
-
-def word_starts(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[int],
-    system: str | None,
-    *,
-    special_tokens: bool = False,
-) -> list[int]:
-    """Position at which the user's words begin in turns: after the tokens that introduce them; for
-    the first turn, after the opening.
-
-    Args:
-        turns: number of tokens before each; for the first of a conversation 0.
-    """
-    num_opening, num_asking = (
-        opening_len(tokenizer, system, goes_on=goes_on, special_tokens=special_tokens)
-        for goes_on in (False, True)
-    )
-    return [turn + (num_asking if turn else num_opening) for turn in turns]
-
-
-def evict_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[int],
-    ids: Sequence[int],
-    system: str | None,
-    *,
-    size: int,
-    num_answer: int,
-    special_tokens: bool = False,
-) -> tuple[int, list[int]]:
-    """Evict the oldest turns of a conversation, each as a whole, until the last one fits. The last
-    one stays in any case, and so does the opening.
-
-    Args:
-        turns: number of tokens before each that has not been evicted, as of `word_starts`.
-        ids: all tokens of the conversation, its last turn included.
-        system: instructions with which it begins.
-        size: entries of the cache.
-        num_answer: longest answer in tokens. Room is left for it, up to half the cache.
-
-    Returns:
-        The number of turns that are evicted now, and the tokens that stay.
-    """
-    begins = word_starts(tokenizer, turns, system, special_tokens=special_tokens)
-    num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
-    room = size - num_opening - min(num_answer, size // 2)
-    fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
-    num = next(fits, len(begins) - 1)
-    return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
-
-
-def messages_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    *,
-    goes_on: bool,
-    system: str | None = None,
-    template: Mapping[str, Any] | None = None,
-    tools: Tools = None,
-) -> str:
-    """Return the text to feed for several messages, the last of them a user's or a tool's, before
-    the model answers.
+@dataclass(frozen=True)
+class Talk:
+    """A conversation as a model reads it: what begins it, and the tokens of its turns.
 
     What a stream holds stays as it is: its tokens are those that the model wrote. A template may
     write earlier answers in another way than the last one (without what the model thought, or its
     empty frame). So it is given a whole conversation in which one character stands for the answer
-    before, and what it writes after this character is returned.
+    before, and what it writes after this character is fed.
 
-    Args:
+    Messages have `role` (system: only the first; user, assistant, tool), `content` and, for an
+    assistant's, perhaps `tool_calls` and `reasoning_content`; the last is a user's or a tool's.
+    Where they go on (`goes_on`), an answer was fed before them.
+
+    Attributes:
         tokenizer: of the model, with its chat template if it has one.
-        messages: of `role` (system: only the first; user, assistant, tool), `content` and, for
-            an assistant's, perhaps `tool_calls` and `reasoning_content`.
-        goes_on: an answer was fed before them.
-        template: values for the template, by name.
+        system: instructions with which it begins.
+        special_tokens: special tokens in contents steer the model, like the template's. Otherwise
+            they are plain text, so a message cannot end itself and begin another.
+        template: values for the chat template, by name (`enable_thinking`).
         tools: that the model may call, which the template tells it of.
     """
-    opening = [] if system is None else [_message("system", system)]
-    if not tokenizer.chat_template:
-        return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
-    answer = next(unused_in([*_texts_in([opening, messages, tools])]))
-    before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
-    talk, told = Dialect.of(tokenizer).conversation([*opening, *before, *messages], tools)
-    text = render(tokenizer, talk, to_answer=True, values=template, tools=told)
-    for message in (*opening, *messages):
-        content = message["content"].strip()
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-        if message["role"] != "assistant" and content not in text and as_json not in text:
-            what = f"leaves out the {message['role']}'s message"
-            raise UserError(f"the chat template of this model {what}")
-    if goes_on and answer not in text:
-        raise UserError("the chat template of this model leaves out earlier answers")
-    return text.partition(answer)[2] if goes_on else text
+
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None = None
+    special_tokens: bool = False
+    template: Mapping[str, Any] | None = None
+    tools: Tools = None
+
+    def turn_ids(self, turn: str, is_first: bool) -> list[int]:
+        """Tokens to feed before the model answers a user's turn."""
+        return self.ids([_message("user", turn)], goes_on=not is_first)
+
+    def ids(self, messages: list[dict[str, Any]], *, goes_on: bool) -> list[int]:
+        """Tokens of the `text` of messages. A template writes the beginning of a text itself."""
+        talk, masks = self, dict[str, str]()
+        if not self.special_tokens:
+            contents = [{x: y for x, y in message.items() if x != "role"} for message in messages]
+            parts = [contents, self.system, self.tools]
+            free, masks = masked([*_texts_in(parts)], self.tokenizer)
+            contents, system, tools = _with_texts(parts, iter(free))
+            messages = [{**a, **b} for a, b in zip(messages, contents, strict=True)]
+            talk = replace(self, system=system, tools=tools)
+        text = talk.text(messages, goes_on=goes_on)
+        prefix = not goes_on and not self.tokenizer.chat_template
+        return ids_of(text, self.tokenizer, prefix=prefix, goes_on=goes_on, masks=masks)
+
+    def text(self, messages: list[dict[str, Any]], *, goes_on: bool) -> str:
+        """Return the text to feed for messages before the model answers; UserError for a template
+        that leaves one of them out.
+        """
+        opening = [] if self.system is None else [_message("system", self.system)]
+        if not self.tokenizer.chat_template:
+            return "\n\n" * goes_on + "".join(map(_plain, [*opening * (not goes_on), *messages]))
+        answer = next(unused_in([*_texts_in([opening, messages, self.tools])]))
+        before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
+        dialect = Dialect.of(self.tokenizer)
+        told, tools = dialect.conversation([*opening, *before, *messages], self.tools)
+        text = render(self.tokenizer, told, to_answer=True, values=self.template, tools=tools)
+        for message in (*opening, *messages):
+            content = message["content"].strip()
+            as_json = json.dumps(content, ensure_ascii=False)[1:-1]
+            if message["role"] != "assistant" and content not in text and as_json not in text:
+                what = f"leaves out the {message['role']}'s message"
+                raise UserError(f"the chat template of this model {what}")
+        if goes_on and answer not in text:
+            raise UserError("the chat template of this model leaves out earlier answers")
+        return text.partition(answer)[2] if goes_on else text
+
+    def opening_len(self, *, goes_on: bool = False) -> int:
+        """Tokens before the user's first word, for sinks to keep; `goes_on`: of a later turn."""
+        one, other = (self.ids([_message("user", x)], goes_on=goes_on) for x in ("?", "0"))
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        return sum(1 for _ in alike)
+
+    def word_starts(self, turns: Sequence[int]) -> list[int]:
+        """Position at which the user's words begin in turns: after the tokens that introduce them;
+        for the first turn, after the opening.
+
+        Args:
+            turns: number of tokens before each; for the first of a conversation 0.
+        """
+        num_opening, num_asking = (self.opening_len(goes_on=x) for x in (False, True))
+        return [turn + (num_asking if turn else num_opening) for turn in turns]
+
+    def evict_turns(
+        self, turns: Sequence[int], ids: Sequence[int], *, size: int, num_answer: int
+    ) -> tuple[int, list[int]]:
+        """Evict the oldest turns of a conversation, each as a whole, until the last one fits. The
+        last one stays in any case, and so does the opening.
+
+        Args:
+            turns: number of tokens before each that has not been evicted, as of `word_starts`.
+            ids: all tokens of the conversation, its last turn included.
+            size: entries of the cache.
+            num_answer: longest answer in tokens. Room is left for it, up to half the cache.
+
+        Returns:
+            The number of turns that are evicted now, and the tokens that stay.
+        """
+        begins, num_opening = self.word_starts(turns), self.opening_len()
+        room = size - num_opening - min(num_answer, size // 2)
+        fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
+        num = next(fits, len(begins) - 1)
+        return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -24,7 +24,7 @@ from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.methods import make_method
-from kvalign.streaming.turns import opening_len, turn_ids
+from kvalign.streaming.turns import Talk
 
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"
@@ -106,7 +106,7 @@ def test_what_is_kept_never_goes(tmp_path, capsys, loaded):
     path = tmp_path / "talk"
     turns = ["--say", "Who?", "--say", "Why?", "--say", "When?"]
     assert chat("--keep", "system", "--state", str(path), *turns) == 0
-    stream, num = said(path, loaded), opening_len(loaded.tokenizer, None)
+    stream, num = said(path, loaded), Talk(loaded.tokenizer).opening_len()
     assert stream.method.sizes.num_sinks == num and stream.num_evicted
     assert stream.method.cache.index()[:num].tolist() == list(range(num))
     assert "(known" not in capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
         assert line in printed.err, line
     assert (tmp_path / "other").read_text() == "mine"
     ids = said("kept", loaded).ids
-    begins = turn_ids(loaded.tokenizer, "When?", True, "You know.")
+    begins = Talk(loaded.tokenizer, "You know.").turn_ids("When?", True)
     assert ids[: len(begins)] == begins and len(ids) <= len(begins) + 12
 
     monkeypatch.setattr("sys.stdin", io.StringIO("/reset\nWhen?\n/tokens now\n"))

@@ -20,7 +20,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
-from kvalign.streaming.turns import opening_len
+from kvalign.streaming.turns import Talk
 
 GREEDY = dict(temperature=0, max_tokens=12)
 SERVED = dict(cache_size=48, max_streams=8, method="streaming-llm")
@@ -116,7 +116,7 @@ def test_the_system_prompt_stays(client, server, loaded):
     assert reply.usage.total_tokens > 48
     session = server.service.sessions.take("told")
     server.service.sessions.release(session)
-    num = opening_len(loaded.tokenizer, system)
+    num = Talk(loaded.tokenizer, system).opening_len()
     assert session.num_sinks == num
     method = server.service._method_for(num)
     method.restore(session.state)

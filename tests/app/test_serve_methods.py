@@ -19,7 +19,7 @@ from kvalign.app.serve.turn import End, Piece
 from kvalign.app.serve.wire import Chat, Headers
 from kvalign.models import kernel
 from kvalign.models.loading import load_model
-from kvalign.streaming.turns import turn_ids
+from kvalign.streaming.turns import Talk
 
 METHODS = [
     *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),
@@ -100,7 +100,7 @@ def sessions_are_streams(method, name, minis):
         how |= method | {"compile": False}
         stream = kvalign.stream(loaded.model, loaded.tokenizer, **how)
         for turn, text in zip(turns, said, strict=True):
-            stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
+            stream.feed(Talk(loaded.tokenizer).turn_ids(turn, not stream.ids))
             assert text == "".join(stream)
 
 
@@ -159,5 +159,5 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(minis, monkeypatch):
     stream = kvalign.stream(
         loaded.model, loaded.tokenizer, cache_size=64, do_sample=False, max_new_tokens=16
     )
-    stream.feed(turn_ids(loaded.tokenizer, text, True))
+    stream.feed(Talk(loaded.tokenizer).turn_ids(text, True))
     assert answer == "".join(stream)

@@ -37,7 +37,7 @@ from kvalign.streaming.answer import Answer
 from kvalign.streaming.calls import FORMS, Call, marks_of
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.template import Dialect, render
-from kvalign.streaming.turns import message_ids, messages_text, opening_len
+from kvalign.streaming.turns import Talk
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ASKED = [{"role": "user", "content": "How warm is it in Rome?"}]
@@ -233,14 +233,14 @@ def test_a_conversation_in_parts_is_the_whole(form, loaded):
     messages = [one.for_template() for one in chat(messages=talk).messages]
     tools = chat().tools
     how = dict(tools=[tool.for_template() for tool in tools])
-    whole = messages_text(loaded.tokenizer, messages, goes_on=False, **how)
+    whole = Talk(loaded.tokenizer, **how).text(messages, goes_on=False)
     assert '{"city": "Rome", "unit": "C"}' in whole and '"weather"' in whole
-    rest = messages_text(loaded.tokenizer, messages[2:], goes_on=True, **how)
+    rest = Talk(loaded.tokenizer, **how).text(messages[2:], goes_on=True)
     assert whole.endswith(rest) and "warm" in rest and "Rome" not in rest
-    opening = opening_len(loaded.tokenizer, None, **how)
-    ids = message_ids(loaded.tokenizer, messages, goes_on=False, **how)
+    opening = Talk(loaded.tokenizer, **how).opening_len()
+    ids = Talk(loaded.tokenizer, **how).ids(messages, goes_on=False)
     assert '"description"' in loaded.tokenizer.decode(ids[:opening])
-    assert opening > 5 * opening_len(loaded.tokenizer, None)
+    assert opening > 5 * Talk(loaded.tokenizer).opening_len()
 
 
 def test_special_tokens_in_tools_and_calls_are_text(form, loaded):
@@ -253,8 +253,8 @@ def test_special_tokens_in_tools_and_calls_are_text(form, loaded):
         *ASKED,
     ]
     for special, num in ((False, 0), (True, 2)):
-        how = dict(tools=[tool], goes_on=False, special_tokens=special)
-        ids = message_ids(loaded.tokenizer, talk, **how)
+        written = Talk(loaded.tokenizer, tools=[tool], special_tokens=special)
+        ids = written.ids(talk, goes_on=False)
         assert ids.count(loaded.tokenizer.eos_token_id) == num
 
 
@@ -263,7 +263,7 @@ def test_a_template_of_one_call_takes_no_two(loaded):
     talk = [*ASKED, said("a", "b"), *ASKED]
     messages = [one.for_template() for one in chat(messages=talk).messages]
     with pytest.raises(UserError, match="takes one call of an answer"):
-        message_ids(loaded.tokenizer, messages, goes_on=False)
+        Talk(loaded.tokenizer).ids(messages, goes_on=False)
     loaded.tokenizer.chat_template = None
 
 
@@ -277,7 +277,7 @@ def test_what_a_template_leaves_out_stands_in_its_texts(left_out, loaded):
     tools = [tool.for_template() for tool in chat().tools]
     talk = [{"role": "system", "content": "Be brief."}, *ASKED, said("a"), result("19", "a")]
     messages = [one.for_template() for one in chat(messages=talk).messages]
-    text = messages_text(loaded.tokenizer, messages, goes_on=False, tools=tools)
+    text = Talk(loaded.tokenizer, tools=tools).text(messages, goes_on=False)
     assert HERMES.text("time", "{}") in text and "<tool_response>\n19\n</tool_response>" in text
     assert text.count("Of a city.") == 1 and text.index("Of a city.") < text.index("How warm")
     assert Tools.of(chat(tool_choice="required"), loaded.tokenizer).form == HERMES
@@ -299,7 +299,7 @@ def test_thoughts_reach_a_template_in_its_way(kind, loaded):
         messages = [how.taken_apart(one) for one in messages]
         assert (messages[1].content, messages[1].reasoning_content) == ("9", "So")
         told = [one.for_template() for one in messages]
-        ids = message_ids(loaded.tokenizer, told, goes_on=False)
+        ids = Talk(loaded.tokenizer).ids(told, goes_on=False)
         text = "".join(loaded.tokenizer.decode(ids).split())
         assert "So" not in text and "assistant:9" in text
         assert how.is_begun(loaded.tokenizer, torch.tensor(ids)) is (kind == "text")

@@ -7,7 +7,7 @@ from helpers.pairwise import one_of_each
 from helpers.served import serving
 
 import kvalign
-from kvalign.streaming.turns import turn_ids
+from kvalign.streaming.turns import Talk
 
 HEADER = "X-KVAlign-Warning"
 MODELS = ("gpt2-mini", "llama-mini")
@@ -44,7 +44,7 @@ def test_a_session_is_the_stream_of_the_conversation(number, name, minis):
     with serving(loaded, cache_size=32, **settings) as server, server.client() as client:
         for turn in TURNS:
             reply, num_before = ask(client, name, turn, "t"), len(stream.ids)
-            stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
+            stream.feed(Talk(loaded.tokenizer).turn_ids(turn, not stream.ids))
             num_prompt = len(stream.ids)
             first = next(iter(stream))
             at_first = stream.num_evicted

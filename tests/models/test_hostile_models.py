@@ -9,7 +9,7 @@ from helpers.hostile_weights import claims, one
 from helpers.refusals import altered_model, refuses
 
 from kvalign import checkpoints, load_model
-from kvalign.streaming.turns import turn_ids
+from kvalign.streaming.turns import Talk
 
 WTE = "transformer.wte.weight"
 WEIGHTS = {
@@ -59,7 +59,7 @@ def tokenizer():
 @pytest.mark.parametrize("template", TEMPLATES_THAT_SERVE)
 def test_templates_of_many_kinds_serve(template, tokenizer):
     tokenizer.chat_template = template
-    assert turn_ids(tokenizer, "Hi", True)
+    assert Talk(tokenizer).turn_ids("Hi", True)
 
 
 LATER = {
@@ -71,5 +71,5 @@ LATER = {
 @pytest.mark.parametrize("template", LATER.values(), ids=LATER)
 def test_templates_that_take_one_turn_alone(template, tokenizer):
     tokenizer.chat_template = template
-    turn_ids(tokenizer, "Hi", True)
-    refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
+    Talk(tokenizer).turn_ids("Hi", True)
+    refuses(lambda: Talk(tokenizer).turn_ids("Why?", False), "the chat template of this model")

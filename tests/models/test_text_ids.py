@@ -23,7 +23,7 @@ from kvalign.app.serve.prompts import Prompts
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.input_ids import ids_of, prefix_ids
-from kvalign.streaming.turns import message_ids
+from kvalign.streaming.turns import Talk
 
 TEXTS = st.text(st.sampled_from("the ern.\n 0é😀'`"), min_size=1, max_size=30)
 EXAMPLES = settings(
@@ -190,11 +190,11 @@ def test_messages(text, tokenizer):
         whole = words_of(tokenizer, f"{text}: er")
         user = {"role": "user", "content": f"{text}: er"}
         parts = [{"role": "system", "content": text}, {"role": "user", "content": ": er"}]
-        assert message_ids(tokenizer, [user], goes_on=False) == whole
-        assert message_ids(tokenizer, parts, goes_on=False) == whole
-        assert message_ids(tokenizer, parts[1:], goes_on=False, system=text) == whole
+        assert Talk(tokenizer).ids([user], goes_on=False) == whole
+        assert Talk(tokenizer).ids(parts, goes_on=False) == whole
+        assert Talk(tokenizer, text).ids(parts[1:], goes_on=False) == whole
         after = ids_of(f"{text}: er", tokenizer, prefix=False, goes_on=True)
-        assert message_ids(tokenizer, [user], goes_on=True) == after
+        assert Talk(tokenizer).ids([user], goes_on=True) == after
         # The same by the copy of the tokenizer that reads special tokens as text.
         masked = ids_of(text, tokenizer, prefix=False, goes_on=True, masks={"\U000fffff": "?"})
         assert masked == ids_of(text, tokenizer, prefix=False, goes_on=True)

@@ -14,7 +14,7 @@ import torch
 import kvalign
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.text_stream import TextStream
-from kvalign.streaming.turns import turn_ids
+from kvalign.streaming.turns import Talk
 
 CODE = """\
 class Stack:
@@ -70,7 +70,7 @@ def begin(loaded: LoadedModel, text: str, args: argparse.Namespace, lookup: int)
     prompt, sampling = TEXTS[text]
     sizes = dict(cache_size=args.cache_size, max_new_tokens=args.num_tokens, stop_at_end=True)
     stream = kvalign.stream(loaded.model, loaded.tokenizer, **sizes, lookup=lookup, **sampling)
-    stream.feed(turn_ids(loaded.tokenizer, prompt, True))
+    stream.feed(Talk(loaded.tokenizer).turn_ids(prompt, True))
     next(iter(stream))
     return stream
 

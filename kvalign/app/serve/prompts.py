@@ -8,7 +8,7 @@ changed, a message in the middle left out, shortened or rewritten.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from kvalign.app.serve.wire import Chat, Headers, Request
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.template import Dialect
-from kvalign.streaming.turns import evict_turns, message_ids, opening_len, word_starts
+from kvalign.streaming.turns import Talk
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Prompts:
         sizes, first = self.method.sizes, request.messages[0]
         system, num_sinks = first.content if first.role == "system" else None, sizes.num_sinks
         if (system is not None or tools) and self.keeps_opening:
-            num_sinks = opening_len(self.tokenizer, system, **self._how(request, tools))
+            num_sinks = self._talk(system, request, tools).opening_len()
             if num_sinks >= sizes.cache_size:
                 what = f"the {'tools and the ' * bool(tools)}system message"
                 raise RequestError(
@@ -74,21 +74,16 @@ class Prompts:
         for field in ("chat_template_kwargs", "tools"):
             if getattr(request, field) and self.settings.evict == "turns":
                 raise unsupported(f"{field} with --evict turns", field)
-        ids = message_ids(
-            self.tokenizer,
-            [message.for_template() for message in messages],
-            goes_on=not session.is_new,
-            system=None if session.is_new else session.system,
-            **self._how(request, tools),
-        )
-        return self.of(ids)
+        system = None if session.is_new else session.system  # one of the messages of a new one
+        told = [message.for_template() for message in messages]
+        return self.of(self._talk(system, request, tools).ids(told, goes_on=not session.is_new))
 
-    def _how(self, request: Chat, tools: Tools | None) -> dict[str, Any]:
-        return {
-            "special_tokens": self.settings.special_tokens,
-            "template": request.chat_template_kwargs,
-            "tools": tools.definitions if tools else None,
-        }
+    def _talk(
+        self, system: str | None, request: Chat | None = None, tools: Tools | None = None
+    ) -> Talk:
+        template = request.chat_template_kwargs if request else None
+        definitions = tools.definitions if tools else None
+        return Talk(self.tokenizer, system, self.settings.special_tokens, template, definitions)
 
     def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
         """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""
@@ -125,22 +120,14 @@ class Prompts:
         if session.is_new or not keeps_turns:
             return replace(session, turns=turns if keeps_turns else ()), None
         text = torch.cat([before, new])
-        num, rest = evict_turns(
-            self.tokenizer,
-            turns,
-            text.tolist(),
-            session.system,
-            size=self.method.sizes.cache_size,
-            num_answer=num_answer,
-            special_tokens=self.settings.special_tokens,
-        )
+        size, talk = self.method.sizes.cache_size, self._talk(session.system)
+        num, rest = talk.evict_turns(turns, text.tolist(), size=size, num_answer=num_answer)
         return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
     def num_gone(self, session: Session) -> int:
         if not session.turns or not session.turns[0]:
             return 0
-        how = {"special_tokens": self.settings.special_tokens}
-        first, begin = word_starts(self.tokenizer, (0, session.turns[0]), session.system, **how)
+        first, begin = self._talk(session.system).word_starts((0, session.turns[0]))
         return begin - first
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
+    from kvalign.streaming.turns import Talk
 
 SYSTEM = "system"  # the note of a stream that holds --system
 # How a turn is answered where neither a flag nor the model says how to draw.
@@ -191,22 +192,24 @@ class Conversation:
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
         from kvalign.streaming.stream_file import checksum_of
-        from kvalign.streaming.turns import turn_ids
 
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
-        self._checksum, self._how = "", {"special_tokens": settings.special_tokens}
+        self._checksum = ""
         is_resumed = settings.state is not None and settings.state.exists()
         if settings.state is not None:
             check_not_locked(settings.state.parent)
             self._checksum = checksum_of(settings.state)
         # A chat template that fails is known before anything is said.
         if not is_resumed:
-            turn_ids(loaded.tokenizer, "?", True, settings.system, **self._how)
+            talk_of(settings, loaded.tokenizer, settings.system).turn_ids("?", True)
         self.stream = (_resume if is_resumed else _begin)(settings, loaded)
         if settings.evict == "turns":
             self.stream.notes[EVICT] = settings.evict
-        system = self.stream.notes.get(SYSTEM)
-        turn_ids(loaded.tokenizer, "?", not self.stream.ids, system, **self._how)
+        self._talk.turn_ids("?", not self.stream.ids)
+
+    @property
+    def _talk(self) -> Talk:
+        return talk_of(self.settings, self.tokenizer, self.stream.notes.get(SYSTEM))
 
     def answer(self, turn: str | None) -> Iterator[str]:
         """The pieces of the answer to a turn, with a progress bar for a long turn; None: those with
@@ -231,23 +234,21 @@ class Conversation:
     def _feed(self, turn: str) -> None:
         """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
         from kvalign.models.input_ids import ids_of
-        from kvalign.streaming.turns import turn_ids
 
-        stream, system = self.stream, self.stream.notes.get(SYSTEM)
-        new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
+        stream, talk = self.stream, self._talk
+        new = talk.turn_ids(turn, not stream.ids)
         is_told_so = self.is_cut and self.tokenizer.chat_template
         cut = ids_of(CUT, self.tokenizer, prefix=False, goes_on=True) if is_told_so else []
         stream.feed([*cut, *new])
         note_turn(stream, len(stream.ids) - len(new))
         if EVICT in stream.notes:
-            make_room(stream, system, **self._how)
+            make_room(stream, talk)
 
     def edit(self, number: int, text: str | None) -> str:
         """Replace the user's words in a turn, or cut the turn (None), and say so in a line."""
-        system = self.stream.notes.get(SYSTEM)
         if text is None:
-            return forget_turn(self.stream, number, system, **self._how)
-        return edit_turn(self.stream, number, text, system, **self._how)
+            return forget_turn(self.stream, number, self._talk)
+        return edit_turn(self.stream, number, text, self._talk)
 
     @property
     def is_cut(self) -> bool:
@@ -345,16 +346,21 @@ def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str,
     return {"stop_at_end": True, **({} if says.keys() & set(DRAWS) else calm), **says}
 
 
-def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
-    from kvalign.streaming.turns import opening_len
+def talk_of(
+    settings: ConversationSettings, tokenizer: PreTrainedTokenizerBase, system: str | None
+) -> Talk:
+    from kvalign.streaming.turns import Talk
 
+    return Talk(tokenizer, system, settings.special_tokens)
+
+
+def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     num_sinks = settings.sinks()
     keep = settings.keep or ("system" if settings.system is not None else None)
     if num_sinks is None and keep is not None:
         num_sinks = number_of("--keep", keep, _OF_KEEP)
         if num_sinks is None:
-            special = settings.special_tokens
-            num_sinks = opening_len(loaded.tokenizer, settings.system, special_tokens=special)
+            num_sinks = talk_of(settings, loaded.tokenizer, settings.system).opening_len()
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
         usual = usual_recalled(settings.cache_size or LARGEST_DEFAULT, num_sinks or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvalign.app.sessions.stream_settings import num_evicted
 from kvalign.foundation.errors import UserError
@@ -11,6 +11,7 @@ from kvalign.foundation.errors import UserError
 if TYPE_CHECKING:
     from kvalign.methods.base import Method
     from kvalign.streaming.text_stream import TextStream
+    from kvalign.streaming.turns import Talk
 
 # Notes of a stream: how many tokens came before each turn; what goes when the cache is full; how
 # many turns have gone as a whole.
@@ -28,31 +29,24 @@ def begins_of(stream: TextStream) -> list[int]:
     return [int(word) for word in stream.notes.get(TURNS, "").split() if word.isdecimal()]
 
 
-def make_room(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
+def make_room(stream: TextStream, talk: Talk) -> None:
     """Evict the oldest turns, each as a whole, until the last one fits; encode the rest again."""
-    from kvalign.streaming.turns import evict_turns
-
     num_gone, size = _num_gone(stream), stream.method.sizes.cache_size
-    more, rest = evict_turns(
-        stream.tokenizer,
+    more, rest = talk.evict_turns(
         begins_of(stream)[num_gone:],
         stream.ids,
-        system,
         size=size,
         num_answer=stream.sampling.max_new_tokens or size,
-        special_tokens=special_tokens,
     )
     if more:
         stream.notes[NUM_GONE] = str(num_gone + more)
         stream.encode_anew(rest)
 
 
-def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any) -> str:
+def forget_turn(stream: TextStream, number: int, talk: Talk) -> str:
     """Cut a turn, from 1 on, with its answer, and say so; UserError if there is no such turn."""
-    from kvalign.streaming.turns import word_starts
-
     begins = _begins_to_edit(stream, number)
-    words = [*word_starts(stream.tokenizer, begins, system, **how), len(stream.ids)]
+    words = [*talk.word_starts(begins), len(stream.ids)]
     start, stop = words[number - 1 : number + 1]
     if number == len(begins):  # up to the answer before
         start = begins[-1]
@@ -63,15 +57,13 @@ def forget_turn(stream: TextStream, number: int, system: str | None, **how: Any)
     return f"turn {number} is forgotten: {_replaced(stream, begins, start, stop)}"
 
 
-def edit_turn(stream: TextStream, number: int, text: str, system: str | None, **how: Any) -> str:
+def edit_turn(stream: TextStream, number: int, text: str, talk: Talk) -> str:
     """Replace the user's words in a turn, from 1 on, and say so; UserError if there is none."""
-    from kvalign.streaming.turns import turn_ids
-
     begins = _begins_to_edit(stream, number)
     start = begins[number - 1]
     answers = [first for first, _ in stream.answers] + [len(stream.ids) - len(stream.token_ids)]
     stop = next(first for first in answers if first > start)
-    new = turn_ids(stream.tokenizer, text, number == 1, system, **how)
+    new = talk.turn_ids(text, number == 1)
     return f"turn {number} is edited: {_replaced(stream, begins, start, stop, new)}"
 
 
