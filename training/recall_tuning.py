@@ -91,14 +91,14 @@ def tune_memory(
         aligner = one if isinstance(one, Aligner) else Aligner.from_pretrained(one)
         longest = aligner.config.chunk_len
     sizes = settings.cache_sizes or usual_sizes(longest)
-    text: Sequence[int] = ()
-    if not facts.are_words_of(loaded.tokenizer):
+    if facts.are_words_of(loaded.tokenizer):
+        streams = {size: fact_streams(size, settings.num_questions, loaded) for size in sizes}
+    else:
         text = first_ids(settings.corpus, loaded.tokenizer, settings.num_tokens, "--num-tokens")
+        streams = {size: text_with_codes(size, text, loaded) for size in sizes}
     for one in settings.layers or ():
         loudness_of(one, loaded.spec.attention)
-    streams = streams_of(text, sizes, loaded, settings.num_questions)
-    of_method = choice.method, loaded, aligner, streams, settings.memory, settings.layers or ()
-    plan = measured(*of_method, settings.command_line("tune-memory", leave_out=("out",)))
+    plan = measured(settings, choice.method, loaded, aligner, streams)
     file = settings.out or default_file(loaded.spec.name, aligner)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, written := plan.model_dump(mode="json"))
@@ -115,15 +115,6 @@ def default_file(model: str, aligner: Aligner | None) -> Path:
 def usual_sizes(longest: int | None) -> tuple[int, ...]:
     longest = longest or 8 * LARGE
     return tuple(sorted({min(SMALL, longest // 8), min(LARGE, longest // 2)}))
-
-
-def streams_of(
-    text: Sequence[int], sizes: Sequence[int], loaded: LoadedModel, num_questions: int
-) -> dict[int, Streams]:
-    """Return streams for caches of these sizes: of facts if the model was trained on them."""
-    if facts.are_words_of(loaded.tokenizer):
-        return {size: fact_streams(size, num_questions, loaded) for size in sizes}
-    return {size: text_with_codes(size, text, loaded) for size in sizes}
 
 
 def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Streams:
@@ -160,13 +151,11 @@ def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
 
 
 def measured(
+    settings: TuneMemorySettings,
     method: str,
     loaded: LoadedModel,
     aligner: Aligner | None,
     streams: dict[int, Streams],
-    memory: int,
-    layers: tuple[str, ...],
-    command: str,
 ) -> RecallPlan:
     """Return the best plan, with what the command measured of each."""
     spec = loaded.spec
@@ -178,7 +167,10 @@ def measured(
     of_all, half = spec.attention, len(spec.attention) // 2
     upper, quieter = named(of_all[half:]), named(of_all[:half], ":-2")
     by_ear = f"{quieter},{upper}", named(of_all, ":-0.5"), named(of_all, ":0.5")
-    ways = [usual.model_copy(update={"recall_layers": x}) for x in (upper, *by_ear, *layers)]
+    ways = [
+        usual.model_copy(update={"recall_layers": x})
+        for x in (upper, *by_ear, *(settings.layers or ()))
+    ]
     other = "rank" if usual.recall_places == "age" else "age"
     ways.append(usual.model_copy(update={"recall_places": other}))
     progress.expect(
@@ -187,7 +179,7 @@ def measured(
 
     def losses(plan: RecallPlan | None) -> list[Tensor]:
         progress.phase("no memory" if plan is None else " ".join(map(str, plan.sizes.values())))
-        sizes = {} if plan is None else {"memory": memory, **plan.sizes}
+        sizes = {} if plan is None else {"memory": settings.memory, **plan.sizes}
         how: dict[str, Any] = {"aligner": aligner, "warn": False, **sizes}
         methods = {
             size: make_method(method, loaded.model, cache_size=size, **how) for size in streams
@@ -203,6 +195,7 @@ def measured(
             best, least = way, row["by_usual"]
     if best is usual and _is_below(rows[2], AS_GOOD):
         best = ways[0]
+    command = settings.command_line("tune-memory", leave_out=("out",))
     return best.model_copy(update={"measured": {"command": command, "rows": rows}})
 
 

@@ -23,6 +23,7 @@ from kvalign.eval.protocol import (
     Drawing,
     Evaluation,
     Row,
+    corpus_option,
     plot_option,
 )
 from kvalign.eval.protocol.document import measures
@@ -55,9 +56,7 @@ class AttentionSettings(ComparisonSettings):
         ("window", "streaming-llm", "kvalign"),
         help="methods, comma-separated; the default leaves out those that lack an aligner",
     )
-    corpus: str = option(
-        "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
-    )
+    corpus: str = corpus_option("text to read")
     num_texts: int = option(
         16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_ITEMS
     )

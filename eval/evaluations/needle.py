@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.protocol import (
+    METHODS_AND_DENSE,
     Column,
     ComparisonSettings,
     Document,
     Drawing,
     Evaluation,
     Row,
+    corpus_option,
     plot_option,
     seed_option,
     share_column,
@@ -73,13 +75,8 @@ class NeedleSettings(ComparisonSettings):
         kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
     """
 
-    methods: tuple[str, ...] = option(
-        ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense only within the context length",
-    )
-    corpus: str = option(
-        "python-docs", help="the text around the codes: python-docs, wikitext, text:PATH, ..."
-    )
+    methods: tuple[str, ...] = METHODS_AND_DENSE
+    corpus: str = corpus_option("the text around the codes")
     distances: tuple[int, ...] = option(
         (1, 4, 16, 64),
         help="distances from a code to its question, in cache sizes, a row each",

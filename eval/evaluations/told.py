@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import (
+    METHODS_AND_DENSE,
     Column,
     ComparisonSettings,
     Document,
     Drawing,
     Evaluation,
     Row,
+    corpus_option,
     plot_option,
     seed_option,
     share_column,
@@ -54,14 +56,8 @@ class ToldSettings(ComparisonSettings):
         kvalign eval told --cache-sizes 32 --talk 1,4 --num-conversations 1
     """
 
-    methods: tuple[str, ...] = option(
-        ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense only within the context length",
-    )
-    corpus: str = option(
-        "python-docs",
-        help="text that the other talk quotes: python-docs, wikitext, hub:NAME, text:PATH, ...",
-    )
+    methods: tuple[str, ...] = METHODS_AND_DENSE
+    corpus: str = corpus_option("text that the other talk quotes")
     talk: tuple[int, ...] = option(
         (4, 16, 64),
         help="tokens of other talk before the questions, in cache sizes, a row each",

@@ -196,11 +196,20 @@ def seed_option(of: str, default: int = 0) -> int:
     return seed
 
 
+def corpus_option(what: str) -> str:
+    corpus: str = option("python-docs", help=f"{what}: python-docs, wikitext, text:PATH, hub:NAME")
+    return corpus
+
+
 def plot_option(what: str) -> Path | None:
     path: Path | None = option(None, help=f"also draw {what} (.png or .svg)", writes="file")
     return path
 
 
+METHODS_AND_DENSE: tuple[str, ...] = option(
+    ("dense", "streaming-llm", "discard-half"),
+    help="methods, comma-separated; dense only within the context length",
+)
 KEEP_PARTS: Path | None = option(
     None,
     help="folder that keeps each part as it ends (latency: a cache size; readability: a passage); "

@@ -27,6 +27,7 @@ from kvalign.eval.protocol import (
     Drawing,
     Evaluation,
     Row,
+    corpus_option,
     plot_option,
     seed_option,
     share_column,
@@ -76,9 +77,7 @@ class EditSettings(ComparisonSettings):
         at_least=0,
         at_most=MOST_SIZE,
     )
-    corpus: str = option(
-        "python-docs", help="the text: python-docs, wikitext, text:PATH, ...; facts need none"
-    )
+    corpus: str = corpus_option("the text, of models that were not trained on facts")
     num_before: int = option(64, help="tokens before", at_least=5, at_most=MOST_SIZE)
     num_after: int = option(64, help="tokens behind the edit", at_least=2, at_most=MOST_SIZE)
     num_future: int = option(32, help="tokens to score after them", at_least=1, at_most=MOST_SIZE)

@@ -33,6 +33,7 @@ from kvalign.eval.protocol import (
     Row,
     Section,
     Table,
+    corpus_option,
     plot_option,
 )
 from kvalign.eval.protocol.document import measures, summary_of
@@ -57,9 +58,7 @@ class PerplexitySettings(ComparisonSettings):
         kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
     """
 
-    corpus: str = option(
-        "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
-    )
+    corpus: str = corpus_option("text to score")
     num_tokens: int = option(2000, help="labels to score", at_least=1)
     first_label: int | None = option(
         None,
