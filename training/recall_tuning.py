@@ -79,7 +79,7 @@ def tune_memory(
         where = settings.device, settings.dtype, settings.weights
         loaded = load_model(settings.model, *where)
     longest = loaded.spec.context_len
-    choice = choose(loaded.model, settings.method, aligner=settings.aligner)
+    choice = choose(loaded.model, settings.method, aligner=settings.aligner, cached=True)
     kind, aligner = METHODS[choice.method], None
     if "memory" in kind.ignored_settings():
         raise UserError(
@@ -201,7 +201,7 @@ def measured(
 
 def named(layers: Sequence[int], loudness: str = "") -> str:
     """Name layers as `recall_layers` does, all as loud."""
-    is_range = layers[-1] - layers[0] == len(layers) - 1
+    is_range = layers[-1] - layers[0] == len(layers) - 1 > 0
     names = [f"{layers[0]}-{layers[-1]}"] if is_range else [*map(str, layers)]
     return ",".join(f"{name}{loudness}" for name in names)
 

@@ -246,7 +246,8 @@ class Method(NotPickled, ABC):
         raise self._not_editable()
 
     def _not_editable(self) -> UserError:
-        return UserError(f"streams of {self.name} cannot be edited: it does not move entries")
+        why = "it does not move entries, as kvalign and streaming-llm do"
+        return UserError(f"streams of {self.name} cannot be edited: {why}")
 
     def undo_edit(self) -> None:
         """Take the last edit back, exactly; UserError if there is none, or the stream went on."""

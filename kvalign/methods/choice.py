@@ -59,8 +59,8 @@ def choose(
     if the shipped one fits caches of this size (None: of any size), and if it was not measured as
     worse than `discard-half` there (`AlignerConfig.verdict_at`). Otherwise it is the method that
     keeps entries right without an aligner: `streaming-llm` on rotary and ALiBi positions,
-    `discard-half` on learned ones. If `cached`, for what needs entries that stay (`needs_cache`),
-    no measurement counts.
+    `discard-half` on learned ones. If `cached`, for what needs entries that stay (`needs_cache`), a
+    measurement is only told.
     """
     is_auto = method == AUTO
     with_aligner = "kvalign" if is_auto else method
@@ -109,9 +109,11 @@ def _as_judged(
     if cache_size is None:
         cache_size, _ = default_size(model, longest=config.largest_cache)
     verdict = config.verdict_at(cache_size)
-    if cached or config.family != "learned" or verdict is None or not verdict.is_worse:
+    if config.family != "learned" or verdict is None or not verdict.is_worse:
         return choice
     why = f"on held-out text {choice.aligner} was worse, by a ratio of {verdict}"
+    if cached:
+        return choice._replace(why=f"{why}, but discard-half keeps no such cache")
     return Choice("discard-half", None, why, num_sinks=config.num_sinks)
 
 

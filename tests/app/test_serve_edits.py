@@ -10,6 +10,7 @@ from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.prompts import RUN, edits_between
 from kvalign.app.serve.service import Service
 from kvalign.foundation.errors import UserError
+from kvalign.methods import choice
 
 ASKED = dict(model="gpt2-mini", max_tokens=6, temperature=0)
 EDITED = dict(edit=True, method="streaming-llm")
@@ -56,6 +57,15 @@ def test_without_edits_and_what_was_evicted_is_not_edited(how, loaded):
         messages = talk(client)
         shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
         assert said(client, shorter)[2:] == (0, 0)
+
+
+@pytest.mark.parametrize("edit", [True, False])
+def test_auto_is_told_of_edits(edit, loaded, monkeypatch):
+    asked = []
+    chosen = choice.Choice("streaming-llm")
+    monkeypatch.setattr(choice, "choose", lambda *_, **how: asked.append(how) or chosen)
+    Service(ServeSettings(model="gpt2-mini", edit=edit), loaded)
+    assert asked[0]["cached"] is edit
 
 
 def test_edit_needs_a_method_that_can_be_edited(loaded):

@@ -155,6 +155,7 @@ def test_auto_takes_what_was_measured_as_better(mine, caplog, size, taken):
     if size == 24:
         assert make_method("kvalign", model, cache_size=size).name == "kvalign"
         assert make_method(AUTO, model, cache_size=size, memory=50).name == "kvalign"
+        assert "at C = 24, but discard-half keeps no such cache" in caplog.text
         assert make_cache(model, cache_size=size).realigner.strategy != "keep"
 
 

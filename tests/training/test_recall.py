@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from kvalign.aligners.base import AlignerConfig, Verdict
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams
 from kvalign.foundation.errors import UserError
@@ -59,6 +60,12 @@ def test_text_and_facts_are_streamed(model):
 def test_a_method_without_a_memory_is_refused(loaded):
     with pytest.raises(UserError, match="discard-half takes no memory"):
         tune_memory(**TINY, method="discard-half", loaded=loaded)
+
+
+def test_an_aligner_that_was_measured_as_worse_has_a_plan_yet(monkeypatch, loaded):
+    monkeypatch.setattr(AlignerConfig, "verdict_at", lambda *_: Verdict(cache_size=16, ratio=2))
+    rigged(monkeypatch, {})
+    assert tune_memory(**TINY, loaded=loaded)["rows"]
 
 
 CACHE_SIZE = 30

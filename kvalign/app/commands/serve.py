@@ -163,6 +163,10 @@ class ServeSettings(TalkSettings):
     def num_streams(self) -> int:
         return self.max_streams
 
+    @property
+    def is_editable(self) -> bool:
+        return self.edit
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.without_key and self.api_key is not None:

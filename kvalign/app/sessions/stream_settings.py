@@ -114,6 +114,11 @@ class StreamSettings(MethodSettings, ModelSettings):
         """Number of streams at once, for which a default --cache-size leaves memory."""
         return 1
 
+    @property
+    def is_editable(self) -> bool:
+        """Whether `auto` must choose a method whose streams can be edited."""
+        return False
+
     def load(self) -> LoadedModel:
         """The model and its tokenizer; an unknown method is refused before anything is loaded."""
         from kvalign.foundation.machine import AUTO as AUTO_DEVICE
@@ -143,7 +148,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.streaming.text_stream import TextStream
 
         size, aligner, sizes = self.cache_size, self.aligner, self.sizes()
-        cached = needs_cache(sizes)
+        cached = self.is_editable or needs_cache(sizes)
         choice = choose(loaded.model, self.method, cache_size=size, aligner=aligner, cached=cached)
         if choice.note:
             print(choice.note, file=sys.stderr)
