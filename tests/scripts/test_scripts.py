@@ -9,9 +9,8 @@ import pytest
 from helpers import writing_commands as under_fire
 
 from kvalign.app.cli import catalogue
-from kvalign.streaming.answer import StopStrings
 from scripts import faults, gpu, memory_endurance, memory_layers
-from scripts.core_size import APART, calls_of, calls_of_step, lines_of_core
+from scripts.core_size import APART, calls_of_step, lines_of_core
 
 
 @pytest.mark.parametrize(
@@ -87,14 +86,6 @@ def test_a_command_survives_kills(capsys):
     """One by the clock, one before a write."""
     assert faults.main(["--num-kills", "2", "--commands", "chat"]) == 0
     assert capsys.readouterr().out.endswith("2 kills, 0 corrupt, 0 lost, 0 left over\n")
-
-
-def test_calls_are_counted_by_function():
-    stops = StopStrings(("end",))
-    calls = calls_of(lambda: [stops.read("an "), stops.read("island"), stops.rest()])
-    module = "kvalign.streaming.answer"
-    assert calls[module, "StopStrings.read"] == 2 and calls[module, "StopStrings.rest"] == 1
-    assert calls_of(lambda: sorted("island")).total() == 0
 
 
 def test_a_step_takes_one_token_and_calls_each_layer():

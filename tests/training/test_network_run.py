@@ -1,18 +1,103 @@
-"""Training an aligner: equalities of the network, what training keeps, resumes and refuses."""
+"""Training networks: batches with each row once, in an order that can be resumed; equalities of the
+network; what training keeps, resumes and refuses; two devices by the command's flags, whatever a
+launcher left in the environment.
+"""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
+from helpers.tiny_store import NUM_SINKS
+from torch.nn.functional import mse_loss
 
-from kvalign.aligners import Aligner, NetworkAligner
+from kvalign.aligners import Aligner, Move, NetworkAligner
+from kvalign.aligners.entries import KV
+from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
 from kvalign.training.kinds import NetworkSettings
-from kvalign.training.network_fit import BEST, InOrder, best_weights, losses
+from kvalign.training.network_fit import (
+    BEST,
+    OPEN_SHARDS,
+    InOrder,
+    Shuffled,
+    best_weights,
+    is_helper,
+    leading,
+    loss,
+    losses,
+)
 from kvalign.training.network_run import config_for
+
+
+@pytest.fixture
+def shards(recorded):
+    shards = recorded.store.shards("train")
+    assert {s.num_evicted for s in shards} == {1, 2}
+    assert len(shards) > OPEN_SHARDS
+    return shards
+
+
+def places(batches) -> Counter:
+    """How often each (vector, label, position, layer, head) comes."""
+    rows = Counter()
+    for batch in batches:
+        place = torch.stack(batch[2:5], 1).tolist()
+        columns = zip(batch.stale.tolist(), batch.aligned.tolist(), place, strict=True)
+        rows.update((tuple(stale), tuple(aligned), *where) for stale, aligned, where in columns)
+    return rows
+
+
+def places_one_by_one(shards, kv) -> Counter:
+    rows = Counter()
+    for shard in shards:
+        stale, aligned = (t.float() for t in shard.tensors(kv))
+        for chunk, layer, head, slot in torch.cartesian_prod(
+            *map(torch.arange, stale.shape[:4])
+        ).tolist():
+            pair = (tuple(t[chunk, layer, head, slot].tolist()) for t in (stale, aligned))
+            rows[(*pair, slot, layer, head)] += 1
+    return rows
+
+
+@pytest.mark.parametrize("kv", ["key", "value"])
+@pytest.mark.parametrize("batch_size", [7, 64, 10**6])
+def test_every_row_comes_once_with_its_place(shards, kv, batch_size):
+    expected = places_one_by_one(shards, kv)
+    shuffled = Shuffled(shards, kv, batch_size, seed=0)
+    assert places(InOrder(shards, kv, batch_size)) == expected
+    assert places(shuffled) == expected  # first epoch
+    assert places(shuffled) == expected  # second
+
+
+def test_moves_of_a_batch_are_those_of_the_aligner(recorded):
+    """A row of shift 2 goes through the network twice, as an entry of a stream does."""
+    torch.manual_seed(0)
+    store = recorded.store
+    aligner = NetworkAligner(config_for(store, NetworkSettings(data=recorded.folder, out="unused")))
+    assert aligner.config.shifts == (1,)
+    torch.nn.init.normal_(aligner.key.fc3.weight, std=0.1)
+    shard = next(shard for shard in store.shards("val") if shard.num_evicted == 2)
+    stale, aligned = (x.float() for x in shard.tensors("key"))
+    places = torch.arange(NUM_SINKS, NUM_SINKS + stale.shape[3])
+    moved = [
+        aligner.realign(layer, KV(*[stale[:, layer]] * 2), Move(2, NUM_SINKS, places)).keys
+        for layer in range(stale.shape[1])
+    ]
+    (batch,) = InOrder([shard], "key", 10**6)
+    batch = batch._replace(shift=1, num_moves=2)
+    expected = mse_loss(torch.stack(moved, dim=1), aligned)
+    assert torch.allclose(loss(aligner.key, batch), expected)
+    assert not torch.allclose(loss(aligner.key, batch._replace(num_moves=1)), expected)
 
 
 @pytest.fixture
@@ -163,3 +248,46 @@ def test_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"state_dict": print}, tmp_path / BEST)
     with pytest.raises(Exception, match="[Ww]eights"):
         best_weights(torch.nn.Linear(1, 1), tmp_path)
+
+
+TRAIN = "train --target key --accelerator cpu --max-steps 8 --batch-size 16 --no-judge"
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+OF_STEP = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node17", "MASTER_PORT": "none"}
+BOTH = SLURM | TORCHRUN | {"SLURM_NTASKS": "1", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("environment", [OF_STEP, BOTH])
+def test_one_process_leads_whatever_is_in_the_environment(
+    environment, recorded, tmp_path, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ) | {"MPLBACKEND": "agg"}
+    assert main(f"{TRAIN} --data {recorded.folder} --out {tmp_path / 'out'}".split()) == 0
+    assert dict(os.environ) == before
+
+
+def test_only_a_process_of_the_leader_s_is_a_helper():
+    with leading():
+        assert not is_helper()
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            assert pool.submit(is_helper).result()
+    assert "KVALIGN_LEADER" not in os.environ
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_network(recorded, tmp_path):
+    train = f"{TRAIN} --data {recorded.folder}"
+    assert main(f"{train} --out {tmp_path / 'one'}".split()) == 0
+    two = [sys.executable, "-m", "kvalign", *f"{train} --devices 2 --out two".split()]
+    subprocess.run(two, cwd=tmp_path, env=os.environ | BOTH, capture_output=True, check=True)
+    assert Aligner.from_pretrained(tmp_path / "two").config.kind == "network"
+    one, two = (
+        json.loads((tmp_path / name / "config.json").read_text())["training"]["key"]
+        for name in ("one", "two")
+    )
+    assert two["settings"]["devices"] == 2 and two["num_steps"] == one["num_steps"] == 8
+    # The same validation rows; other training rows, as each step takes twice as many.
+    assert two["input_label_mse"] == one["input_label_mse"]
+    assert two["val_loss"] != one["val_loss"] and abs(two["val_loss"] / one["val_loss"] - 1) < 0.1
