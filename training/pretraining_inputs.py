@@ -99,7 +99,7 @@ def first_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     model = build_model(settings, tokenizer)
     if settings.init is None:
         return model
-    weights = load_model(settings.init).model.state_dict()
+    weights = load_model(settings.init, dtype="float32").model.state_dict()
     for name, weight in model.state_dict().items():
         there = list(weights[name].shape) if name in weights else "missing"
         if there != list(weight.shape):

@@ -61,7 +61,7 @@ def import_published(
     check_free(settings.out, settings.overwrite)
     paths = dict(zip(TARGETS, (settings.keys, settings.values), strict=True))
     nets = {kv: read_network(path) for kv, path in paths.items()}
-    loaded = loaded or load_model(settings.model)
+    loaded = loaded or load_model(settings.model, dtype="float32")
     for kv, path in paths.items():
         _check_fit(nets[kv], path, loaded.spec, settings)
     if rotation := rotation_of(loaded.model):

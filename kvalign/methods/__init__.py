@@ -60,8 +60,9 @@ def make_method(
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
             (`kvalign.cache.sizes`), which is logged.
         compile: compile the step of a full cache (`Method.compile`). None: compile nothing, and
-            take the fastest steps that are ready (`Method.take_ready_stepper`). False: call the
-            model.
+            take the fastest steps that are ready (`Method.take_ready_stepper`), the default of all
+            that writes text: `kvalign.stream`, `chat`, the command line. False: call the model,
+            which measurements of methods do, and whose logits have gradients.
         warn: log, once, if the method leaves entries stale on learned positions, and if an input is
             longer than the cache. False for deliberate comparisons of methods.
         num_streams: number of streams for which a cache_size of None leaves memory.

@@ -66,11 +66,12 @@ def load_model(
         device: as torch names it; `auto`: cuda if there is one with room for the model, or several
             with room together, else cpu. With accelerate weights go to a GPU as they are read; a
             model on several GPUs needs it.
-        dtype: as torch names it; None: float32 on a CPU, that of the file on a GPU.
+        dtype: as torch names it; None: float32 on a CPU, that of the file on a GPU. What measures a
+            model asks for `float32`: weights are then not packed.
         weights: how weights are stored: as a dtype, which is then the model's; packed as `int8` or
             `int4` (`kvalign.models.packed`), with everything else in float32 on a CPU and in
             bfloat16 on CUDA; or `auto`: `int4` if the file has all products in 4 bits, as many GGUF
-            files do, else as `dtype` says, which is the default.
+            files do, else as `dtype` says; None: `auto` without a dtype, else as `dtype` says.
 
     Raises:
         UserError: an unknown name, an architecture or RoPE scaling that cannot be shifted, or
@@ -165,8 +166,10 @@ def precision_of(
     if weights is not None and weights not in WEIGHTS:
         raise UserError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r:.80}")
     default = DTYPES[0] if device.startswith("cpu") else None
+    if weights is None and dtype is None:
+        weights = "auto"  # what a user gets at each door: the command line's default
     if weights is None:
-        return dtype or default, None
+        return dtype, None
     if dtype not in (None, DTYPES[0], weights):
         if weights == "auto":
             return dtype, None

@@ -7,7 +7,7 @@ for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ def stream_batch(
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
     num_streams = max_rows or 1
-    streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
+    how: dict[str, Any] = {"compile": None, "num_streams": num_streams, **rest}
+    streaming = make_method(method, model, cache_size=cache_size, **how)
     ends = end_ids(streaming.model, tokenizer) if sampling.stop_at_end else []
     if not (has_limit or ends or sampling.stop_strings):
         raise UserError("no token of this model ends a text: give max_new_tokens")

@@ -170,7 +170,8 @@ def stream_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: as of `generate`.
-        method, cache_size, compile: as in `kvalign.make_method`.
+        method, cache_size, compile: as in `kvalign.make_method`. Each call makes a method anew, so
+            that a stored step (compile=None) is read by request only.
         stream_to: a transformers streamer; the same as `streamer=` of `generate`.
         stop_strings: texts that end a row; they need tokenizer=..., too.
         keywords: those of `MethodConfig`, and those of `generate`

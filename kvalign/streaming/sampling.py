@@ -44,7 +44,7 @@ class SamplingConfig(TypedDict, total=False):
 
 
 class StreamConfig(MethodConfig, SamplingConfig, total=False):
-    """All settings of streamed text; `compile` as in `kvalign.make_method`."""
+    """All settings of streamed text; `compile` as in `kvalign.make_method`, by default None."""
 
     compile: bool | None
 

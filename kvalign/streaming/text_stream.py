@@ -400,7 +400,7 @@ def stream(
         if keep == "prompt":
             first = encoded(prompt, tokenizer, unwrapped(model))
         rest["num_sinks"] = len(first) if keep == "prompt" else typed("keep", keep, int)
-    streaming = make_method(method, model, cache_size=cache_size, **rest)
+    streaming = make_method(method, model, cache_size=cache_size, **{"compile": None, **rest})
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
         text_stream.feed(first)
@@ -414,7 +414,7 @@ def load_stream(
     tokenizer: PreTrainedTokenizerBase,
     *,
     aligner: Aligner | str | Path | None = None,
-    compile: bool | None = False,
+    compile: bool | None = None,
     **config: Unpack[SamplingConfig],
 ) -> TextStream:
     """Load a stream that `TextStream.save` wrote, ready to be fed and iterated.

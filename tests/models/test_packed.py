@@ -195,7 +195,8 @@ def test_auto_keeps_4_bits_where_they_were_stored(kind, expected, ids, tmp_path)
         weight = weights["model.layers.1.self_attn.q_proj.weight"]
         found = product.unpacked(torch.float32).T
         torch.testing.assert_close(found, weight, rtol=0, atol=2 * BFLOAT16 * weight.abs().max())
-    assert weights_of(load_model(tmp_path / "tiny.gguf").model) == "float32"
+    for asked, found in ({}, expected), ({"dtype": "float32"}, "float32"):
+        assert weights_of(load_model(tmp_path / "tiny.gguf", **asked).model) == found
 
 
 def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(mini, tmp_path):

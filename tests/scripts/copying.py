@@ -35,7 +35,7 @@ def measure(settings: CopyingSettings) -> dict:
     """A document of nats per token, the first and the second time."""
     started, rows = time.perf_counter(), []
     for name in settings.models:
-        loaded = load_model(name)
+        loaded = load_model(name, dtype="float32")
         num_ids = settings.num_passages * settings.passage_len
         ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--num-passages")
         passages = torch.tensor(ids).view(settings.num_passages, -1)

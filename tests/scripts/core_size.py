@@ -31,7 +31,7 @@ import sys
 import torch
 import kvalign
 for name in ("gpt2-mini", "llama-mini"):
-    model = kvalign.load_model(name).model
+    model = kvalign.load_model(name, dtype="float32").model
     for method in ("streaming-llm", "kvalign"):
         made = kvalign.make_method(method, model, cache_size=8, warn=False)
         made.feed(torch.tensor([[5, 6, 7]]))

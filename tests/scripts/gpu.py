@@ -116,7 +116,7 @@ def text(name: str, method: str, how: dict, device: str, num_tokens: int = 400) 
     """A text of a shipped model, half of it after it was saved there and loaded there and here. Two
     texts may part where the best two tokens are nearly equal.
     """
-    loaded = kvalign.load_model(name)
+    loaded = kvalign.load_model(name, dtype="float32")
     there = copy.deepcopy(loaded.model).to(device)
     asked = dict(method=method, cache_size=64, max_new_tokens=num_tokens, do_sample=False) | how
     prompt = "The history of the island. The history"

@@ -36,7 +36,7 @@ class LongPromptSettings(Settings):
 def run(settings: LongPromptSettings) -> None:
     """Print a line for each method and one of JSON, the document."""
     started = time.perf_counter()
-    model, size = load_model(settings.model).model, settings.cache_size
+    model, size = load_model(settings.model, dtype="float32").model, settings.cache_size
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, settings.num_tokens), generator=rng)
 

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--texts", default="", help="those whose names begin so")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = load_model(args.model, weights=args.weights)
+    loaded = load_model(args.model, dtype="float32", weights=args.weights)
     for text in TEXTS:
         if text.startswith(args.texts):
             print(compare(loaded, text, args), flush=True)

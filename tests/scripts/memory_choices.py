@@ -190,7 +190,7 @@ def run(settings: MemoryChoicesSettings) -> None:
     how = {"none": {}, "random": {"policy": "random"}}
     sizes = {"score-alone": (1,)} | {c: settings.block_sizes for c in CHOICES if "blocks" in c}
     asked = [(choice, size) for choice in settings.choices for size in sizes.get(choice, (None,))]
-    loaded = load_model(settings.model)
+    loaded = load_model(settings.model, dtype="float32")
     models = [(p, model) for p in settings.parts for model in (FACTS if p == "facts" else [loaded])]
     for (part, model), (choice, size) in product(models, asked):
         start, more = time.perf_counter(), how.get(choice, {"memory": settings.memory})

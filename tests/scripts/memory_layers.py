@@ -39,7 +39,7 @@ def run(settings: MemoryLayersSettings) -> int:
     """Print a line of JSON for each set: its layers, the mean loss, and the share of what the
     memory of all layers gains.
     """
-    loaded, size = kvalign.load_model(settings.model), settings.cache_size
+    loaded, size = kvalign.load_model(settings.model, dtype="float32"), settings.cache_size
     ids: list[int] = []
     for piece in token_pieces(settings.corpus, loaded.tokenizer):
         ids += piece

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = load_model(args.model, weights=args.weights).model
+    model = load_model(args.model, dtype="float32", weights=args.weights).model
     eager, compiled = (
         make_method("streaming-llm", model, cache_size=args.cache_size) for _ in range(2)
     )

@@ -40,7 +40,7 @@ class ValueGateSettings(Settings):
 def run(settings: ValueGateSettings) -> None:
     """Print a line for each cache size and gate and one of JSON, the document."""
     started = time.perf_counter()
-    loaded, rows = load_model(settings.model), []
+    loaded, rows = load_model(settings.model, dtype="float32"), []
     for size in settings.cache_sizes:
         ids = first_ids(
             settings.corpus, loaded.tokenizer, settings.num_tokens + size + 1, "--num-tokens"
