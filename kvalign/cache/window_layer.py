@@ -100,7 +100,8 @@ class WindowLayer(StreamingLayer):
             data = data.at(decode.read)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
-        if decode.all_at is not None:
+        by_kernel = isinstance(decode.reading, Tensor) and self.memory is None
+        if decode.all_at is not None and not (by_kernel and realigner.rotation is None):
             data = form.decode_at(data, decode.all_at)
         if realigner.strategy == "read" or (step.hides and not step.in_order):
             attend = partial(realigner.attend, step, self.layer_idx)
