@@ -1,6 +1,4 @@
-"""Commands that train: aligners, of kinds that have their own flags each, and small language
-models; and those that judge, tune, import and record what is trained.
-"""
+"""Commands that train aligners and small models, and judge, tune, import or record for that."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ OF_NETWORKS = {"--target", "--data"}
 
 
 def kind_and_flags(args: Sequence[str]) -> tuple[str, list[str]]:
-    """The kind, which may be left out, and the flags after it. UserError names the kinds that have
-    a flag which this one lacks.
-    """
+    """The kind, which may be left out, and its flags; UserError for a flag of other kinds."""
     kind, flags = args[0] if args else "", [*args[1:]]
     names = {word.partition("=")[0].replace("--no-", "--") for word in args if word[:2] == "--"}
     if kind[:1] in ("", "-"):
@@ -79,9 +75,7 @@ def train(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
 
 
 def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
-    """Name the other network, if these settings left one to train; then `generate` with an aligner,
-    in a cache for which it was measured as better, or without one that changes nothing or is worse.
-    """
+    """Name the other network if one is left to train, and `generate` with what did better."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
     from kvalign.foundation.files import read_checked
