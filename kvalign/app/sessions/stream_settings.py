@@ -116,7 +116,7 @@ class StreamSettings(MethodSettings, ModelSettings):
 
     @property
     def is_editable(self) -> bool:
-        """Whether `auto` must choose a method whose streams can be edited."""
+        """Return whether `auto` must choose a method whose streams can be edited."""
         return False
 
     def load(self) -> LoadedModel:
