@@ -127,13 +127,15 @@ def key_of(
     """Everything that the rows of one cache size and batch size depend on, the machine, too."""
     device = methods[0].model.device
     others = ("cache_sizes", "batch_sizes", "out", "csv", "plot", "keep")
+    machine = environment(str(device))
+    machine.pop("load", None)  # which is of a moment
     return {
         "settings": {name: x for name, x in settings.as_dict().items() if name not in others},
         "methods": [sizes_of(method) for method in methods],
         "batch_size": batch_size,
         "prompts": [ids.tolist() for ids in prompts],
         "model": identity(methods[0].model),
-        "environment": environment(str(device)),
+        "environment": machine,
     }
 
 
