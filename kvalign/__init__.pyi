@@ -12,6 +12,9 @@ from .methods import make_method as make_method
 from .methods.registry import METHODS as METHODS
 from .models import load_model as load_model
 from .streaming.batch import stream_batch as stream_batch
+from .streaming.chat import Chat as Chat
+from .streaming.chat import chat as chat
+from .streaming.chat import load_chat as load_chat
 from .streaming.generation import stream_generate as stream_generate
 from .streaming.loop import stream_tokens as stream_tokens
 from .streaming.pieces import Piece as Piece

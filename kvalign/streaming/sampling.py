@@ -22,7 +22,13 @@ OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
 PENALTIES = ("repetition_penalty", "repetition_window", "no_repeat_ngram_size")
 # Beyond these logits overflow.
 COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
+MAX_NEW_TOKENS = 200  # of a text that does not end by itself
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
+
+
+def drawing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings, where one of how to draw implies that tokens are drawn."""
+    return {"do_sample": True, **given} if given.keys() & set(DRAWS) else {**given}
 
 
 class SamplingConfig(TypedDict, total=False):

@@ -20,11 +20,11 @@ from helpers.served import serving
 from helpers.tiny_models import tiny_model
 
 from kvalign.app.cli.main import main
-from kvalign.app.sessions.turns_in_cache import memory_offer
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.methods import make_method
 from kvalign.streaming.turns import Talk
+from kvalign.streaming.turns_in_cache import memory_offer
 
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"

@@ -4,8 +4,8 @@ import pytest
 
 from kvalign.app.commands.chat import obey
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
-from kvalign.app.sessions.turns_in_cache import begins_of
 from kvalign.foundation.errors import UserError
+from kvalign.streaming.turns_in_cache import begins_of
 
 MODEL = "llama-mini"
 TURNS = ("the king", "a ship of the navy", "what is it ?")

@@ -6,7 +6,7 @@ from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
 import kvalign
-from kvalign.app.sessions.conversation import talk_defaults
+from kvalign.streaming.chat import talk_defaults
 
 SERVED = dict(cache_size=48, max_streams=4, max_new_tokens=12)
 TEXT = "/v1/completions"
@@ -24,8 +24,8 @@ def text_of(reply):
 
 
 def test_without_a_word_an_answer_is_drawn_as_in_a_chat(server, loaded, post):
-    assert server.service.defaults == {**talk_defaults(loaded), "max_new_tokens": 12}
-    how = dict(cache_size=48, max_new_tokens=12, seed=3, **talk_defaults(loaded))
+    assert server.service.defaults == {**talk_defaults(loaded.model), "max_new_tokens": 12}
+    how = dict(cache_size=48, max_new_tokens=12, seed=3, **talk_defaults(loaded.model))
     stream = kvalign.stream(loaded.model, loaded.tokenizer, "The king", **how)
     assert text_of(post(TEXT, prompt="The king", max_tokens=12, seed=3)) == "".join(stream)
 

@@ -20,6 +20,7 @@ def saved_and_loaded(loaded, path):
 TEXT = {
     "command line": lambda x, path: StreamSettings(**SIZES).stream(x),
     "stream": lambda x, path: kvalign.stream(x.model, x.tokenizer, "The", **SIZES),
+    "chat": lambda x, path: kvalign.chat(x.model, x.tokenizer, **SIZES),
     "load_stream": saved_and_loaded,
     "stream_batch": lambda x, path: [*kvalign.stream_batch(x.model, x.tokenizer, ["a"], **SIZES)],
 }

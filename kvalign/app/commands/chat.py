@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.sessions.conversation import CUT, SYSTEM, Conversation, ConversationSettings
-from kvalign.app.sessions.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.foundation.errors import ExistsError, Killed, UserError, escape_controls
 from kvalign.foundation.names import unknown
+from kvalign.streaming.chat import CUT, SYSTEM
+from kvalign.streaming.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
 
 COMMANDS = {
     "/help": "this list",
@@ -139,7 +140,7 @@ def obey(line: str, conversation: Conversation) -> str:
     if name == "/memory":
         return all_in_words(conversation.stream)
     if name == "/undo":
-        conversation.stream.undo_edit()
+        conversation.undo_edit()
         return "the conversation is as before the edit"
     if name == "/system":
         none = "none: kvalign chat --system TEXT begins with one"
@@ -157,7 +158,9 @@ def _edit(name: str, rest: str, conversation: Conversation) -> str:
     if not (number.isascii() and number.isdigit()) or bool(text.strip()) != (name == "/edit"):
         usage = next(usage for usage in COMMANDS if usage.startswith(name))
         raise UserError(f"it is {usage}, with the number of a turn, the first being 1")
-    return conversation.edit(int(number), text.strip() or None)
+    if name == "/edit":
+        return conversation.edit(int(number), text.strip())
+    return conversation.forget(int(number))
 
 
 def _save(conversation: Conversation, name: str) -> str:

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.sessions.stream_settings import (
-    MAX_NEW_TOKENS,
     StreamSettings,
-    num_evicted,
     number_of,
     pieces_of,
 )
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text, text_of
 from kvalign.foundation.settings import NUM_SINKS, like, option
-from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
+from kvalign.streaming.turns_in_cache import num_evicted
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel

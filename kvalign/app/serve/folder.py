@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvalign.app.serve.sessions import Session, Store, damaged
-from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.streaming import stream_file
+from kvalign.streaming.chat import SYSTEM
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.stream_file import Digests
 

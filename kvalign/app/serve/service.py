@@ -33,11 +33,11 @@ from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
-from kvalign.app.sessions.conversation import talk_defaults
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
+from kvalign.streaming.chat import talk_defaults
 from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
 from kvalign.streaming.turns import end_ids
@@ -53,7 +53,7 @@ class Service:
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = settings.sinks()
-        self.defaults = {**talk_defaults(loaded), **settings.sampling()}
+        self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         self.json_ends = end_ids(loaded.model, self.tokenizer)

@@ -8,53 +8,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from kvalign import checkpoints
-from kvalign.app.sessions.stream_settings import (
-    MAX_NEW_TOKENS,
-    StreamSettings,
-    number_of,
-    pieces_of,
-)
-from kvalign.app.sessions.turns_in_cache import (
-    EVICT,
-    NUM_GONE,
-    TURNS,
-    edit_turn,
-    forget_turn,
-    make_room,
-    note_turn,
-)
-from kvalign.cache.memory_sizes import usual_recalled
-from kvalign.cache.sizes import LARGEST_DEFAULT, CacheSizes
+from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
 from kvalign.models import fetched
-from kvalign.streaming.sampling import DRAWS, Sampling
+from kvalign.streaming.chat import (
+    CALM,
+    MOST_OF_ANSWER,
+    MOST_RECALLED,
+    SYSTEM,
+    UNREPEATED,
+    WINDOW,
+    Chat,
+    chat_defaults,
+    num_recalled_for,
+)
+from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
+from kvalign.streaming.turns_in_cache import EVICT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
-    from kvalign.streaming.turns import Talk
 
-SYSTEM = "system"  # the note of a stream that holds --system
-# How a turn is answered where neither a flag nor the model says how to draw.
-CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
-# In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
-UNREPEATED = {"repetition_penalty": 1.1}
-MOST_OF_ANSWER = 1000  # tokens, of a model that ends its answers
-WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
-# Entries that a step takes back from a memory. With more of them a fact of an early turn is less
-# likely to be answered: tests/scripts/talk.py.
-MOST_RECALLED = 8
-LEAST_RUNS = 20  # of an answer that may be a loop
 _OF_KEEP = "system or a number of tokens"
-CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,29 +171,21 @@ class ConversationSettings(TalkSettings):
         return replace(self, model=saved.base_model or DEFAULT_MODEL, weights=weights)
 
 
-class Conversation:
-    """Stream that is fed the user's turns; `path`, if given, is written after each answer."""
+class Conversation(Chat):
+    """Conversation of the terminal; `path`, if given, is written after each answer."""
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
         from kvalign.streaming.stream_file import checksum_of
 
-        self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
-        self._checksum = ""
+        self.settings, self.path, self._checksum = settings, settings.state, ""
         is_resumed = settings.state is not None and settings.state.exists()
         if settings.state is not None:
             check_not_locked(settings.state.parent)
             self._checksum = checksum_of(settings.state)
-        # A chat template that fails is known before anything is said.
-        if not is_resumed:
-            talk_of(settings, loaded.tokenizer, settings.system).turn_ids("?", True)
-        self.stream = (_resume if is_resumed else _begin)(settings, loaded)
+        stream = (_resume if is_resumed else _begin)(settings, loaded)
         if settings.evict == "turns":
-            self.stream.notes[EVICT] = settings.evict
-        self._talk.turn_ids("?", not self.stream.ids)
-
-    @property
-    def _talk(self) -> Talk:
-        return talk_of(self.settings, self.tokenizer, self.stream.notes.get(SYSTEM))
+            stream.notes[EVICT] = settings.evict
+        super().__init__(stream, special_tokens=settings.special_tokens)
 
     def answer(self, turn: str | None) -> Iterator[str]:
         """The pieces of the answer to a turn, with a progress bar for a long turn; None: those with
@@ -218,7 +194,7 @@ class Conversation:
         stream = self.stream
         with defer_signals(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             if turn is not None:
-                self._feed(turn)
+                self.feed(turn)
             elif stream.is_cut:
                 stream.go_on()
             for piece in pieces_of(stream, "turn"):
@@ -231,38 +207,7 @@ class Conversation:
             except (OSError, UserError) as error:
                 raise RunError(f"this answer was not saved: {error}") from error
 
-    def _feed(self, turn: str) -> None:
-        """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
-        from kvalign.models.input_ids import ids_of
-
-        stream, talk = self.stream, self._talk
-        new = talk.turn_ids(turn, not stream.ids)
-        is_told_so = self.is_cut and self.tokenizer.chat_template
-        cut = ids_of(CUT, self.tokenizer, prefix=False, goes_on=True) if is_told_so else []
-        stream.feed([*cut, *new])
-        note_turn(stream, len(stream.ids) - len(new))
-        if EVICT in stream.notes:
-            make_room(stream, talk)
-
-    def edit(self, number: int, text: str | None) -> str:
-        """Replace the user's words in a turn, or cut the turn (None), and say so in a line."""
-        if text is None:
-            return forget_turn(self.stream, number, self._talk)
-        return edit_turn(self.stream, number, text, self._talk)
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the last answer was cut, by its limit or by Ctrl-C."""
-        return bool(self.stream.token_ids) and not self.stream.has_ended
-
-    @property
-    def is_loop(self) -> bool:
-        """Return whether half of the last answer's runs of 4 tokens were there before in it."""
-        ids = self.stream.token_ids
-        runs = [*zip(ids, ids[1:], ids[2:], ids[3:], strict=False)]
-        return len(runs) >= LEAST_RUNS and 2 * len({*runs}) <= len(runs)
-
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the conversation to a file, and from now on after each answer.
 
         Raises:
@@ -271,17 +216,12 @@ class Conversation:
         """
         from kvalign.streaming.stream_file import checksum_of
 
+        path = Path(path)
         check_not_locked(path.parent)
         if path == self.path and checksum_of(path) != self._checksum:
             raise UserError(f"{path} was since changed by another program")
         self.stream.save(path)
         self.path, self._checksum = path, checksum_of(path)
-
-    def reset(self) -> None:
-        """Start again, with the same --system."""
-        self.stream.reset()
-        for note in (TURNS, NUM_GONE):
-            self.stream.notes.pop(note, None)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -338,36 +278,21 @@ def of_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return "" if tokenizer.chat_template else "; no chat template, so turns are plain text"
 
 
-def talk_defaults(loaded: LoadedModel, calm: dict[str, Any] = CALM) -> dict[str, Any]:
-    """Return the sampling of an answer, by field, where no flag and no request says it; `calm` is
-    for a model that does not say how to draw.
-    """
-    says = Sampling.of_model(loaded.model.generation_config)
-    return {"stop_at_end": True, **({} if says.keys() & set(DRAWS) else calm), **says}
-
-
-def talk_of(
-    settings: ConversationSettings, tokenizer: PreTrainedTokenizerBase, system: str | None
-) -> Talk:
+def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.turns import Talk
 
-    return Talk(tokenizer, system, settings.special_tokens)
-
-
-def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     num_sinks = settings.sinks()
+    opening = Talk(loaded.tokenizer, settings.system, settings.special_tokens).opening_len()
     keep = settings.keep or ("system" if settings.system is not None else None)
     if num_sinks is None and keep is not None:
         num_sinks = number_of("--keep", keep, _OF_KEEP)
         if num_sinks is None:
-            num_sinks = talk_of(settings, loaded.tokenizer, settings.system).opening_len()
+            num_sinks = opening
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
-        usual = usual_recalled(settings.cache_size or LARGEST_DEFAULT, num_sinks or 0)
-        settings = replace(settings, num_recalled=min(MOST_RECALLED, usual))
-    most = MOST_OF_ANSWER if loaded.tokenizer.chat_template else MAX_NEW_TOKENS
-    sizes = {"repetition_window": WINDOW, "max_new_tokens": most}
-    defaults = {**sizes, **talk_defaults(loaded, {**CALM, **UNREPEATED})}
+        num = num_recalled_for(settings.cache_size, num_sinks)
+        settings = replace(settings, num_recalled=num)
+    defaults = chat_defaults(loaded.model, loaded.tokenizer)
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
         stream.notes[SYSTEM] = settings.system

@@ -22,13 +22,12 @@ from kvalign.foundation.settings import (
     option,
 )
 from kvalign.methods.registry import AUTO, check_name
-from kvalign.streaming.sampling import DRAWS, Sampling
+from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling, drawing
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
-MAX_NEW_TOKENS = 200
 # Without those of Python and of evaluations, which the model's plan says elsewhere.
 SIZES = ("num_evicted", "realign_every", *(x for x in OF_POLICY if not x.startswith("recall_")))
 
@@ -195,8 +194,7 @@ class StreamSettings(MethodSettings, ModelSettings):
     def sampling(self) -> dict[str, Any]:
         """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""
         values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        flags = {name: value for name, value in values.items() if value is not None}
-        return {"do_sample": True, **flags} if flags.keys() & set(DRAWS) else flags
+        return drawing({name: value for name, value in values.items() if value is not None})
 
 
 def number_of(name: str, value: str, needed: str) -> int | None:
@@ -206,14 +204,6 @@ def number_of(name: str, value: str, needed: str) -> int | None:
     if not (value.isascii() and value.isdigit()):
         raise UserError(f"{name} must be {needed}, got {value!r}")
     return int(value)
-
-
-def num_evicted(stream: TextStream) -> int:
-    """Tokens that were evicted; 0 for a method of the user's own without that figure."""
-    try:
-        return stream.num_evicted
-    except NotImplementedError:
-        return 0
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:

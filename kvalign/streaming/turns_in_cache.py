@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvalign.app.sessions.stream_settings import num_evicted
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +16,14 @@ if TYPE_CHECKING:
 # many turns have gone as a whole.
 TURNS, EVICT, NUM_GONE = "turns", "evict", "gone"
 OFFERED = 100_000  # tokens of a memory
+
+
+def num_evicted(stream: TextStream) -> int:
+    """Tokens that were evicted; 0 for a method of the user's own without that figure."""
+    try:
+        return stream.num_evicted
+    except NotImplementedError:
+        return 0
 
 
 def note_turn(stream: TextStream, num_before: int) -> None:
