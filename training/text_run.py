@@ -86,7 +86,7 @@ def train_on_text(
         loaded = load_model(settings.model, device_of(settings.accelerator), "float32")
     model, longest = loaded.model, loaded.spec.context_len
     if former is not None:
-        if former.training[settings.kvs[0]]["data"][IDENTITY] != identity(model):
+        if former.training[settings.kvs[0]]["data"].get(IDENTITY) != identity(model):
             raise ExistsError(
                 f"{out} holds an aligner that was trained with other weights than "
                 f"{settings.model} has now: {OVERWRITE}"
