@@ -76,8 +76,7 @@ def tune_memory(
         UserError: a method or model that takes no memory; a text that is too short.
     """
     if loaded is None:
-        where = settings.device, settings.dtype, settings.weights
-        loaded = load_model(settings.model, *where)
+        loaded = load_model(settings.model, settings.device, weights=settings.weights)
     longest = loaded.spec.context_len
     choice = choose(loaded.model, settings.method, aligner=settings.aligner, cached=True)
     kind, aligner = METHODS[choice.method], None

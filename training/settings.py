@@ -317,7 +317,7 @@ class TuneMemorySettings(ModelSettings):
         kvalign tune-memory --model llama-mini --cache-sizes 32 --num-tokens 1000
     """
 
-    weights: str | None = option(None, help=OF_WEIGHTS, choices=WEIGHTS)
+    weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
     method: str = option(AUTO, help="a method that takes a memory; auto: the model's")
     aligner: str | None = option(None, help="aligner of kvalign (default: the model's)")
     corpus: str = option(DEFAULT_CORPUS[0], help="text that the model was not trained on")

@@ -24,7 +24,7 @@ from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import identity
 from kvalign.models.loading import LoadedModel, load_model
-from kvalign.models.packed import PACKED, weights_of
+from kvalign.models.packed import weights_of
 from kvalign.policies import OLDEST
 
 _INFORMATIVE = ("_name_or_path", "transformers_version")  # in a model's config
@@ -36,13 +36,10 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     """Settings and the model that they name; or a loaded model, and the settings with its name."""
     _check_sizes(settings)
     if loaded is None:
-        loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
+        loaded = load_model(settings.model, settings.device, weights=settings.weights)
         return settings, loaded
     name, device = loaded.spec.name, str(loaded.model.device)
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
-    of_model = weights_of(loaded.model)
-    weights = of_model if of_model in PACKED else None
-    named = dict[str, Any](model=name, device=device, dtype=dtype, weights=weights)
+    named = dict[str, Any](model=name, device=device, weights=weights_of(loaded.model))
     return dataclasses.replace(settings, **named), loaded
 
 

@@ -313,10 +313,7 @@ DEVICE = "cpu, cuda, mps, ...; auto: cuda if there is one with room for the mode
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
-    weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
-    dtype: str = option(
-        "float32", help="precision of the model: older name of --weights", choices=DTYPES
-    )
+    weights: str = option("float32", help=OF_WEIGHTS, choices=WEIGHTS)
     device: str = option("auto", help=DEVICE)
 
 

@@ -207,4 +207,4 @@ def reason(method: Method) -> str:
     which = " and ".join(parts)
     if method.model.dtype == torch.float32:
         return f"the logits are not finite, though the weights of {which} are: they overflow"
-    return f"the logits are not finite in {dtype}: use another precision, such as float32 (--dtype)"
+    return f"the logits are not finite in {dtype}: give another precision: weights=float32"

@@ -61,20 +61,19 @@ SHAPES = {
 def random_model(
     shape: str,
     device: str = "cpu",
-    dtype: str = "float32",
+    weights: str = "float32",
     seed: int = 0,
-    weights: str | None = None,
 ) -> PreTrainedModel:
     """Random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
     device = resolved(device)
-    of_device, packed_as = precision_of(device, dtype, weights)
+    dtype, packed_as = precision_of(device, None, weights)
     check_device(device)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):  # where large ones are made in seconds
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, of_device or dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or "float32"))
     model.eval().requires_grad_(False)
     if packed_as in PACKED:
         pack(model, packed_as)
@@ -96,9 +95,7 @@ def load_with_prompts(
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
         shape = settings.model.removeprefix(SHAPE_PREFIX)
-        model = random_model(
-            shape, settings.device, settings.dtype, settings.seed, settings.weights
-        )
+        model = random_model(shape, settings.device, settings.weights, settings.seed)
         return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
     is_random = settings.prompts == RANDOM
     texts = [] if is_random else [turns[0] for turns in conversations(settings.prompts)]

@@ -26,7 +26,7 @@ _GROUPS = {
     "cache": "cache_size cache_sizes num_sinks memory evict",
     "method": "method methods aligner policy reference",
     "expert": "num_evicted realign_every num_recent positions num_recalled recall_places "
-    "recall_layers cache_dtype weights dtype device compile lookup",
+    "recall_layers cache_dtype weights device compile lookup",
 }
 _OF_ALL = "with any command"
 _FILE = "--settings"

@@ -171,7 +171,7 @@ def compile(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.models.packed import weights_of
     from kvalign.steppers.stored import folder
 
-    loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
+    loaded = load_model(settings.model, settings.device, weights=settings.weights)
     method = make_method(
         settings.method,
         loaded.model,

@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
-    DEFAULT_MODEL,
-    DEVICE,
     NUM_SINKS,
-    OF_WEIGHTS,
-    WEIGHTS,
+    ModelSettings,
     option,
 )
 from kvalign.invariants import INVARIANTS, NUM_STEPS
@@ -33,7 +30,7 @@ OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifySettings(MethodSettings):
+class VerifySettings(MethodSettings, ModelSettings):
     """Test a cache and a model against the invariants of a streaming cache.
 
     The table has a row for each invariant, with the measured figure and its bound. It passed,
@@ -45,9 +42,6 @@ class VerifySettings(MethodSettings):
         kvalign verify --model llama-mini --method streaming-llm --cache-size 32
     """
 
-    model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
-    weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
-    device: str = option("auto", help=DEVICE)
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     cache: str | None = option(
@@ -93,7 +87,7 @@ def verify(settings: VerifySettings, as_json: bool) -> None:
 
     make = settings.make()
     outcomes = invariants.verify(
-        load_model(settings.model, settings.device, "float32", settings.weights).model,
+        load_model(settings.model, settings.device, weights=settings.weights).model,
         make,
         num_steps=settings.num_steps,
         half=settings.half,

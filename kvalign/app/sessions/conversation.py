@@ -237,7 +237,7 @@ class Conversation(Chat):
     def to_go_on(self) -> str:
         """The command that continues it from its file."""
         # The file names the rest.
-        same = ("dtype", "device", "aligner", "compile", "special_tokens")
+        same = ("device", "aligner", "compile", "special_tokens")
         values = {name: getattr(self.settings, name) for name in same}
         return ConversationSettings(**values, state=self.path).command_line("chat")
 

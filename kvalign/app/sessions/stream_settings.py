@@ -125,7 +125,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.models.packed import PACKED, weights_of
 
         check_name(self.method)
-        loaded = load_model(self.model, self.device, self.dtype, self.weights)
+        loaded = load_model(self.model, self.device, weights=self.weights)
         weights, device = weights_of(loaded.model), loaded.model.device
         if device.type != "cpu" and self.device == AUTO_DEVICE:
             same = "" if self.weights != "auto" else f", weights {weights} as in the file"
