@@ -46,6 +46,7 @@ _STYLES = {
     "network": ("#C46A9C", "P"),
     PEER: ("#D1495B", ">"),
 }
+_OWN = "#A66A00", "."  # of a method or kind that is not ours
 _OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
 _OTHER_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # the floor alone is "--"
 
@@ -129,7 +130,7 @@ def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
         name = row.get("aligner_label") or row["aligner"] or row["method"]
         name = name.partition(": ")[0]
         names = (name, name.partition("-every-")[0], name.partition("-")[0])
-        color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
+        color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), _OWN)
         dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
         again = counts[first]
         styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]

@@ -66,7 +66,7 @@ class Column:
         about: meaning of the figure.
         ends: names of the ends of its interval in a row. They are shown beside it; the best one
             is marked if its interval overlaps no other.
-        by_reference: it is relative to the reference, so the reference is never the best.
+        by_reference: it is relative to the reference, so a slow reference is never the best.
         is_key: it distinguishes rows of one method; the summary has means over its values.
     """
 

@@ -24,6 +24,7 @@ MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
 GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
 FAR = 1.25  # a ratio above it is a failure, not a price
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
+SLOW = ("recompute", "dense")  # re-encodes all for each token; stops at the context length
 WITHOUT_SINKS = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
 MEANING = (
     "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "

@@ -21,7 +21,7 @@ from kvalign import checkpoints
 from kvalign.aligners.kinds import often
 from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
-from kvalign.eval.protocol.statistics import MIN_LABELS, apart, comparable, is_reference
+from kvalign.eval.protocol.statistics import MIN_LABELS, SLOW, apart, comparable, is_reference
 from kvalign.foundation.folders import ROOT
 from kvalign.policies import OLDEST
 
@@ -36,8 +36,8 @@ def table(
     title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
 ) -> Table:
     """Table of rows of results, with the best method of every column marked, among rows with equal
-    sinks (`comparable`). A column without values is left out. The `reference` cannot be the best
-    where others are relative to it.
+    sinks (`comparable`). A column without values is left out. A `reference` that is
+    no candidate (`SLOW`) cannot be the best where others are relative to it.
     """
     from kvalign.foundation.console import Entry  # rich, which no command's --help needs
 
@@ -48,7 +48,7 @@ def table(
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             headings.append(column)
-            measure = reference if column.by_reference else None
+            measure = reference if column.by_reference and reference in SLOW else None
             out = [id(row) not in fair or is_reference(row, measure) for row in rows]
             judged = [None if x else row.get(name) for row, x in zip(rows, out, strict=True)]
             spans = [column.interval(row) for row in rows]

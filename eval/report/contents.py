@@ -18,6 +18,7 @@ from kvalign.eval.protocol.statistics import (
     MEANING,
     MIN_LABELS,
     MIN_POINT,
+    SLOW,
     Verdict,
     apart,
     comparable,
@@ -321,7 +322,6 @@ SHARES = {
     "told": ("accuracy", "told facts"),
     "streameval": ("accuracy", "StreamEval"),
 }
-SLOW = ("recompute", "dense")  # re-encodes all for each token; stops at the context length
 MEANS = (
     "The method to take has the best verdict at its worst cache size, and of these the lowest mean "
     f"ratio; {' and '.join(SLOW)} are no candidates. Only rows with equal sinks are compared, and "

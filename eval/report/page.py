@@ -10,7 +10,6 @@ import hashlib
 import re
 from dataclasses import replace
 from datetime import date
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +169,10 @@ def print_as(form: str, folder: Path) -> None:
 
     results = read(folder)
     verdicts = [one.verdicts for one in first_screens(results) if one.verdicts]
-    of_sections = (section.tables for section in sections(results))
-    for table in [*verdicts, *summary(results), *chain(*of_sections)]:
+    titled = [
+        replace(t, title=f"{s.title}: {t.title}") for s in sections(results) for t in s.tables
+    ]
+    for table in [*verdicts, *summary(results), *titled]:
         titles = [column.title + ARROWS[column.better] for column in table.columns]
         lines = [[escape_controls(entry.line) for entry in row] for row in table.rows]
         if form == "latex":

@@ -49,5 +49,7 @@ def test_what_is_required_may_stand_in_the_file(tmp_path, capsys):
     assert main(["report"]) == 2
     assert "required: FOLDER" in capsys.readouterr().err
     assert main(["report", str(folder), "--tables", "markdown"]) == 0
-    _, head, rule, *_ = (x for x in capsys.readouterr().out.splitlines() if x)
+    _, head, rule, *lines = (x for x in capsys.readouterr().out.splitlines() if x)
+    titles = [line for line in lines if line.startswith("**")]
+    assert len(set(titles)) == len(titles) and any("Recall slices: " in one for one in titles)
     assert head.startswith("| method |") and rule.startswith("| --- |")

@@ -105,9 +105,9 @@ def test_other_sinks_are_not_compared():
     assert verdicts.note == f"{MEANING} Other sinks, so not compared: window, 4 sinks."
 
 
-def best(rows, reference=None):
-    """Methods with a mark in the column of perplexities."""
-    shown = table("", rows, {"perplexity": COLUMNS["perplexity"]}, reference)
+def best(rows, reference=None, column="perplexity"):
+    """Methods with a mark in a column."""
+    shown = table("", rows, {column: COLUMNS[column]}, reference)
     return [r["method"] for r, line in zip(rows, shown.rows, strict=True) if line[1].is_best]
 
 
@@ -124,6 +124,21 @@ def test_the_best_is_among_rows_with_equal_sinks():
     dense = one("dense", 0.5, 4)  # evicts nothing, so has no sinks that could differ
     assert best([*without, dense]) == ["dense"]
     assert comparable([one("window", 1.0), dense]) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "ratio", "marked"),
+    [
+        ("recompute", 1.01, ["kvalign"]),
+        ("discard-half", 1.01, []),
+        ("discard-half", 0.9, ["kvalign"]),
+    ],
+)
+def test_a_reference_that_one_could_take_is_a_rival(reference, ratio, marked):
+    first = row(reference, 1.0, 1.0, 1.0)
+    spans = [(ratio, 0.99 * ratio, 1.01 * ratio), (1.5, 1.4, 1.6)]
+    others = [row(name, *span) for name, span in zip(("kvalign", "window"), spans, strict=True)]
+    assert best([first, *others], reference, "ratio") == marked
 
 
 def test_a_busy_machine_has_no_verdict_on_time():
