@@ -111,7 +111,7 @@ def _as_judged(
     verdict = config.verdict_at(cache_size)
     if config.family != "learned" or verdict is None or not verdict.is_worse:
         return choice
-    why = f"on held-out text {choice.aligner} was worse, by a ratio of {verdict}"
+    why = f"on held-out text {choice.aligner} has a ratio to discard-half of {verdict}"
     if cached:
         return choice._replace(why=f"{why}, but discard-half keeps no such cache")
     return Choice("discard-half", None, why, num_sinks=config.num_sinks)

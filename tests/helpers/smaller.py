@@ -22,7 +22,7 @@ _SMALLER = {
     "generate": dict(max_new_tokens=80),
     "chat": dict(max_new_tokens=20),
     "gen-data": dict(num_tokens=2560),
-    "train": dict(num_tokens=2600, max_steps=2),
+    "train": dict(num_tokens=2600, max_steps=2, chunk_len=256),
     "tune-memory": dict(num_tokens=300),
     "verify": dict(cache_size=16, num_steps=20, invariants=("dense", "chunks", "save")),
     "eval perplexity": dict(num_tokens=12, cache_sizes=(32, 64)),

@@ -91,8 +91,9 @@ def say_use_of(out: Path, settings: TrainSettings | None = None) -> None:
         say_next("generate", *model)
     elif verdicts and config.family == "learned" and (worse := config.sizes_of_discard_half()):
         better = [one.cache_size for one in verdicts if one.cache_size not in worse]
-        sizes = f" at C = {', '.join(map(str, worse))}" if better else ""
-        print(f"--method auto takes discard-half{sizes}, which did better", file=sys.stderr)
+        sizes = f" at C = {', '.join(map(str, worse))}, which did better" if better else ""
+        why = sizes or ": the aligner is better at no size, by the 95 % interval"
+        print(f"--method auto takes discard-half{why}", file=sys.stderr)
         if better:
             say_generate(config.base_model, out, "--cache-size", str(better[-1]))
         else:
