@@ -63,6 +63,10 @@ class Cell:
         values = {name: _filled(value, str(out)) for name, value in vars(self.settings).items()}
         return replace(self, settings=replace(self.settings, **values))
 
+    def output(self) -> str:
+        """As of `run_cell`."""
+        return run_cell(self)
+
     def as_json(self) -> str:
         """Its settings, as its process reads them."""
         return json.dumps(vars(self.settings), default=str)
@@ -248,7 +252,7 @@ def run_cells(
         about = f"{cell.name}: {there.command}"
         print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
         identity = identity_of_cell(there)  # as it begins
-        keep(cell, out, run_cell(there), changed, identity)
+        keep(cell, out, there.output(), changed, identity)
     if parallel and on_ray:
         of_cells = {cell.name: identity_of_cell(cell.at(out)) for cell in parallel}
         for cell, output in _run_on_ray(parallel, on_ray):
