@@ -64,7 +64,7 @@ class Cell:
         return replace(self, settings=replace(self.settings, **values))
 
     def output(self) -> str:
-        """As of `run_cell`."""
+        """Output of its process (`run_cell`)."""
         return run_cell(self)
 
     def as_json(self) -> str:
