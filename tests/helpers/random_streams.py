@@ -40,7 +40,7 @@ AGAIN = ("recompute", "discard-half", "dense")
 ALIGNERS = {"table": tables, "table-network": table_network, "network": network}
 FAILURES = (RuntimeError, KeyboardInterrupt)
 KEEPING = ("window", "streaming-llm", "kvalign")
-WHATS = ("feed", "feed", "edit", "edit", "join", "select", "save", "copy", "fail")
+CHANGES = ("feed", "feed", "edit", "edit", "join", "select", "save", "copy", "fail")
 FED = (*(1, 2, 9) * 4, 70)
 
 
@@ -159,7 +159,7 @@ class RandomStream:
         self.rows = [self._new_row() for _ in range(num_rows)]
         self._feed(self.rng.randint(1, 2 * self.method.sizes.cache_size))
         for _ in range(self.rng.randint(1, 4)):
-            what = self.rng.choice(WHATS)
+            what = self.rng.choice(CHANGES)
             if what in ("join", "select") and self.method.name == "dense":
                 what = "feed"
             if what == "edit" and not self._may_be_edited:

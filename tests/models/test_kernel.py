@@ -70,7 +70,8 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
     with caplog.at_level(logging.INFO):
         packed.pack(model, "int4")
         packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
-    assert [x.message.split(":")[0] for x in caplog.records] == ["steps use PyTorch's own kernels"]
+    said = [x.message.split(":")[0] for x in caplog.records if "kernels" in x.message]
+    assert said == ["steps use PyTorch's own kernels"]
     assert type(model.model.layers[0].mlp.up_proj) is packed.TorchLinear and not anew
 
 

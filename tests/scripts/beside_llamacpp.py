@@ -66,7 +66,7 @@ class BesideSettings(Settings):
     """Time a method and llama.cpp in turns, on a CPU, one stream at a time, with full caches."""
 
     model: str = option("smollm2-135m-instruct", help="a GGUF file, or a model fetched as one")
-    weights: str | None = option(None, help="form of our weights: float32, int8, int4")
+    weights: str = option("float32", help="form of our weights: float32, int8, int4")
     methods: tuple[str, ...] = option(("streaming-llm",), help="methods; the first has the sinks")
     cache_sizes: tuple[int, ...] = option((255,), help="255, 511, 1023, ...", at_least=1)
     num_sinks: tuple[int, ...] | None = option(None, help="sinks of all", at_least=0)

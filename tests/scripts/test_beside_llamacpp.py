@@ -148,7 +148,6 @@ def test_rows_are_its_answers(stand_in, run, tmp_path):
 )
 def test_what_it_cannot_do_is_one_line(stand_in, settings, said, tmp_path, monkeypatch):
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path))
-    (tmp_path / FETCHED).mkdir()  # of before its file was kept
     with pytest.raises(UserError, match=re.escape(said)):
         script.measure(BesideSettings(**settings))
     assert not stand_in

@@ -40,7 +40,7 @@ def test_steps_that_are_ready_are_taken_by_what_writes_text(name, minis, tmp_pat
 
 def test_a_model_has_the_weights_of_its_file_unless_a_dtype_is_named():
     ours = StreamSettings()
-    at_each_door = precision_of("cpu", ours.dtype, ours.weights), precision_of("cpu", None, None)
+    at_each_door = precision_of("cpu", None, ours.weights), precision_of("cpu", None, None)
     assert {*at_each_door} == {("float32", "auto")}
     measured = ModelSettings()
-    assert precision_of("cpu", measured.dtype, measured.weights) == ("float32", None)
+    assert precision_of("cpu", None, measured.weights) == ("float32", None)

@@ -51,7 +51,7 @@ def test_precision(loaded):
     with torch.no_grad():
         loaded.model.transformer.ln_f.weight.fill_(60_000)
     stream = kvalign.stream(loaded.model, loaded.tokenizer, "a", method="window", cache_size=16)
-    refuses(lambda: list(stream), "not finite in float16: use another precision", RunError)
+    refuses(lambda: list(stream), "not finite in float16: give another precision", RunError)
 
 
 def test_batches_and_plain_tokens(loaded):
