@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -70,13 +71,13 @@ def killed(recorded, tmp_path_factory) -> SimpleNamespace:
     words = settings.command_line("tune").split()[1:]
     command = [sys.executable, "-m", "kvalign", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-        said = ""
-        for line in run.stderr:
-            said += line
-            if ended(line):
+        while run.poll() is None:
+            states = out.glob("trials/experiment_state-*.json")
+            if any("TERMINATED" in file.read_text() for file in states):
                 run.send_signal(signal.SIGINT)
                 break
-        said += run.stderr.read()
+            time.sleep(0.1)
+        said = run.stderr.read()
     assert run.returncode == 130, said
     assert f"kept in {out / 'trials'}; to go on: kvalign {' '.join(words)}" in said
     assert not (out / "result.json").exists()
