@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
-from kvalign.aligners.table import Tables
+from kvalign.aligners.table import TABLES, Tables
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import DecodeStep, Step
@@ -146,7 +146,7 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
-        self.version, self.place_positions = -1, moving.place_positions
+        self.place_positions = moving.place_positions
         self._tables: list[Tables] = []
         self._networks: list[Sequence[Tensor] | None] = []
         install(self.config)
@@ -166,11 +166,12 @@ class OnRead(Realigner):
     def prepare(self) -> None:
         """Take the tables of all layers as they are now."""
         install(self.config)
-        means = self.table.key
-        version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
+        of_tables = (getattr(self.table, name) for name in TABLES)
+        # A tensor of inference mode counts no changes.
+        version = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in of_tables)
         if self.version != version:
             with no_autograd_modes():
-                layers = range(len(means))
+                layers = range(len(self.table.key))
                 self._tables = [self._tables_of(layer) for layer in layers]
                 self._networks = [self.table.network_of(layer) for layer in layers]
             self.version = version

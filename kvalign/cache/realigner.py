@@ -46,8 +46,8 @@ class Realigner:
     """Whether the input of `place` is its own last output, in float32."""
     aligner: Aligner | None = None
     place_positions: Tensor | None = None
-    version = 0
-    """Number of changes to what `prepare` computes."""
+    version: tuple[tuple[int, int], ...] = ()
+    """Of what `prepare` computes: place and number of changes of each tensor that it is made of."""
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation

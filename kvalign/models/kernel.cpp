@@ -857,8 +857,12 @@ void write(StableIValue* stack, uint64_t, uint64_t) {
   all.slot = (int64_t*)data_of(x[2]), all.place = (int64_t*)data_of(x[5]);
   all.num_slots = size_of(ring, 2), all.num_places = size_of(x[6], 1);
   all.num_rows = size_of(new_keys, 0), all.num_heads = size_of(new_keys, 1), all.dim = size_of(new_keys, 3);
-  all.run();
+  const auto is_of = [](int64_t index, int64_t num) { return index >= 0 && index < num; };
+  bool is_fit = is_of(*all.slot, all.num_slots) && size_of(x[5], 0) == all.num_rows && all.dim % 16 == 0 && all.num_hidden % 16 == 0;
+  for (int64_t row = 0; is_fit && row < all.num_rows; row++) is_fit = is_of(all.place[row], all.num_places);
+  if (is_fit) all.run();
   for (int i = 0; i < GIVEN; i++) aoti_torch_delete_tensor_object(x[i]);
+  if (!is_fit) throw std::runtime_error("a kernel of kvalign was given tensors that are not as it takes them");
 }
 
 // Of what kernel.py says of `beyond`, in its order.

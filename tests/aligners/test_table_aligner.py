@@ -90,3 +90,18 @@ def test_what_counts_positions_itself_is_refused_a_squeezed_cache(models, ids):
         method.edit(30, 32, encode(method.model, None, [5, 6], after=[4]).part(method.model, 2))
     with pytest.raises(UserError, match="squeezes positions"):
         method.model(ids[:, 50:51], past_key_values=method.cache)
+
+
+@pytest.mark.parametrize("change", ["data", "in place"])
+def test_a_table_that_was_changed_is_read_as_it_is_now(change, models, ids):
+    """Whichever of the four, however it was changed."""
+    table = tables(models["gpt2"], 0.5)
+    method = make("kvalign", models["gpt2"], aligner=table)
+    method.feed(ids[:, :30])
+    if change == "data":
+        table.value.data = table.value + 1
+    else:
+        table.value.add_(1)
+    fresh = make("kvalign", models["gpt2"], aligner=table)
+    fresh.restore(method.state())
+    torch.testing.assert_close(method.feed(ids[:, 30:31]), fresh.feed(ids[:, 30:31]))

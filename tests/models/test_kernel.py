@@ -159,6 +159,9 @@ def test_our_kernel_writes_entries_without_their_places_and_corrected(num_hidden
         expected = [x + y.unflatten(1, (3, 1, 16)) for x, y in zip(expected, added, strict=True)]
     with torch.no_grad():
         kernel.write(ring, torch.tensor([5]), new, places, [*means, *scales], network)
+        for slot, at in ((9, places), (5, places + 30), (5, places - 8)):
+            with pytest.raises(RuntimeError, match="not as it takes them"):
+                kernel.write(ring, torch.tensor([slot]), new, at, [*means, *scales], network)
     for x, y in zip(ring, expected, strict=True):
         assert_close(x[:, :, 5:6], y)
         assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
