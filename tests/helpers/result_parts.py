@@ -1,8 +1,8 @@
 """The parts of eval/results: a folder each, whose `suite.yaml` says which commands make its
 documents and which tables are made of them, and whose `documents.jsonl` has these, a line each.
 
-The first is a suite of `kvalign eval run` with two more entries: `scripts`, cells that are scripts
-of ours, and `tables`.
+The first is a suite of `kvalign eval run` with more entries: `scripts`, cells that are scripts of
+ours; `frozen`, those whose script is only at the commit that their document names; and `tables`.
 """
 
 import json
@@ -64,13 +64,14 @@ class Table(Selection):
 
 class Part(Suite, frozen=True):
     scripts: list[Step] = Field(default_factory=list)
+    frozen: list[Step] = Field(default_factory=list)
     tables: dict[str, Table] = Field(default_factory=dict)
     pictures: dict[str, Selection] = Field(default_factory=dict)
 
     @property
     def documents(self) -> list[Step]:
-        """The cells and scripts: what leaves a document."""
-        return [*self.cells, *self.scripts]
+        """The cells and scripts: what has a document."""
+        return [*self.cells, *self.scripts, *self.frozen]
 
 
 class TextSource(BaseModel):

@@ -2,7 +2,7 @@
 eval/results, excerpts of the code, and lists of what there is.
 
 <!-- table: PART/TABLE -->        as the part's suite.yaml has it
-<!-- commands: PART/CELL ... -->  the commands of cells
+<!-- commands: PART/CELL ... -->  the commands of cells; of frozen ones with their commit
 <!-- texts: NAME -->              files of a text and their SHA-256
 <!-- index: parts -->             a line a part: on what, how much, when
 <!-- source: kvalign.MODULE.NAME --> its file and its code; on a page in docs/
@@ -216,6 +216,9 @@ def _commands(known: dict[str, Part], names: list[str]) -> str:
             command = command.replace(f"{{{variable}}}", value)
         command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
         command = command if command.startswith("python ") else f"kvalign {command}"
+        if any(step.name == cell for step in known[part].frozen):
+            commit = documents_of(RESULTS / part)[cell]["environment"]["commit"]
+            lines.append(f"# in a checkout of {commit}, which has the script:")
         lines += " \\\n  ".join(
             wrap(command, 116, break_on_hyphens=False, break_long_words=False)
         ).splitlines()

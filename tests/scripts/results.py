@@ -126,7 +126,8 @@ def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell | Scr
     of_suite = yaml.safe_dump(suite, sort_keys=False)
     found = parse_suite(of_suite, name, settings.override) if given.get("cells") else []
     found += [Script(script.name, script.command) for script in part.scripts]
-    if only and only not in (names := tuple(step.name for step in part.documents)):
+    names = tuple(step.name for step in (*part.cells, *part.scripts))
+    if only and only not in names:
         raise UserError(unknown(f"document of {name}", only, names))
     return with_what_it_reads(found, only) if only else found
 

@@ -2,11 +2,8 @@
 of clean commits; and the mechanism rebuilds one of them from nothing.
 """
 
-import contextlib
-import io
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from helpers.result_parts import (
     text_sources,
 )
 from helpers.result_tables import PAGES, filled, lacking, markdown, marked
-from helpers.smaller import TEXT, output_of
+from helpers.smaller import output_of
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
@@ -43,6 +40,11 @@ def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
         for name, part in parts().items()
         for cell in results.cells(name, part, results.ResultsSettings())
         if not cell.is_preparation
+    }
+    commands |= {
+        f"{name}/{step.name}": step.command
+        for name, part in parts().items()
+        for step in part.frozen
     }
     documents = {
         f"{part}/{name}": document
@@ -127,49 +129,6 @@ def test_another_text_is_refused(tmp_path):
     (tmp_path / "own.txt").write_text("mine")
     with pytest.raises(UserError, match="has no adam-smith"):
         check_texts("train --corpus marked:text:books", {"books": tmp_path})
-
-
-@pytest.mark.slow
-def test_scripts_end_in_a_document(tmp_path, monkeypatch):
-    """In this process: one of their own takes seconds to begin."""
-    monkeypatch.chdir(tmp_path)
-
-    def run_script(cell):
-        _, script, *words = shlex.split(cell.command)
-        monkeypatch.setattr("sys.argv", [script, *words])
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        return printed.getvalue().splitlines()[-1]
-
-    monkeypatch.setattr(results.Script, "output", run_script)
-    choices = "--model llama-mini --corpus text:words.txt --cache-size 32 --facts-cache-size 32 "
-    choices += "--distances 1,2 --num-labels 9 --num-streams 1"
-    small = {
-        "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
-        "long-prompts": "--num-tokens 600 --cache-size 32",
-        "memory-prompts": "--methods kvalign --memory 0,200 --num-tokens 600 --cache-size 32",
-        "last-positions": "--corpus text:words.txt --cache-sizes 40 --num-tokens 200",
-        "memory-choices": "--parts text,facts --choices none,entries,blocks-representatives "
-        "--block-sizes 2 --num-questions 2 --farthest 2 " + choices,
-        "memory-choices-needles": "--parts needles --choices entries,blocks-bounds " + choices,
-        "memory-choices-told": "--parts told --choices blocks-bounds --num-conversations 1 "
-        + choices,
-        "copying": "--num-passages 2 --passage-len 9",
-        "zero-sink": "--num-tokens 2048 --num-labels 9 --cache-sizes 32,40 --num-sinks 0,1 "
-        "--corpus text:words.txt --eval-corpus text:few.txt",
-    }
-    (tmp_path / "words.txt").write_text(TEXT)
-    (tmp_path / "few.txt").write_text(TEXT[:12_000])
-    for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
-        script = cell.command.split()[1]
-        smaller = results.Script(cell.name, f"python {script} {small[cell.name]}")
-        results.run_missing(Path("scripts"), [smaller])
-        results.place("scripts", [smaller], tmp_path / "made")
-        folder = tmp_path / "made" / "scripts"
-        assert all("commit" in fault for fault in faults(documents_of(folder)[cell.name]))
-        for table in parts()["scripts"].tables.values():
-            if table.cells == [cell.name]:
-                assert markdown(table, folder).count("\n") >= 4
 
 
 def test_cards_and_page_name_the_texts():

@@ -9,7 +9,7 @@ import pytest
 from helpers import writing_commands as under_fire
 
 from kvalign.app.cli import catalogue
-from scripts import faults, gpu, memory_endurance, memory_layers
+from scripts import faults, gpu, memory_endurance
 from scripts.core_size import APART, calls_of_step, lines_of_core
 
 
@@ -35,24 +35,6 @@ def test_a_short_stream_is_sound(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["oldest"] == found["oldest_held"] == 2044
     assert found["num_taken"] > 90_000 and not found["faults"]
-
-
-@pytest.mark.parametrize(("sets", "asked"), [(None, 6), ("0-5 0,4-5 3", 3)])
-def test_a_line_for_each_set(sets, asked, tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("The island was first settled by people of the island. " * 20)
-    corpus = f"text:{tmp_path / 't.txt'}"
-    small = dict(cache_size=16, num_tokens=96, sets=sets)
-    memory_layers.run(memory_layers.MemoryLayersSettings(corpus=corpus, **small))
-    first, *lines = map(json.loads, capsys.readouterr().out.splitlines())
-    assert len(lines) == asked
-    gained = first["no memory"] - first["all layers"]
-    for line in lines:
-        assert line["share"] * gained == pytest.approx(first["no memory"] - line["loss"], abs=1e-5)
-    if sets:
-        assert [line["layers"] for line in lines] == sets.split()
-        assert lines[0]["share"] == pytest.approx(1)
-    else:
-        assert [line["without"] for line in lines] == [*range(6)]
 
 
 def test_each_command_is_under_fire_or_writes_nothing():
