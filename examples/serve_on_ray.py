@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from kvalign.app.commands.serve import ServeSettings
+from kvalign.app.serve.settings import ServeSettings
 
 
 def application():

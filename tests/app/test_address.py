@@ -64,7 +64,7 @@ def test_serve_answers_before_the_model_is_there(fails, monkeypatch, capsys):
     monkeypatch.setattr(address.ServeSettings, "load", load)
     monkeypatch.setattr("kvalign.app.serve.server.build", lambda *_: None)
     monkeypatch.setattr(
-        "kvalign.app.serve.server.serve", lambda settings, app, at: taken.append(at)
+        "kvalign.app.serve.server.serve", lambda settings, app, at, url: taken.append(at)
     )
     assert main(["serve", "--model", "gpt2-mini", "--port", "0"]) == (2 if fails else 0)
     assert [one.status_code for one in answers] == [503, 503]

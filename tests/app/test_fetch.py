@@ -15,7 +15,7 @@ from helpers.tiny_wheel import write_wheel
 from kvalign import load_model
 from kvalign.app import listing
 from kvalign.app.cli.main import main
-from kvalign.app.commands.serve import ServeSettings
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.sessions.conversation import ConversationSettings
 from kvalign.foundation.files import sha256
 from kvalign.models import fetched

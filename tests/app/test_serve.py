@@ -17,8 +17,8 @@ from helpers.smaller import example
 
 import kvalign
 from kvalign.app.cli.main import main
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.streaming.turns import Talk
 

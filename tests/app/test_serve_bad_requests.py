@@ -13,6 +13,7 @@ import pytest
 from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
+from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.replies import Events, EventStream, TextForm
 from kvalign.app.serve.turn import Answers, Piece
 from kvalign.app.serve.wire import Completion
@@ -53,6 +54,7 @@ BODIES = [
     (*chat(n=100), 400, "n must be at most 4"),
     (*chat(n=2, session="a"), 400, "a session has one prompt"),
     (*chat(session="../../etc/passwd"), 400, "session"),
+    (*text(session="a"), 400, "session is not supported: leave it out"),
     (*text(prompt=""), 400, "the prompt is empty"),
     (*text(prompt=[1, 10**6]), 400, "token ids must be below 8192"),
     (*text(prompt="a b " * 2000), 400, "for a request are 1000"),
@@ -189,7 +191,7 @@ def test_a_body_that_does_not_come(server, loaded):
 
 @pytest.mark.slow
 def test_a_reader_that_does_not_read_is_left():
-    answers, events, cancelled = Answers(1), Events(), []
+    answers, events, cancelled = Answers(1, Reading()), Events(), []
     answers.turns.append(SimpleNamespace(cancel=lambda: cancelled.append(True)))
     events.put_nowait(Piece(0, "text"))
     form = TextForm("m", Completion(model="m", prompt="?"), answers)

@@ -14,7 +14,7 @@ from helpers.served import running
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.prompts import Change
 from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
-from kvalign.app.serve.wire import Chat, Headers
+from kvalign.app.serve.wire import Chat
 from kvalign.methods import make_method
 
 EDIT = dict(cache_size=250, edit=True, method="streaming-llm")
@@ -24,7 +24,7 @@ def begun(service, messages):
     """A request whose answer has begun, and the queue of what comes."""
     asked = Chat.model_validate({**ASKED, "messages": messages})
     events = queue.SimpleQueue()
-    return service.chat(asked, Headers(), events.put), events
+    return service.chat(asked, events.put), events
 
 
 def ended(answers, events):

@@ -6,9 +6,9 @@ import pytest
 from helpers import edited_talks
 from helpers.served import serving
 
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.prompts import RUN, edits_between
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.methods import choice
 

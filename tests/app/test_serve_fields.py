@@ -55,7 +55,7 @@ def asked(form, **fields):
         StreamOptions: lambda: {"messages": [hello], "stream_options": fields},
     }[form]()
     kind = Completion if form is Completion else Chat
-    return parsed(kind, json.dumps({"model": "m", **whole}).encode(), None)
+    return parsed(kind, json.dumps({"model": "m", **whole}).encode(), {})
 
 
 @pytest.mark.parametrize(("form", "name"), NOT_OBEYED)
@@ -78,7 +78,7 @@ def test_only_a_name_that_no_api_has_is_ignored_and_told(form):
     where = f"{form.within}: " if form.within else ""
     one = asked(form, nobody_has_this=5)
     assert one.ignored == [f"{where}nobody_has_this"]
-    assert one.model_dump() == asked(form).model_dump() and one.fields == asked(form).fields
+    assert one.model_dump() == asked(form).model_dump()
     with pytest.raises(RequestError, match="mirostat is not supported"):
         asked(form, mirostat=2)
     assert asked(form, mirostat=0) == asked(form)

@@ -57,10 +57,11 @@ def test_logprobs_of_an_answer_of_before_are_not_invented(client):
     name = dict(extra_body={"session": "told"})
     first = ask(client, logprobs=True, **name).choices[0]
     assert ask(client, logprobs=True, **name).choices[0] == first, "answered anew"
-    keyed = dict(extra_headers={"Idempotency-Key": "one"}, extra_body={"session": "keyed"})
-    ask(client, logprobs=True, **keyed)
+    retried = name | dict(extra_headers={"X-Stainless-Retry-Count": "1"})
+    messages = [{"role": "user", "content": "And then?"}]
+    ask(client, messages=messages, logprobs=True, **name)
     with pytest.raises(openai.BadRequestError, match="are not stored"):
-        ask(client, logprobs=True, **keyed)
+        ask(client, messages=messages, logprobs=True, **retried)
 
 
 @pytest.mark.parametrize(("seed", "more"), [(0, {}), (1, dict(session="forms"))])

@@ -27,7 +27,7 @@ def respond(client, said=QUESTION, **more):
 
 def read(**fields):
     body = {"model": "m", "input": "Hello", **fields}
-    return parsed(ResponseRequest, json.dumps(body).encode(), None)
+    return parsed(ResponseRequest, json.dumps(body).encode(), {})
 
 
 def test_a_call_and_its_result_are_turns_of_a_session(client):
@@ -65,7 +65,7 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
 
 def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
-    answers = Answers(1, reading=READING)
+    answers = Answers(1, READING)
     form, ending = ResponseForm("m", read(tools=FLAT), answers), End(0, "stop", 1, 0)
 
     async def parts_told():

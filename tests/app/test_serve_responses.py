@@ -21,12 +21,10 @@ def respond(client, said, **more):
 
 def test_responses_are_turns_of_a_session(client):
     last = None
-    for number, turn in enumerate(TURNS):
+    for turn in TURNS:
         reply = respond(client, turn, previous_response_id=last)
         how = dict(model="gpt2-mini", max_tokens=12, temperature=0)
-        how |= dict(
-            extra_body={"session": "beside"}, extra_headers={"Idempotency-Key": str(number)}
-        )
+        how |= dict(extra_body={"session": "beside"})
         said = client.chat.completions.create(messages=[{"role": "user", "content": turn}], **how)
         assert reply.output_text == said.choices[0].message.content
         assert reply.usage.input_tokens == said.usage.prompt_tokens
@@ -137,4 +135,4 @@ def test_logprobs_are_told(client):
 def test_what_is_not_supported_is_refused_by_name(name, value):
     body = json.dumps({"model": "m", "input": "Hello", name: value}).encode()
     with pytest.raises(RequestError, match=f"{name} is not supported"):
-        parsed(ResponseRequest, body, None)
+        parsed(ResponseRequest, body, {})

@@ -14,8 +14,8 @@ from helpers.patience import PATIENCE_S
 from helpers.served import serving
 from helpers.server_kills import attack_sessions
 
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 
 MODEL = "llama-mini"

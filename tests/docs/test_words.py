@@ -7,7 +7,7 @@ import pytest
 from helpers.doc_pages import ROOT, blocks, lines_of
 
 from kvalign.app.cli.main import main
-from kvalign.app.commands.serve import ServeSettings
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import FAMILIES
 

@@ -9,9 +9,9 @@ import openai
 import uvicorn
 
 from helpers.patience import PATIENCE_S, until
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.server import build
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.models.loading import LoadedModel
 
 

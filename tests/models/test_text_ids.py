@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 import kvalign
 from kvalign import checkpoints
 from kvalign.app.commands.generate import read_prompt
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.prompts import Prompts
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.methods import make_method
 from kvalign.models.input_ids import ids_of, prefix_ids

@@ -9,14 +9,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-from kvalign.app.sessions.conversation import TalkSettings
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import like, option
-from kvalign.streaming.sampling import Sampling
 
 _LARGEST = 2**20  # bytes of a request that are read before it is answered
 _PATIENCE_S = 5
@@ -87,96 +84,6 @@ def loading(at: socket.socket) -> Iterator[None]:
         thread.join()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings(TalkSettings):
-    """Serve a model behind the OpenAI API: chat, completions and responses.
-
-    Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
-    X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
-    generation_config does, else the defaults of `kvalign chat` hold. The key may also be in
-    KVALIGN_API_KEY.
-
-    Example:
-        kvalign serve --model gpt2-mini --cache-size 128 --sessions talks
-    """
-
-    host: str = option(
-        "127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines connect"
-    )
-    port: int = option(
-        8000, help="port to listen on; 0 chooses a free one", at_least=0, at_most=65535
-    )
-    api_key: str | None = option(
-        None, help="bearer token for requests; required if --host lets other machines connect"
-    )
-    without_key: bool = option(False, help="let other machines connect without a key")
-    allowed_hosts: tuple[str, ...] | None = option(
-        None,
-        help="values of a request's Host header that are allowed, besides localhost and addresses",
-    )
-    allowed_origins: tuple[str, ...] | None = option(
-        None,
-        help="origins of pages that may connect, besides this server's own: chrome-extension://ID",
-    )
-    sessions: Path | None = option(
-        None,
-        help="folder that keeps sessions over a restart (default: only in memory)",
-        writes="folder",
-    )
-    max_sessions: int = option(
-        256,
-        help="most named sessions to keep; beyond that the least recently used one is dropped",
-        at_least=1,
-    )
-    max_unnamed: int = option(
-        64,
-        help="most conversations without a session to keep in memory; later requests find them "
-        "by their beginning",
-        at_least=0,
-    )
-    keep_unnamed: bool = option(
-        False, help="keep conversations without a session in --sessions, too"
-    )
-    edit: bool = option(
-        False,
-        help="a conversation without a session whose earlier messages were changed or left out "
-        "keeps what follows them: it is moved, not encoded again, and knows what it has read",
-    )
-    exactly: int = option(
-        4, help="tokens behind each change of --edit that are encoded again", at_least=0, at_most=16
-    )
-    max_streams: int = option(64, help="most streams at the same time", at_least=1)
-    max_queue: int = option(
-        256, help="most requests that may wait; further ones get 429", at_least=0
-    )
-    max_new_tokens: int | None = like(Sampling, "max_new_tokens", more=" (default: 2048)")
-    max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
-    max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
-    seed: int | None = option(
-        None, help="random seed of requests without one (default: random)", at_least=0
-    )
-    timeout: float = option(
-        30.0, help="seconds for a client to send a request, and to receive a piece", above=0
-    )
-
-    @property
-    def num_streams(self) -> int:
-        return self.max_streams
-
-    @property
-    def is_editable(self) -> bool:
-        return self.edit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.without_key and self.api_key is not None:
-            raise UserError("--without-key and a key contradict each other: leave one out")
-        if self.edit and self.evict == "turns":
-            raise UserError("--edit and --evict turns contradict each other: leave one out")
-        if self.keep_unnamed and self.sessions is None:
-            raise UserError("--keep-unnamed needs a folder: --sessions DIR")
-
-
 def serve(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.foundation.files import locked
 
@@ -195,4 +102,4 @@ def serve(settings: ServeSettings, as_json: bool) -> None:
             from kvalign.app.serve import server
 
             app = server.build(settings, settings.load())
-        server.serve(settings, app, at)
+        server.serve(settings, app, at, url_of(settings.host, at))

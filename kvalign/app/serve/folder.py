@@ -25,7 +25,6 @@ _NOTES = {
     "asked": "turn_digest",
     "request": "request",
     "fields": "fields",
-    "key": "key",
     "answer": "answer",
     "tools": "tools",
     "finish": "finish",

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import Tools
 from kvalign.app.serve.messages import Message, in_order, unsupported
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.sessions import Session, as_read, digest
-from kvalign.app.serve.wire import Chat, Headers, Request
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.wire import Chat
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.template import Dialect
@@ -85,10 +85,10 @@ class Prompts:
         definitions = tools.definitions if tools else None
         return Talk(self.tokenizer, system, self.settings.special_tokens, template, definitions)
 
-    def of(self, prompt: str | list[int], *, goes_on: bool = False) -> Tensor:
-        """The tokens [T] of a text, or of ids; `goes_on`: it continues a session's text."""
+    def of(self, prompt: str | list[int]) -> Tensor:
+        """The tokens [T] of a text, or of ids."""
         try:
-            ids = encoded(prompt, self.tokenizer, self.method.model, goes_on=goes_on)
+            ids = encoded(prompt, self.tokenizer, self.method.model)
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
             raise RequestError("the prompt is not Unicode text", param="prompt") from None
         if not ids:
@@ -165,48 +165,31 @@ def new_messages(
     )
 
 
-def session_for(
-    session: Session, messages: Sequence[Message], request: Request, headers: Headers
-) -> Session | None:
+def session_for(session: Session, request: Chat) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
 
     The last turn is asked again by all messages up to the last answer, or by the messages of a
     first turn; `fields` tell whether for the same answer or for another one. Another one takes the
-    place of the last answer: the session begins anew with these messages. A request with the same
-    key, or one that the client calls a retry, asks for the same answer. A turn that comes alone
-    with another key is a new turn.
+    place of the last answer: the session begins anew with these messages. The same turn alone asks
+    for the same answer if the client calls it a retry; otherwise it is a new turn.
 
     Raises:
-        RequestError: the same key with another request: 422, as IETF's draft of the
-            Idempotency-Key header has it; logprobs of a stored answer, which are not stored.
+        RequestError: a retry that wants logprobs, which are not stored.
     """
     if session.is_new:
         return session
-    turn = digest(request.opening, messages)[-1]
-    is_same = session.fields in ("", request.fields)
-    is_same_request, has_all = is_same and turn == session.request, request.num_top is None
-    if headers.key and headers.key == session.key:
-        if not is_same_request:
-            raise RequestError(
-                "this Idempotency-Key was used with another request: use a new one for a new "
-                "turn, and for other messages or sampling",
-                422,
-                code="idempotency_key_reused",
-            )
-        is_again = True
-    else:
-        is_whole = any(message.role == "assistant" for message in messages)
-        is_other_turn = bool(headers.key and session.key and not is_whole)
-        if turn == session.turn_digest and not is_other_turn:
-            return None if is_same and has_all else session.reset()
-        is_again = headers.is_retry and is_same_request and not is_other_turn
-    if is_again and not has_all:
+    turn, is_same = digest(request.opening, request.messages)[-1], session.fields == request.fields
+    if turn == session.turn_digest:
+        return None if is_same and request.num_top is None else session.reset()
+    if not (request.is_retry and is_same and turn == session.request):
+        return session
+    if request.num_top is not None:
         raise RequestError(
             "logprobs of an answer that was given before are not stored: leave them out",
             param="logprobs",
         )
-    return None if is_again else session
+    return None
 
 
 RUN = 16  # tokens in a row that are taken for the same text, once some before differed

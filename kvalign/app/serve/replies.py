@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.reading import Reader, Said
+from kvalign.app.serve.reading import Reader
 from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
 from kvalign.app.serve.wire import Request
 
@@ -205,19 +205,18 @@ def ignored_of(names: Iterable[str]) -> dict[str, str]:
 async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list[Part]]:
     """Yield parts until answers end, or an error ends them; a client that leaves cancels them."""
     reading = answers.reading
-    readers = [Reader(reading) if reading else None for _ in range(answers.num)]
+    readers = [Reader(reading) for _ in range(answers.num)]
     num_calls = [0] * answers.num
 
     def part_of(event: Piece | End) -> Part:
-        index, reader = event.index, readers[event.index]
-        text, tokens, end = "", tuple[TokenLogprob, ...](), None
+        index, text, tokens, end = event.index, "", tuple[TokenLogprob, ...](), None
         if isinstance(event, Piece):
             text, tokens = event.text, event.tokens
         else:
             end = event
-        said = reader.read(text, is_last=end is not None) if reader else Said("", text, [])
+        said = readers[index].read(text, is_last=end is not None)
         first, num_calls[index] = num_calls[index], num_calls[index] + len(said.calls)
-        calls = reading.calls(said.calls, index, first) if reading else []
+        calls = reading.calls(said.calls, index, first)
         return Part(index, said.thoughts, said.text, calls, first, tokens, end)
 
     async def watch() -> None:

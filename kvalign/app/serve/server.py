@@ -21,7 +21,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvalign.app.commands.serve import ServeSettings, url_of
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import (
@@ -36,8 +35,9 @@ from kvalign.app.serve.replies import (
 )
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Answers, Event
-from kvalign.app.serve.wire import Chat, Completion, Headers, parsed
+from kvalign.app.serve.wire import Chat, Completion, parsed
 from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
@@ -79,16 +79,15 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         begin: Callable[..., Answers],
     ) -> Response:
         body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
-        headers = Headers.of(request.headers)
         events, loop = Events(), asyncio.get_running_loop()
-        fields = await loop.run_in_executor(reader, parsed, kind, body, headers.session)
+        fields = await loop.run_in_executor(reader, parsed, kind, body, request.headers)
         check_model(fields.model)
 
         def put(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        answers = await run_in_threadpool(begin, fields, headers, put)
+        answers = await run_in_threadpool(begin, fields, put)
         ignored, form = ignored_of(fields.ignored), form_of(name, fields, answers)
         if fields.stream:
             return EventStream(form, events, settings.timeout, ignored)
@@ -163,7 +162,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     return app
 
 
-def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
+def serve(settings: ServeSettings, app: FastAPI, at: socket.socket, url: str) -> None:
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
     note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
@@ -171,8 +170,7 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
         print(notes, file=sys.stderr)
     print(
         f"{service.method.spec.name} with {service.method.in_words}{note}"
-        f"{of_template(service.tokenizer)}: "
-        f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
+        f"{of_template(service.tokenizer)}: {url}/v1 (Ctrl-C ends it)",
         flush=True,
     )
     config = uvicorn.Config(

@@ -1,6 +1,5 @@
 """Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
-import json
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.app.commands.serve import ServeSettings
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -30,9 +28,10 @@ from kvalign.app.serve.prompts import (
 )
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.responses import ResponseRequest
-from kvalign.app.serve.sessions import Session, Sessions, Store
+from kvalign.app.serve.sessions import Session, Sessions, Store, digest
+from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
-from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Headers, Request
+from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Request
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -114,7 +113,7 @@ class Service:
         """Return the ignored files in the folder of sessions, a line each; "" for none."""
         return "\n".join(f"not changed: {one}" for one in self.sessions.store.notes)
 
-    def chat(self, request: Chat, headers: Headers, put: Put) -> Answers:
+    def chat(self, request: Chat, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.
 
         A response is in a session of its own or that of an earlier one. One that sends all messages
@@ -132,14 +131,16 @@ class Service:
                 begun = self.sessions.begun(request.messages, request.opening)
         sampling, name = self._sampling(request), request.session
         if request.num_choices > 1:
-            _refuse(name)
+            if name is not None:
+                what = "a session has one prompt and one answer: n=1"
+                raise RequestError(what, param="session")
             new = prompts.new_session(Session(""), request, tools)
             ids = prompts.of_messages(new, request.messages, request, tools)
-            return self._submit([(new, ids)], sampling, request, put, tools=tools, reading=reading)
+            return self._submit([(new, ids)], sampling, request, put, reading, tools)
         with self._session(name, request.messages, request.opening) as former:
             session: Session | None = former
             if former.is_new or previous != len(former.ids) - former.num_new:
-                session = session_for(former, request.messages, request, headers)
+                session = session_for(former, request)
                 if session is not None and previous is not None:
                     raise RequestError(
                         "only the last response of a conversation can be continued, and only while "
@@ -157,38 +158,26 @@ class Service:
             messages = new_messages(session, request, last)
             if session.is_new:
                 session = prompts.new_session(session, request, tools)
-            session = session.with_request(request.messages, request.fields, headers.key)
+            of_request = digest(session.tools, request.messages)[-1]
+            session = replace(session, request=of_request, fields=request.fields)
             ids = prompts.of_messages(session, messages, request, tools)
             if self.settings.edit and session.is_new and name is None:
                 start = self._edited(session, ids)
-            of = messages, tools, reading, start
+            of = reading, tools, messages, start
             return self._submit([(session, ids)], sampling, request, put, *of)
 
-    def completion(self, request: Completion, headers: Headers, put: Put) -> Answers:
-        """Continue texts; with a session, continue its text."""
-        sampling, name, texts = self._sampling(request), request.session, request.prompts
-        num_sinks = self.method.sizes.num_sinks
-        if name is None or len(texts) * request.num_choices > 1:
-            _refuse(name)
-            if len(texts) * request.num_choices > (most := self.settings.max_streams):
-                raise RequestError(f"the most answers of a request are {most}", param="prompt")
-            new = Session("", num_sinks=num_sinks)
-            pairs = [(new, self.prompts.of(text)) for text in texts]
-            return self._submit(pairs, sampling, request, put)
-        # As JSON a text is compared letter by letter.
-        messages = [Message(role="user", content=json.dumps(texts[0]))]
-        with self._session(name) as former:
-            session = session_for(former, messages, request, headers)
-            if session is None:
-                return self._again(former, put)
-            session = replace(session, num_sinks=num_sinks) if session.is_new else session
-            session = session.with_request(messages, request.fields, headers.key)
-            ids = self.prompts.of(texts[0], goes_on=not session.is_new)
-            return self._submit([(session, ids)], sampling, request, put, messages)
+    def completion(self, request: Completion, put: Put) -> Answers:
+        """Continue texts."""
+        sampling, texts = self._sampling(request), request.prompts
+        if len(texts) * request.num_choices > (most := self.settings.max_streams):
+            raise RequestError(f"the most answers of a request are {most}", param="prompt")
+        new = Session("", num_sinks=self.method.sizes.num_sinks)
+        pairs = [(new, self.prompts.of(text)) for text in texts]
+        return self._submit(pairs, sampling, request, put)
 
     @contextmanager
     def _session(
-        self, name: str | None, messages: Sequence[Message] = (), tools: str = ""
+        self, name: str | None, messages: Sequence[Message], tools: str
     ) -> Iterator[Session]:
         """Session for a turn, released if that cannot begin."""
         session = self.sessions.take(name, messages, tools)
@@ -236,11 +225,10 @@ class Service:
         ids = session.ids
         return ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids
 
-    def _again(self, session: Session, put: Put, reading: Reading | None = None) -> Answers:
+    def _again(self, session: Session, put: Put, reading: Reading) -> Answers:
         num_before = len(session.ids) - session.num_new
-        if reading is not None:
-            reading = self._placed(reading, session, session.ids[:num_before])
-        answers = Answers(1, num_cached=num_before, reading=reading)
+        reading = self._placed(reading, session, session.ids[:num_before])
+        answers = Answers(1, reading, num_cached=num_before)
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
         answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
@@ -248,7 +236,7 @@ class Service:
         dropped = method.sizes.num_dropped
         num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
         said = session.ids[num_before:].tolist()
-        num = reading.num_thoughts(self.tokenizer, said) if reading else 0
+        num = reading.num_thoughts(self.tokenizer, said)
         put(End(0, session.finish, session.num_new, num_evicted, num))
         return answers
 
@@ -295,24 +283,23 @@ class Service:
         sampling: Sampling,
         request: Request,
         put: Put,
-        messages: Sequence[Message] | None = None,
-        tools: Tools | None = None,
         reading: Reading | None = None,
+        tools: Tools | None = None,
+        messages: Sequence[Message] | None = None,
         start: tuple[State, Edits] | None = None,
     ) -> Answers:
-        """Pass turns to the engine: for each session, its input and the answers. Those of messages
-        have a `reading`, those of texts have none.
+        """Pass turns to the engine: for each session, its input and the answers.
 
         `messages` are the new messages of a session that is stored with its answer; `start` is a
         state that a new session takes up, with edits that make it its own.
         """
         num_choices, schema = request.num_choices, request.schema_of_answer
         constraint, ends = None, self.ends
-        if reading is not None:
-            ((session, new),) = pairs
-            reading = self._placed(reading, session, torch.cat([self._goes_on(session), new]))
+        session, new = pairs[0]
+        before = torch.cat([self._goes_on(session), new])
+        reading = self._placed(reading or Reading(), session, before)
         # A form begins where a thought that the prompt has begun ends.
-        opens = reading is not None and reading.is_thinking and reading.thoughts
+        opens = reading.is_thinking and reading.thoughts
         before_form = f"{opens[1]}\n\n" if opens else ""
         if tools and tools.must:
             constraint = self.constraints.of(tools, "tool_choice", before_form)
@@ -323,7 +310,7 @@ class Service:
         if constraint is not None:
             ends = self.json_ends
             sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself
-        answers = Answers(len(pairs) * num_choices, reading=reading)
+        answers = Answers(len(pairs) * num_choices, reading)
         for number, (session, new) in enumerate(pairs):
             before = self._goes_on(session)
             assert sampling.max_new_tokens is not None
@@ -368,8 +355,3 @@ class Service:
             answers.num_cached += num_cached
         self.engine.submit(answers.turns)
         return answers
-
-
-def _refuse(session: str | None) -> None:
-    if session is not None:
-        raise RequestError("a session has one prompt and one answer: n=1", param="session")

@@ -25,14 +25,13 @@ _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
 @dataclass(frozen=True)
 class Session:
-    """One conversation, or one text that is continued."""
+    """One conversation."""
 
     id: str  # as requests name it
     messages_digest: str = ""  # a digest of its messages, answers included
     turn_digest: str = ""  # the same before the last answer
     request: str = ""  # a digest of the messages alone that brought the last answer
     fields: str = ""  # a digest of the other fields that change an answer
-    key: str = ""  # the Idempotency-Key that came with them
     answer: str = ""  # the last one
     finish: str = ""  # why that ended
     system: str | None = None  # what its first message told the model
@@ -53,11 +52,6 @@ class Session:
     @property
     def is_named(self) -> bool:
         return not self.id.startswith(_UNNAMED)
-
-    def with_request(self, messages: Sequence[Message], fields: str, key: str) -> "Session":
-        """Return it with the request for its next answer: messages, digest of other fields, key."""
-        request = digest(self.tools, messages)[-1]
-        return replace(self, request=request, fields=fields, key=key)
 
     def reset(self) -> "Session":
         """Return the session before its first turn. Its next one is stored in place of this."""

@@ -50,7 +50,7 @@ class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
     tokens before it, `ends` end it, and it draws with seed + `draw`. With
     `num_top` each token is shown with its logprob; a `constraint` gives it a form. Its text shows
-    what `reading` looks for; None: no special token.
+    the special tokens that `reading` looks for.
 
     Attributes:
         turn: whose answer it is, once that has begun.
@@ -69,10 +69,10 @@ class AnswerRow(Row):
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         put: Put,
-        draw: int = 0,
-        num_top: int | None = None,
-        constraint: Callable[[int], LogitsProcessor] | None = None,
-        reading: Reading | None = None,
+        draw: int,
+        num_top: int | None,
+        constraint: Callable[[int], LogitsProcessor] | None,
+        reading: Reading,
     ):
         before, device = ids.tolist(), method.model.device
         unknown = unknown_ids(tokenizer, method.model.config.vocab_size)
@@ -85,9 +85,8 @@ class AnswerRow(Row):
         self._sizes, self._num_before = method.sizes, len(before)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
-        spelled = reading.spelled(tokenizer) if reading else ()
-        self._answer = Answer(tokenizer, before, sampling, ends, spelled)
-        self._single = Reader(reading) if reading and reading.is_single else None
+        self._answer = Answer(tokenizer, before, sampling, ends, reading.spelled(tokenizer))
+        self._single = Reader(reading) if reading.is_single else None
         self.token_ids = self._answer.token_ids
         self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
         self._reading = reading
@@ -112,8 +111,7 @@ class AnswerRow(Row):
 
     @property
     def num_thoughts(self) -> int:
-        reading = self._reading
-        return reading.num_thoughts(self._tokenizer, self.token_ids) if reading else 0
+        return self._reading.num_thoughts(self._tokenizer, self.token_ids)
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         super().append(token, token_ids, logits)
@@ -254,6 +252,7 @@ Put = Callable[[Event], None]
 @dataclass(eq=False)
 class Answers:
     num: int  # each ends by an `End`; a `RequestError` ends all
+    reading: Reading
     turns: list[Turn] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answers, those of the session included
     num_cached: int = 0  # those of them that were not fed anew
@@ -261,7 +260,6 @@ class Answers:
     num_reencoded: int = 0  # those that were, of turns that stay when older ones go
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory
-    reading: Reading | None = None  # None: their text is as it is
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
         """Count a prompt: tokens fed when the answers begin, and those of evicted turns."""
@@ -284,7 +282,7 @@ class SessionUpdate:
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
     put: Put  # told of the end
-    reading: Reading | None = None  # of the answer
+    reading: Reading  # of the answer
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: AnswerRow, state: State | None) -> None:
@@ -299,7 +297,7 @@ class SessionUpdate:
                 self.put(error)
 
     def _keep(self, row: AnswerRow, state: State | None) -> None:
-        answer = (self.reading or Reading()).message(row.text)
+        answer = self.reading.message(row.text)
         before, said = self.session.messages_digest, [*self.messages, answer]
         digests = digest(before, said)
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])

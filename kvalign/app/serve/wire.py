@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
@@ -30,7 +29,6 @@ TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ .,:-]{0,64}$")]
 OF_REQUESTS = (*DRAWS, "repetition_penalty")
 """Fields that are those of `Sampling`, by the same names."""
-_LONGEST_KEY = 255
 
 M = TypeVar("M", bound="Request")
 T = TypeVar("T")
@@ -52,6 +50,7 @@ class Request(Form):
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     )
     _ignored: list[str] = PrivateAttr(default_factory=list)
+    _is_retry: bool = False
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -64,7 +63,6 @@ class Request(Form):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Choices | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
-    session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
 
     @field_validator("top_k")
     @classmethod
@@ -75,6 +73,11 @@ class Request(Form):
     def ignored(self) -> list[str]:
         """Return the names of its fields that no API has."""
         return self._ignored
+
+    @property
+    def is_retry(self) -> bool:
+        """Return whether OpenAI's client says that it sends this again."""
+        return self._is_retry
 
     @property
     def num_choices(self) -> int:
@@ -98,24 +101,11 @@ class Request(Form):
         """JSON schema that the answer obeys; None: any text."""
         return None
 
-    @property
-    def opening(self) -> str:
-        """Return a digest of the tools and the values for the chat template; "" without one."""
-        return ""
-
-    @property
-    def fields(self) -> str:
-        """Return a digest of the fields that change an answer, without messages or prompt."""
-        values = self.model_dump(exclude=_NOT_OF_THE_ANSWER)
-        values |= {"max_tokens": self.most_tokens, "stop": self.stops, "n": self.num_choices}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
 
 # Who answers and how the answer is sent; what is answered, which `sessions.digest` compares; and
 # the other names of fields.
 _NOT_OF_THE_ANSWER = {
-    *("model", "session", "stream", "stream_options"),
-    *("messages", "prompt", "max_completion_tokens"),
+    *("model", "session", "stream", "stream_options", "messages", "max_completion_tokens"),
     *("instructions", "previous_response_id", "max_output_tokens", "store", "metadata", "include"),
 }
 
@@ -146,6 +136,7 @@ class Chat(Request):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
+    session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
@@ -208,7 +199,15 @@ class Chat(Request):
         return [tool.name for tool in self.tools or ()] if is_required else []
 
     @property
+    def fields(self) -> str:
+        """Return a digest of the fields that change an answer, without messages."""
+        values = self.model_dump(exclude=_NOT_OF_THE_ANSWER)
+        values |= {"max_tokens": self.most_tokens, "stop": self.stops, "n": self.num_choices}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    @property
     def opening(self) -> str:
+        """Return a digest of the tools and the values for the chat template; "" without one."""
         if not (self.tools or self.chat_template_kwargs):
             return ""
         parts: list[Any] = [tool.for_template() for tool in self.tools or ()]
@@ -270,25 +269,11 @@ class Completion(Request):
         return self.max_tokens or 16  # as OpenAI's API has it
 
 
-@dataclass(frozen=True)
-class Headers:
-    session: str | None = None
-    key: str = ""  # the same if it is sent again
-    is_retry: bool = False  # OpenAI's client says so
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str]) -> "Headers":
-        """Return the information in headers with lower-case names; RequestError for a long key."""
-        key = headers.get("idempotency-key", "")
-        if len(key) > _LONGEST_KEY or not key.isprintable():
-            raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")
-        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-        return cls(headers.get("x-session-id"), key, is_retry)
-
-
-def parsed(model: type[M], body: bytes, session: str | None) -> M:
-    """A request from its body, and the session of a header; RequestError, a line, if invalid."""
-    ignored: list[str] = []
+def parsed(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
+    """A request from its body and its headers, whose names are in lower case; RequestError, a line,
+    if it is invalid.
+    """
+    ignored, session = list[str](), headers.get("x-session-id")
     try:
         values = read_json(body.decode())
         if isinstance(values, dict) and values.get("session") is None and session is not None:
@@ -302,4 +287,5 @@ def parsed(model: type[M], body: bytes, session: str | None) -> M:
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     request._ignored = ignored
+    request._is_retry = headers.get("x-stainless-retry-count", "0") != "0"
     return request
