@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import PurePath
 from statistics import fmean
 from typing import Any, Literal
@@ -94,7 +93,8 @@ def label_of(row: Row) -> str:
     several = "" if evicted == 1 or is_half else f", {evicted} at once"
     is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
     newest = "" if is_usual else f", {recent} newest stay"
-    return f"{name}, {row['num_sinks']} sinks{several}{newest}"
+    sinks = "1 sink" if row["num_sinks"] == 1 else f"{row['num_sinks']} sinks"
+    return f"{name}, {sinks}{several}{newest}"
 
 
 def method_name(row: Row) -> str:
@@ -113,10 +113,9 @@ def method_name(row: Row) -> str:
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Rows grouped by one of their values or by a function of them, in order of occurrence."""
-    key = itemgetter(by) if isinstance(by, str) else by
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
+        groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)
     return groups
 
 
@@ -145,17 +144,15 @@ def csv_of(rows: Sequence[Row]) -> str:
 
     table = pd.DataFrame(rows, dtype=object).drop(columns="text", errors="ignore")
     nested = table.map(lambda value: isinstance(value, list | tuple | dict)).any()
-    text: str = table.loc[:, ~nested].to_csv(index=False, lineterminator="\n")
-    return text
+    return str(table.loc[:, ~nested].to_csv(index=False, lineterminator="\n"))
 
 
 _FACTS = ("aligner_label", "aligner_path", "aligner_revision")
-_SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
 
 
 def identity_of(row: Row) -> Hashable:
     """Return the fields that identify a row, whatever the name of its aligner in a document."""
-    return _aligner_of(row), *map(row.get, _SIZES)
+    return _aligner_of(row), *(row.get(x) for x in SIZES if not x.startswith("aligner"))
 
 
 def names_of(rows: Sequence[Row]) -> list[str | None]:
@@ -183,24 +180,17 @@ def renamed(rows: Iterable[Row]) -> list[Row]:
 
 
 def _aligner_of(row: Row) -> Hashable:
-    """Return what tells an aligner from others; in older documents its name alone. These do not say
-    what it corrects, which its weights decide.
-    """
+    """Return what tells an aligner from others; in documents without a label its name."""
     label, path, revision = map(row.get, _FACTS)
-    if not label:
-        return row["aligner"]
-    if revision:  # of its weights, by whatever path it was named
-        return label.partition(": ")[0], revision
-    return label, path
+    kind = (label or row["aligner"] or "").partition(": ")[0]  # weights decide what it corrects
+    return kind, revision or path
 
 
 def _forms(row: Row) -> list[str]:
     """Names of a row's aligner, the short ones first."""
     label, path, revision = map(row.get, _FACTS)
-    if label is None:
-        return [row["aligner"]]
     if path is None:
-        return [f"untrained {label}"]
+        return [f"untrained {label}" if label else row["aligner"]]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
     _, colon, targets = label.partition(": ")

@@ -1,5 +1,5 @@
-"""Folder of results: one JSON document per file, and the suite that they are cells of, if any. A
-suite is named commands. The modules show such a folder as one page, in a browser or in a terminal.
+"""Folder of results: documents, a .json file each or lines of an archive, and the suite whose cells
+they are, if any. The modules show such a folder as one page, in a browser or in a terminal.
 """
 
 import re
@@ -14,9 +14,10 @@ from pydantic import BaseModel, Field
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.files import checked, read_json, read_text
+from kvalign.foundation.files import checked, parse_json, read_json, read_text
 
 SUITE_FILE = "suite.yaml"
+ARCHIVE = "documents.jsonl"  # documents with their `name`, a line each
 PREPARED = "prepared"  # folder of what the suite's preparations printed
 OUT = "{out}"  # in a command: the folder of the results, which may be moved
 
@@ -54,13 +55,17 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
         return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
 
 
-def parse_suite_text(text: str, name: str) -> Suite:
+class _SuiteOfResults(Suite, frozen=True, extra="ignore"):
+    """Suite whose file also says what else is made of the results."""
+
+
+def parse_suite_text(text: str, name: str, kind: type[Suite] = Suite) -> Suite:
     """Suite that a YAML text describes; UserError, which begins with `name`, if it is invalid."""
     try:
         values: Any = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"suite {name} is not YAML: {' '.join(str(error).split())}") from None
-    return checked(Suite, values, f"suite {name}")
+    return checked(kind, values, f"suite {name}")
 
 
 NO_SUITE = Suite(cells=[])
@@ -89,12 +94,15 @@ def read(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
-    file = folder / SUITE_FILE
-    suite = parse_suite_text(read_text(file), str(file)) if file.exists() else NO_SUITE
+    file, suite, found = folder / SUITE_FILE, NO_SUITE, archive_of(folder)
+    if file.exists():
+        suite = parse_suite_text(read_text(file), str(file), _SuiteOfResults)
+    found |= {path.stem: read_document(path) for path in folder.glob("*.json")}
+    found |= {f"{PREPARED}/{x.stem}": read_json(x) for x in folder.glob(f"{PREPARED}/*.json")}
+    evaluated = {n: d for n, d in found.items() if str(d.get("kind")).startswith("eval ")}
     ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    names.sort(key=lambda name: ranks.get(name, len(ranks)))
-    documents = {name: read_document(folder / f"{name}.json") for name in names}
+    names = sorted(evaluated, key=lambda name: (ranks.get(name, len(ranks)), name))
+    documents = {name: evaluated[name] for name in names}
     for document in documents.values():
         if OUT in document["command"]:
             words = shlex.split(document["command"])
@@ -105,9 +113,20 @@ def read(folder: Path) -> Results:
             f"`kvalign eval ... --out {folder}/NAME.json`"
         )
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
-    paths = [folder / PREPARED / f"{name}.json" for name in tuned]
-    sweeps = {x.stem: read_json(x)["result"] for x in paths if x.exists()}
-    return Results(documents, suite, sweeps)
+    of_tuned = {name: found.get(f"{PREPARED}/{name}") for name in tuned}
+    return Results(documents, suite, {name: one["result"] for name, one in of_tuned.items() if one})
+
+
+class _Line(BaseModel, extra="allow"):
+    name: str
+
+
+def archive_of(folder: Path) -> dict[str, Document]:
+    """Documents of a folder's archive by their names; those of preparations begin `prepared/`."""
+    path = folder / ARCHIVE
+    lines = read_text(path).splitlines() if path.exists() else []
+    found = [checked(_Line, parse_json(line, path), path).model_dump() for line in lines]
+    return {document.pop("name"): document for document in found}
 
 
 class _Row(BaseModel):

@@ -12,7 +12,7 @@ from kvalign import load_model
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import SIZES, ComparisonSettings
 from kvalign.eval.protocol.grid import make_grid, sizes_of
-from kvalign.eval.protocol.tables import identity_of, names_of
+from kvalign.eval.protocol.tables import identity_of, label_of, names_of
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import panels, sections, summary
 from kvalign.eval.report.page import render
@@ -149,4 +149,6 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert identity_of(of_before) == identity_of(keys)
     old = {"method": "kvalign", "aligner": "table"}
     assert names(old, row("x")) == ["table", "x"]
-    assert names({"method": "window", "aligner": None}) == [None]
+    assert names(window := {"method": "window", "aligner": None}) == [None]
+    sizes = dict(cache_size=8, num_sinks=1, num_evicted=1)
+    assert label_of(window | sizes) == "window, 1 sink"

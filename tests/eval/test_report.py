@@ -10,6 +10,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from helpers.result_parts import RESULTS
 from helpers.results_example import HEBREW, HOSTILE, documents, write_folder
 from helpers.smaller import UNDRAWN
 from rich.console import Console
@@ -19,7 +20,7 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging import WORD_LIST
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
-from kvalign.eval.report import Results, Suite
+from kvalign.eval.report import Results, Suite, read
 from kvalign.eval.report.contents import sections, summary
 from kvalign.eval.report.page import print_tables, render, show
 from kvalign.foundation.console import Entry
@@ -116,6 +117,13 @@ def test_best_is_marked_in_its_direction(results):
     assert best([1, None, 3], "lower", [(0, 2), (0, 9), (2.5, 4)]) == {0}
     assert best([1, 1, 3], "lower", [(0, 2), (0, 2), (2.5, 4)]) == set()
     assert best([1, 3], "lower", [(0.0, math.inf)] * 2) == set()
+
+
+def test_results_of_ours_are_read_as_they_are_kept():
+    """Documents are lines of an archive, and the suite says what else is made of them."""
+    found = read(RESULTS / "paper-gpt2-mini")
+    assert {"perplexity", "latency"} <= found.documents.keys() and found.suite.title
+    assert sections(found)[0].tables[0].title == "tune-keys: key network"
 
 
 def test_summary_joins_the_evaluations(results):

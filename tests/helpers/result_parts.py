@@ -18,14 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvalign.app.suite import Cell
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document
-from kvalign.eval.report import SUITE_FILE, Step, Suite
+from kvalign.eval.report import ARCHIVE, SUITE_FILE, Step, Suite, archive_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import checked, read_text, sha256, write_text
+from kvalign.foundation.files import checked, sha256, write_text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 TEXTS = RESULTS / "texts.yaml"
-ARCHIVE = "documents.jsonl"
 
 
 class Selection(BaseModel):
@@ -130,24 +129,17 @@ def check_texts(command: str, folders: dict[str, Path | None]) -> None:
             raise UserError(f"{folder} has more texts than {name}: {', '.join(sorted(more))}")
 
 
-def documents_of(folder: Path) -> dict[str, Document]:
-    """The documents of a part by their names, those of a folder without any, too."""
-    path = folder / ARCHIVE
-    lines = read_text(path).splitlines() if path.exists() else []
-    return {document.pop("name"): document for document in map(json.loads, lines)}
-
-
 def document_of(folder: Path, cell: str) -> Document | None:
     """The document of a cell, which may be of another part, if it was made."""
     if cell.startswith("../"):
         _, part, cell = cell.split("/", 2)
         folder = folder.parent / part
-    return documents_of(folder).get(cell)
+    return archive_of(folder).get(cell)
 
 
 def put_documents(folder: Path, new: dict[str, Document]) -> None:
     """Put documents in a part, in place of those of their names."""
-    documents = documents_of(folder) | new
+    documents = archive_of(folder) | new
     lines = [json.dumps({"name": name} | document) for name, document in documents.items()]
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / ARCHIVE, "\n".join(lines) + "\n")

@@ -28,7 +28,6 @@ from helpers.result_parts import (
     Selection,
     Table,
     document_of,
-    documents_of,
     faults,
     parts,
     text_sources,
@@ -36,6 +35,7 @@ from helpers.result_parts import (
 from kvalign.eval.drawing import save
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import Document, Evaluation, Row
+from kvalign.eval.report import archive_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_text
 
@@ -232,7 +232,7 @@ def _index(known: dict[str, Part], old: str, results: Path) -> str:
     before = dict(re.findall(r"^\| \[(\S+)\].* \| ([^|]*) \|$", old, re.MULTILINE))
     lines = [["part", "what it shows", "on", "how much", "made"]]
     for name, part in known.items():
-        documents = documents_of(results / name)
+        documents = archive_of(results / name)
         found = [documents[one.name] for one in part.documents if one.name in documents]
         rows = [row for one in found for row in one["rows"]]
         models = {PurePath(str(one["settings"].get("model"))).name for one in found} - {"None"}

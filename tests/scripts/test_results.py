@@ -12,7 +12,6 @@ from helpers.result_parts import (
     RESULTS,
     ROOT,
     check_texts,
-    documents_of,
     faults,
     parts,
     text_sources,
@@ -21,6 +20,7 @@ from helpers.result_tables import PAGES, filled, lacking, markdown, marked
 from helpers.smaller import output_of
 
 from kvalign import checkpoints
+from kvalign.eval.report import archive_of
 from kvalign.foundation.errors import UserError
 from scripts import results
 
@@ -49,7 +49,7 @@ def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
     documents = {
         f"{part}/{name}": document
         for part in parts()
-        for name, document in documents_of(RESULTS / part).items()
+        for name, document in archive_of(RESULTS / part).items()
         if not name.startswith("prepared/")
     }
     wrong = {name: found for name in commands if (found := faults(documents.get(name)))}
@@ -108,7 +108,7 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     assert head == "| method | sinks | C = 32 | C = 64 |" and rule == "|---|---|---|---|"
     names = ["`recompute`", "`window`", "`discard-half`", "`kvalign` (table: nothing)"]
     assert [line.split("|")[1].strip() for line in lines] == names
-    document = documents_of(tmp_path / "made" / "llama-mini")["python-docs"]
+    document = archive_of(tmp_path / "made" / "llama-mini")["python-docs"]
     first = document["rows"][0]
     assert f"| {first['perplexity']:.2f} |" in lines[0] and first["num_labels"] == 30
     assert str(tmp_path) not in json.dumps(document)
