@@ -217,7 +217,7 @@ def _commands(known: dict[str, Part], names: list[str]) -> str:
         command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
         command = command if command.startswith("python ") else f"kvalign {command}"
         if any(step.name == cell for step in known[part].frozen):
-            commit = documents_of(RESULTS / part)[cell]["environment"]["commit"]
+            commit = archive_of(RESULTS / part)[cell]["environment"]["commit"]
             lines.append(f"# in a checkout of {commit}, which has the script:")
         lines += " \\\n  ".join(
             wrap(command, 116, break_on_hyphens=False, break_long_words=False)
