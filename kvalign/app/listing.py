@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import make_dataclass
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from kvalign import checkpoints
@@ -18,29 +17,20 @@ from kvalign.models import fetched
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-# The sizes of a GPT-2, and what others call them.
-_OF_GPT2 = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-}
-# What the configs of these architectures hold when they leave nothing to defaults.
-_TELLS = {
-    "gpt2": tuple(_OF_GPT2),
-    "llama": (*_OF_GPT2.values(), "num_key_value_heads", "head_dim", "rope_parameters"),
-}
 
 
 def models() -> list[Row]:
     """The shipped and fetched models, and those in the hub's cache that KV-Align can stream."""
+    from transformers import AutoConfig
+
     from kvalign.models.architectures import FAMILIES, spec_of
 
     def row(name: str, folder: Path) -> Row | None:
         weights = any(folder.glob("*.safetensors"))
         if not weights or _config(folder).get("model_type") not in FAMILIES:
             return None
-        spec = spec_of(_model_config(folder), name)
+        here = dict(local_files_only=True, trust_remote_code=False)
+        spec = spec_of(AutoConfig.from_pretrained(folder, **here), name)
         return {
             "architecture": spec.model_type,
             "positions": spec.family,
@@ -241,17 +231,6 @@ def _config(folder: Path) -> dict[str, Any]:
     """Config of a model or an aligner; empty without one."""
     path = folder / "config.json"
     return read_json(path) if path.exists() else {}
-
-
-def _model_config(folder: Path) -> Any:
-    """Config of a model; without transformers, slow to import, if the file has all sizes."""
-    config = _config(folder)
-    if {*_TELLS.get(config["model_type"], "?")} <= config.keys():
-        ours = {_OF_GPT2[name]: value for name, value in config.items() if name in _OF_GPT2}
-        return SimpleNamespace(**config | ours)
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _trained_on(data: Any) -> str:

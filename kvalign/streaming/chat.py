@@ -8,11 +8,13 @@ for piece in talk.say("Who lived on the island?"):
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.cache.sizes import LARGEST_DEFAULT
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed
 from kvalign.methods.registry import AUTO
@@ -24,15 +26,6 @@ from kvalign.streaming.sampling import (
     StreamConfig,
     drawing,
 )
-from kvalign.streaming.turns_in_cache import (
-    EVICT,
-    NUM_GONE,
-    TURNS,
-    edit_turn,
-    forget_turn,
-    make_room,
-    note_turn,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +34,10 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import Talk
 
-SYSTEM = "system"  # the note of a stream that holds the system prompt
+# Notes of a stream: the system prompt; how many tokens came before each turn; what goes when the
+# cache is full; how many turns have gone as a whole.
+SYSTEM, TURNS, EVICT, NUM_GONE = "system", "turns", "evict", "gone"
+OFFERED = 100_000  # tokens of a memory
 # How a turn is answered where neither the caller nor the model says how to draw.
 CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 # In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
@@ -95,24 +91,68 @@ class Chat:
         """Read a turn. After an answer that was cut the model reads `CUT`, so it did not end."""
         from kvalign.models.input_ids import ids_of
 
-        stream, talk = self.stream, self._talk
+        stream, talk, notes = self.stream, self._talk, self.stream.notes
         new = talk.turn_ids(typed("turn", turn, str), not stream.ids)
         is_told_so = self.is_cut and self.tokenizer.chat_template
         cut = ids_of(CUT, self.tokenizer, prefix=False, goes_on=True) if is_told_so else []
         stream.feed([*cut, *new])
-        note_turn(stream, len(stream.ids) - len(new))
-        if EVICT in stream.notes:
-            make_room(stream, talk)
+        notes[TURNS] = f"{notes.get(TURNS, '')} {len(stream.ids) - len(new)}".strip()
+        if EVICT in notes:
+            num_gone, size = self._num_gone, stream.method.sizes.cache_size
+            room = dict(size=size, num_answer=stream.sampling.max_new_tokens or size)
+            more, rest = talk.evict_turns(self.begins[num_gone:], stream.ids, **room)
+            if more:
+                notes[NUM_GONE] = str(num_gone + more)
+                stream.encode_anew(rest)
+
+    @property
+    def begins(self) -> list[int]:
+        """The number of tokens before each turn; for a file without that record, none."""
+        return [int(word) for word in self.stream.notes.get(TURNS, "").split() if word.isdecimal()]
 
     def edit(self, number: int, text: str) -> str:
         """Replace your words in a turn, counted from 1, and say so in a line; its answer and what
         follows are not encoded again. UserError if there is no such turn.
         """
-        return edit_turn(self.stream, typed("number", number, int), text, self._talk)
+        stream, begins = self.stream, self._begins_to_edit(number)
+        start = begins[number - 1]
+        answers = [first for first, _ in stream.answers] + [len(stream.ids) - len(stream.token_ids)]
+        stop = next(first for first in answers if first > start)
+        new = self._talk.turn_ids(text, number == 1)
+        return f"turn {number} is edited: {self._replaced(begins, start, stop, new)}"
 
     def forget(self, number: int) -> str:
         """Cut a turn, counted from 1, with its answer; else as `edit`."""
-        return forget_turn(self.stream, typed("number", number, int), self._talk)
+        begins = self._begins_to_edit(number)
+        words = [*self._talk.word_starts(begins), len(self.stream.ids)]
+        start, stop = words[number - 1 : number + 1]
+        if number == len(begins):  # up to the answer before
+            start = begins[-1]
+        if not start:
+            raise UserError("it is the only turn: /reset starts the conversation again")
+        # The next turn will begin where this one did.
+        del begins[min(number, len(begins) - 1)]
+        return f"turn {number} is forgotten: {self._replaced(begins, start, stop)}"
+
+    def _begins_to_edit(self, number: int) -> list[int]:
+        begins = self.begins
+        if EVICT in self.stream.notes:
+            raise UserError(
+                "with --evict turns the conversation is encoded again: it is not edited"
+            )
+        if not 1 <= typed("number", number, int) <= len(begins):
+            raise UserError(f"this conversation has {len(begins)} turns, got {number}")
+        return begins
+
+    def _replaced(self, begins: list[int], start: int, stop: int, *new: list[int]) -> str:
+        """Edit the stream, record where its turns begin then, and return what was replaced."""
+        num_before = len(self.stream.ids)
+        num_gone = self.stream.edit(start, stop, *new)
+        moved_by = len(self.stream.ids) - num_before
+        turns = (x if x <= start else x + moved_by for x in begins)
+        self.stream.notes[TURNS] = " ".join(map(str, turns))
+        note = f", {num_gone} of which had been evicted" if num_gone else ""
+        return f"{stop - start} tokens{note}; what follows was not encoded again"
 
     def undo_edit(self) -> None:
         """Take the last `edit` or `forget` back; UserError once the conversation has gone on."""
@@ -139,6 +179,63 @@ class Chat:
         ids = self.stream.token_ids
         runs = [*zip(ids, ids[1:], ids[2:], ids[3:], strict=False)]
         return len(runs) >= LEAST_RUNS and 2 * len({*runs}) <= len(runs)
+
+    @property
+    def _num_gone(self) -> int:
+        note = self.stream.notes.get(NUM_GONE, "")
+        return min(int(note), max(0, len(self.begins) - 1)) if note.isdecimal() else 0
+
+    @property
+    def num_forgotten(self) -> int:
+        """Number of first turns of which only sinks are in the cache. Policies other than `oldest`
+        evict entries of every turn, so only turns that were evicted as a whole count.
+        """
+        sizes = self.stream.method.sizes
+        if not sizes.is_oldest:
+            return self._num_gone
+        first, last = sizes.num_sinks, sizes.num_sinks + self.stream.num_evicted
+        return max(self._num_gone, sum(first < end <= last for end in self.begins[1:]))
+
+    def forgotten_in_words(self) -> str:
+        """`the first 3 turns are out of the cache`; "" if none is."""
+        if not (num := self.num_forgotten):
+            return ""
+        what = "the first turn is" if num == 1 else f"the first {num} turns are"
+        aside = self.stream.num_evicted <= self.stream.method.sizes.memory and not self._num_gone
+        return f"{what} out of the cache" + ", in the memory" * aside
+
+    def memory_offer(self) -> str:
+        """Return what would keep the turns that go; "" where there is a memory, or none works."""
+        from kvalign.memory.memories import Memories
+        from kvalign.methods.cached import Cached
+
+        method = self.stream.method
+        if method.sizes.memory or EVICT in self.stream.notes or not isinstance(method, Cached):
+            return ""
+        try:
+            sizes = replace(method.sizes, memory=OFFERED, num_recalled=None)
+            of_model = method.places_by, method.model.config, method.num_positions
+            Memories(method.spec, sizes, *of_model)
+        except UserError:
+            return ""
+        return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for"
+
+    def in_words(self) -> str:
+        """Return which turns are in the cache and which are not, a line each."""
+        stream, sizes = self.stream, self.stream.method.sizes
+        num_out, gone = stream.num_evicted, self.forgotten_in_words()
+        lines = [
+            f"conversation: {len(self.begins)} turns, {len(stream.ids)} tokens",
+            f"in the cache: {stream.num_fed - num_out} tokens, at most {sizes.cache_size}; the "
+            f"first {sizes.num_sinks} are never evicted",
+            f"out of the cache: {num_out} tokens" + (f" ({gone})" if gone else ""),
+        ]
+        if sizes.memory:
+            num = min(num_out, sizes.memory)
+            lines.append(f"in the memory: {num} tokens, at most {sizes.memory}, to be taken back")
+        elif offer := self.memory_offer():
+            lines.append(f"in a memory: none; {offer}, which is slower")
+        return "\n".join(lines)
 
 
 @spelled_out(StreamConfig)

@@ -278,8 +278,11 @@ class TextStream(NotPickled):
 
     @property
     def num_evicted(self) -> int:
-        """Tokens that were fed and then evicted."""
-        return self.num_fed - self.method.fill if self.num_fed else 0
+        """Tokens that were fed and then evicted; 0 for a method that does not count."""
+        try:
+            return self.num_fed - self.method.fill if self.num_fed else 0
+        except NotImplementedError:
+            return 0
 
     @property
     def token_ids(self) -> list[int]:

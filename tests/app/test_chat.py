@@ -23,8 +23,8 @@ from kvalign.app.cli.main import main
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.methods import make_method
+from kvalign.streaming.chat import Chat
 from kvalign.streaming.turns import Talk
-from kvalign.streaming.turns_in_cache import memory_offer
 
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"
@@ -88,7 +88,7 @@ def test_a_memory_is_offered_where_one_works(kind, works):
     model, sizes = tiny_model(kind), {"cache_size": 7}
     stream = SimpleNamespace(method=make_method("streaming-llm", model, warn=False, **sizes))
     stream.notes = {}
-    assert bool(memory_offer(stream)) == works
+    assert bool(Chat.memory_offer(SimpleNamespace(stream=stream))) == works
     with nullcontext() if works else pytest.raises(UserError, match="memory"):
         make_method("streaming-llm", model, memory=100, warn=False, **sizes)
 
@@ -222,7 +222,7 @@ def test_ctrl_c_in_a_terminal():
 
 PIPED = """Who?
 /help
-/tokens
+/memory
 /system
 /system Be brief.
 /save
@@ -231,7 +231,7 @@ Why\x1b[2J?
 /sav it
 /etc/hosts?
 /reset
-/tokens
+/memory
 /save other
 When?
 /exit
@@ -252,15 +252,15 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
     assert "; no chat template, so turns are plain text" in printed.err
     for line in (
         "/save [FILE]  save the conversation to FILE, now and after each answer",
-        "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",
+        "conversation: 1 turns, 34 tokens\nin the cache: 33 tokens, at most 40; the first ",
         "it can only be set at the start: kvalign chat --system TEXT",
         "\nYou know.\n",
         "[12 tokens with kvalign (table-kl), cut by --max-new-tokens 12 (/continue goes on), ",
         "/save needs a file: /save talk.safetensors",
         "saved: kept; continue it with kvalign chat --state kept",
-        "unknown command '/sav'; did you mean /save? (known: /help, /continue, /tokens, ",
+        "unknown command '/sav'; did you mean /save? (known: /help, /continue, /memory, ",
         "the conversation starts again; kept is written after the next answer",
-        "0 tokens; in the cache: 0, of 40 at most; evicted: 0; not fed yet: 0",
+        "conversation: 0 turns, 0 tokens\nin the cache: 0 tokens, at most 40; the first ",
         "other exists: name another file",
     ):
         assert line in printed.err, line
@@ -269,9 +269,9 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
     begins = Talk(loaded.tokenizer, "You know.").turn_ids("When?", True)
     assert ids[: len(begins)] == begins and len(ids) <= len(begins) + 12
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("/reset\nWhen?\n/tokens now\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/reset\nWhen?\n/memory now\n"))
     assert main(["chat", "--state", "kept"]) == 0
-    assert "/tokens takes no argument, got 'now'" in capsys.readouterr().err
+    assert "/memory takes no argument, got 'now'" in capsys.readouterr().err
     assert said("kept", loaded).ids[: len(begins)] == begins, "its --system is in the file"
 
 

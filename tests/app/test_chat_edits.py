@@ -5,7 +5,6 @@ import pytest
 from kvalign.app.commands.chat import obey
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.foundation.errors import UserError
-from kvalign.streaming.turns_in_cache import begins_of
 
 MODEL = "llama-mini"
 TURNS = ("the king", "a ship of the navy", "what is it ?")
@@ -28,19 +27,19 @@ def text_of(conversation):
 )
 def test_a_turn_is_forgotten_with_its_answer(number, system, loaded):
     conversation = held(loaded, system=system)
-    whole, begins = text_of(conversation), begins_of(conversation.stream)
+    whole, begins = text_of(conversation), conversation.begins
     said = obey(f"/forget {number}", conversation)
     assert said.startswith(f"turn {number} is forgotten: ") and "not encoded again" in said
     text = text_of(conversation)
     assert [turn in text for turn in TURNS] == [i != number for i in (1, 2, 3)]
     assert text.startswith(whole[: whole.index(TURNS[0]) - 1])
-    left = begins_of(conversation.stream)
+    left = conversation.begins
     assert len(left) == 2 and left[0] == 0
     # The next turn is where the record says that it is.
     second = conversation.tokenizer.decode(conversation.stream.ids[left[1] :])
     assert (TURNS[1] if number == 3 else TURNS[2]) in second
     obey("/undo", conversation)
-    assert text_of(conversation) == whole and begins_of(conversation.stream) == begins
+    assert text_of(conversation) == whole and conversation.begins == begins
     obey(f"/forget {number}", conversation)
     assert "".join(conversation.answer("and now ?"))
     with pytest.raises(UserError, match="no edit to undo"):
@@ -55,7 +54,7 @@ def test_a_turn_is_edited_and_its_answer_stays(loaded):
     obey("/edit 1 the queen of the sea", conversation)
     changed = whole.replace("a ship of the navy", "a train")
     assert text_of(conversation) == changed.replace("the king", "the queen of the sea")
-    begins = begins_of(conversation.stream)
+    begins = conversation.begins
     turns = [conversation.stream.ids[x : x + 12] for x in begins]
     assert [conversation.tokenizer.decode(ids).count("USER") for ids in turns] == [1, 1, 1]
     assert "".join(conversation.answer("and now ?"))
@@ -63,11 +62,11 @@ def test_a_turn_is_edited_and_its_answer_stays(loaded):
 
 def test_an_edit_that_changes_nothing_is_not_what_is_undone(loaded):
     conversation = held(loaded)
-    whole, begins = text_of(conversation), begins_of(conversation.stream)
+    whole, begins = text_of(conversation), conversation.begins
     obey("/forget 2", conversation)
     obey("/edit 1 the king", conversation)
     obey("/undo", conversation)
-    assert (text_of(conversation), begins_of(conversation.stream)) == (whole, begins)
+    assert (text_of(conversation), conversation.begins) == (whole, begins)
 
 
 def test_evicted_tokens_of_a_turn_are_counted(loaded):

@@ -11,7 +11,7 @@ from kvalign.data_gen import corpora
 from kvalign.methods.registry import METHODS
 
 HEAVY = ("torch", "transformers", "datasets", "pandas")
-LISTS = ("models", "aligners", "corpora")
+LISTS = ("aligners", "corpora")
 SETTINGS = f"""
 import sys
 
@@ -54,5 +54,5 @@ def test_settings_help_lists_and_a_text(tmp_path):
     command = [sys.executable, "-c", SETTINGS + DONE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for names in (checkpoints.MODELS, METHODS, checkpoints.ALIGNERS, corpora.NAMES):
+    for names in (METHODS, checkpoints.ALIGNERS, corpora.NAMES):
         assert all(name in done.stdout for name in names)

@@ -10,13 +10,11 @@ from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.foundation.errors import ExistsError, Killed, UserError, escape_controls
 from kvalign.foundation.names import unknown
 from kvalign.streaming.chat import CUT, SYSTEM
-from kvalign.streaming.turns_in_cache import all_in_words, in_words, memory_offer, num_forgotten
 
 COMMANDS = {
     "/help": "this list",
     "/continue": "let an answer go on that was cut",
-    "/tokens": "length of the conversation, and the part of it that is in the cache",
-    "/memory": "which turns are out of the cache, and how to keep more",
+    "/memory": "how much is in the cache, which turns are out of it, and how to keep more",
     "/system": "the system prompt, which begins the conversation and stays",
     "/forget N": "cut turn N and its answer; what follows is not encoded again",
     "/edit N TEXT": "replace your words in turn N; what follows is not encoded again",
@@ -40,7 +38,7 @@ def chat(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
         leave = "" if is_scripted else "; /help, Ctrl-D leaves"
         say(f"{conversation.about()}{leave}")
     answers: list[dict] = []
-    num_out, offer = num_forgotten(stream), memory_offer(stream)
+    num_out, offer = conversation.num_forgotten, conversation.memory_offer()
     with conversation.keeping():
         for turn in turns(settings.say):
             goes_on = settings.say is None and turn == "/continue"
@@ -66,7 +64,7 @@ def chat(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                     print(CUT * conversation.is_cut, flush=True)
             timing = stream.timing()
             answer = {"turn": turn, "text": stream.text, "is_cut": stream.is_cut, **timing}
-            answers.append({**answer, "num_forgotten_turns": num_forgotten(stream)})
+            answers.append({**answer, "num_forgotten_turns": conversation.num_forgotten})
             if not as_json:
                 most = f" by --max-new-tokens {stream.sampling.max_new_tokens}" * stream.is_cut
                 cut = f", cut{most} (/continue goes on)" * conversation.is_cut
@@ -76,10 +74,10 @@ def chat(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                 )
                 if conversation.is_loop:
                     say("[the answer goes round in circles: raise --repetition-penalty]")
-                if num_forgotten(stream) > num_out:
-                    say(f"[{in_words(stream)}{'; ' * bool(offer)}{offer}]")
+                if conversation.num_forgotten > num_out:
+                    say(f"[{conversation.forgotten_in_words()}{'; ' * bool(offer)}{offer}]")
                     offer = ""  # said once
-            num_out = num_forgotten(stream)
+            num_out = conversation.num_forgotten
     values = settings.values_of(stream) | {"system": stream.notes.get(SYSTEM)}
     return {"settings": values, "answers": answers}
 
@@ -135,10 +133,8 @@ def obey(line: str, conversation: Conversation) -> str:
         if name == "/system":
             raise UserError("it can only be set at the start: kvalign chat --system TEXT")
         raise UserError(f"{name} takes no argument, got {rest.strip()!r}")
-    if name == "/tokens":
-        return _tokens(conversation)
     if name == "/memory":
-        return all_in_words(conversation.stream)
+        return conversation.in_words()
     if name == "/undo":
         conversation.undo_edit()
         return "the conversation is as before the edit"
@@ -171,13 +167,3 @@ def _save(conversation: Conversation, name: str) -> str:
         raise ExistsError(f"{path} exists: name another file")
     conversation.save(path)
     return f"saved: {path}; continue it with {conversation.to_go_on()}"
-
-
-def _tokens(conversation: Conversation) -> str:
-    stream = conversation.stream
-    num_fed, num_evicted = stream.num_fed, stream.num_evicted
-    return (
-        f"{len(stream.ids)} tokens; in the cache: {num_fed - num_evicted}, of "
-        f"{stream.method.sizes.cache_size} at most; evicted: {num_evicted}; "
-        f"not fed yet: {len(stream.ids) - num_fed}"
-    )

@@ -24,7 +24,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text, text_of
 from kvalign.foundation.settings import NUM_SINKS, like, option
 from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
-from kvalign.streaming.turns_in_cache import num_evicted
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -161,7 +160,7 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     is_full = is_past = False
     for number, piece in enumerate(pieces):
         lines = []
-        if not is_full and (is_full := num_evicted(stream) > 0):
+        if not is_full and (is_full := stream.num_evicted > 0):
             lines.append(
                 f"the cache of {size} entries is full, from here on the oldest are evicted"
             )

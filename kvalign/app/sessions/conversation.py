@@ -20,6 +20,7 @@ from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
 from kvalign.models import fetched
 from kvalign.streaming.chat import (
     CALM,
+    EVICT,
     MOST_OF_ANSWER,
     MOST_RECALLED,
     SYSTEM,
@@ -30,7 +31,6 @@ from kvalign.streaming.chat import (
     num_recalled_for,
 )
 from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
-from kvalign.streaming.turns_in_cache import EVICT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
