@@ -2,7 +2,7 @@
 documents and which tables are made of them, and whose `documents.jsonl` has these, a line each.
 
 The first is a suite of `kvalign eval run` with more entries: `scripts`, cells that are scripts of
-ours; `frozen`, those whose script is only at the commit that their document names; and `tables`.
+ours; `frozen`, what only the commit that its document names can make; and `tables`.
 """
 
 import json

@@ -215,10 +215,12 @@ def _commands(known: dict[str, Part], names: list[str]) -> str:
         for variable, value in known[part].variables.items():
             command = command.replace(f"{{{variable}}}", value)
         command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
-        command = command if command.startswith("python ") else f"kvalign {command}"
-        if any(step.name == cell for step in known[part].frozen):
+        is_frozen = any(step.name == cell for step in known[part].frozen)
+        if not command.startswith("python "):
+            command = f"python -m kvalign {command}" if is_frozen else f"kvalign {command}"
+        if is_frozen:
             commit = archive_of(RESULTS / part)[cell]["environment"]["commit"]
-            lines.append(f"# in a checkout of {commit}, which has the script:")
+            lines.append(f"# in a checkout of {commit}:")
         lines += " \\\n  ".join(
             wrap(command, 116, break_on_hyphens=False, break_long_words=False)
         ).splitlines()

@@ -2,7 +2,7 @@
 """Tokens that llama.cpp gives hostile texts, by tokenizers of each kind and setting that a GGUF
 file may have: what `tests/models/test_gguf_tokenizer.py` holds ours to.
 
-pip install -c constraints.txt ".[peer]" && PYTHONPATH=tests python tests/scripts/llamacpp_tokens.py
+pip install xllamacpp==2026.10.11549 && PYTHONPATH=tests python tests/scripts/llamacpp_tokens.py
 """
 
 import json

@@ -41,11 +41,10 @@ def test_documents_are_of_today_of_clean_commits_and_of_their_commands():
         for cell in results.cells(name, part, results.ResultsSettings())
         if not cell.is_preparation
     }
-    commands |= {
-        f"{name}/{step.name}": step.command
-        for name, part in parts().items()
-        for step in part.frozen
-    }
+    for part in parts():
+        for step in parts()[part].frozen:
+            is_script = step.command.startswith("python ")
+            commands[f"{part}/{step.name}"] = "kvalign " * (not is_script) + step.command
     documents = {
         f"{part}/{name}": document
         for part in parts()
