@@ -44,7 +44,7 @@ REMOVED_WORDS = {
     "demo-ui": "kvalign serve answers",
     "completion bash": "register-python-argcomplete kvalign",
     "eval chat --model x": "kvalign eval told",
-    "eval import-losses": "tests/scripts/import_losses.py",
+    "eval import-losses": "eval/results/paper.md",
     "train anchored": "table-network",
     "generate --prompt x --aligner kvalign-gpt2-mini-anchored": "table-network",
 }

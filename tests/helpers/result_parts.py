@@ -1,8 +1,8 @@
 """The parts of eval/results: a folder each, whose `suite.yaml` says which commands make its
 documents and which tables are made of them, and whose `documents.jsonl` has these, a line each.
 
-The first is a suite of `kvalign eval run` with more entries: `scripts`, cells that are scripts of
-ours; `frozen`, what only the commit that its document names can make; and `tables`.
+The first is a suite of `kvalign eval run` with more entries: `frozen`, what only the commit that
+its document names can make, and `tables`.
 """
 
 import json
@@ -62,15 +62,14 @@ class Table(Selection):
 
 
 class Part(Suite, frozen=True):
-    scripts: list[Step] = Field(default_factory=list)
     frozen: list[Step] = Field(default_factory=list)
     tables: dict[str, Table] = Field(default_factory=dict)
     pictures: dict[str, Selection] = Field(default_factory=dict)
 
     @property
     def documents(self) -> list[Step]:
-        """The cells and scripts: what has a document."""
-        return [*self.cells, *self.scripts, *self.frozen]
+        """What has a document."""
+        return [*self.cells, *self.frozen]
 
 
 class TextSource(BaseModel):

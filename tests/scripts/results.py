@@ -11,8 +11,6 @@ clean ones alone.
 """
 
 import os
-import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,29 +55,6 @@ class ResultsSettings(Settings):
     run: bool = option(True, help="--no-run: only write the tables")
 
 
-@dataclass(frozen=True)
-class Script:
-    """A measurement that is no command of kvalign, in place of a cell."""
-
-    name: str
-    command: str
-    is_preparation = False
-    model = None
-    path = Cell.path
-
-    def at(self, out: Path) -> "Script":
-        return self
-
-    def output(self) -> str:
-        """What it prints last: one line, its document."""
-        _, script, *flags = shlex.split(self.command)
-        words = [sys.executable, str(ROOT / script), *flags]
-        done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
-        if done.returncode:
-            raise RunError(f"exit code {done.returncode} of {self.command}")
-        return done.stdout.strip().splitlines()[-1]
-
-
 def rebuild(settings: ResultsSettings) -> None:
     """Run what is missing of the parts, all texts checked first; then write the tables.
 
@@ -118,21 +93,19 @@ def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:
     return [(name, known[name.partition("/")[0]]) for name in wanted]
 
 
-def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell | Script]:
+def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
     """The commands of PART or PART/CELL, with what must be prepared for it."""
     name, _, only = wanted.partition("/")
     given = yaml.safe_load((RESULTS / name / SUITE_FILE).read_text(encoding="utf-8"))
     suite = {key: value for key, value in given.items() if key in Suite.model_fields}
     of_suite = yaml.safe_dump(suite, sort_keys=False)
     found = parse_suite(of_suite, name, settings.override) if given.get("cells") else []
-    found += [Script(script.name, script.command) for script in part.scripts]
-    names = tuple(step.name for step in (*part.cells, *part.scripts))
-    if only and only not in names:
+    if only and only not in (names := tuple(cell.name for cell in part.cells)):
         raise UserError(unknown(f"document of {name}", only, names))
     return with_what_it_reads(found, only) if only else found
 
 
-def run_missing(part: Path, steps: list[Cell | Script]) -> None:
+def run_missing(part: Path, steps: list[Cell]) -> None:
     """Run what is missing of the cells of a part, in a folder of its name here."""
     for path, cell in ((cell.path(part), cell) for cell in steps):
         if path.exists() and read_json(path).get("command") != cell.command:
@@ -140,7 +113,7 @@ def run_missing(part: Path, steps: list[Cell | Script]) -> None:
     run_cells([cell for cell in steps if not cell.path(part).exists()], part)
 
 
-def place(part: str, steps: list[Cell | Script], results: Path) -> None:
+def place(part: str, steps: list[Cell], results: Path) -> None:
     """Put the documents of a part into `results`, and say of which a test would complain."""
     names = [cell.name for cell in steps if not cell.is_preparation]
     made = {name: read_json(Path(part) / f"{name}.json") for name in names}
