@@ -75,10 +75,7 @@ def score(
 
 @torch.no_grad()
 def score_stepwise(
-    method: Method,
-    ids: Tensor,
-    on_labels: OnLabels = lambda n: None,
-    measure: Measure = losses,
+    method: Method, ids: Tensor, on_labels: OnLabels = lambda n: None, measure: Measure = losses
 ) -> Tensor:
     """NLL in nats of every token after the first cache_size + 1, each given the tokens before it in
     its row; rows advance together.

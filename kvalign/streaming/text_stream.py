@@ -326,11 +326,7 @@ class TextStream(NotPickled):
         )
 
     def resume(
-        self,
-        ids: list[int],
-        num_fed: int,
-        num_new: int,
-        answers: Sequence[tuple[int, int]] = (),
+        self, ids: list[int], num_fed: int, num_new: int, answers: Sequence[tuple[int, int]] = ()
     ) -> None:
         """Continue a saved stream of these ids; see `SavedStream`. Its method has been restored."""
         self.answers = [*answers]

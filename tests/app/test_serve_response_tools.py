@@ -66,7 +66,8 @@ def test_a_call_and_its_result_are_turns_of_a_session(client):
 def told(text, num):
     """Items of an answer, and the events that bring it in pieces of so many characters."""
     answers = Answers(1, READING)
-    form, ending = ResponseForm("m", read(tools=FLAT), answers), End(0, "stop", 1, 0)
+    form, whole = (ResponseForm("m", read(tools=FLAT), answers) for _ in range(2))
+    ending = End(0, "stop", 1, 0)
 
     async def parts_told():
         events = Events()
@@ -78,7 +79,7 @@ def told(text, num):
     parts = asyncio.run(parts_told())
     sent = form.begin() + "".join(map(form.events_of, parts)) + form.end([ending])
     events = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: ")]
-    return form.whole([parts], usage_of(answers, [ending]))["output"], events
+    return whole.whole([parts], usage_of(answers, [ending]))["output"], events
 
 
 READING = Reading(("<think>", "</think>"), FORMS["hermes"], {"weather": {}, "time": {}})

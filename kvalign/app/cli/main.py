@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000)  # to import torch and transformers takes a quarter less
     os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
     logging.basicConfig(
-        level=logging.WARNING,
-        format="%(levelname)s: %(message)s",
-        handlers=[progress.LogHandler()],
+        level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[progress.LogHandler()]
     )
     name, flags_of = "", set[str]()
     try:

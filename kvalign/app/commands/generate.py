@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
-from kvalign.app.sessions.stream_settings import (
-    StreamSettings,
-    number_of,
-    pieces_of,
-)
+from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text, text_of
 from kvalign.foundation.settings import NUM_SINKS, like, option

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import (
-    NUM_SINKS,
-    ModelSettings,
-    option,
-)
+from kvalign.foundation.settings import NUM_SINKS, ModelSettings, option
 from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods.registry import check_name
 
@@ -51,9 +47,7 @@ class VerifySettings(MethodSettings, ModelSettings):
         NUM_STEPS, help="tokens of the long stream after the cache is full", at_least=1
     )
     half: str = option(
-        "bfloat16",
-        help="precision to compare with float32",
-        choices=("bfloat16", "float16"),
+        "bfloat16", help="precision to compare with float32", choices=("bfloat16", "float16")
     )
     invariants: tuple[str, ...] | None = option(
         None, help="invariants to test (default: all)", choices=tuple(INVARIANTS)

@@ -82,11 +82,8 @@ class Engine(threading.Thread):
                 raise SHUTTING_DOWN
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
-                raise RequestError(
-                    f"{num} requests are waiting, the most are {self.max_queue}",
-                    429,
-                    code="rate_limit_exceeded",
-                )
+                what = f"{num} requests are waiting, the most are {self.max_queue}"
+                raise RequestError(what, 429, code="rate_limit_exceeded")
             self._waiting.extend(turns)
             self._wakes.notify()
 

@@ -77,11 +77,8 @@ class ResponseRequest(Chat):
     @model_validator(mode="after")
     def _in_session(self) -> "ResponseRequest":
         if self.store is False and self.previous_response_id is not None:
-            raise RequestError(
-                "store: false is not supported with previous_response_id, whose session grows",
-                param="store",
-                code="unsupported",
-            )
+            what = "store: false is not supported with previous_response_id, whose session grows"
+            raise RequestError(what, param="store", code="unsupported")
         if self.num_top is not None and self.tools and self.may_call:
             param = "top_logprobs" if self.top_logprobs else "include"
             raise RequestError(
@@ -130,35 +127,15 @@ class ResponseForm(ChatForm):
         self._item: dict[str, Any] | None = None  # of text or of thoughts, that comes
 
     def part(self, kind: str, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        if kind == "reasoning":
+        if kind == _THOUGHTS:
             return {"type": "reasoning_text", "text": text}
         entries = logprobs["content"] if logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
-    def item(self, kind: str, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **own}
-        return {**head, "status": status, "content": [*parts]}
-
-    def call(self, call: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
-        return {**head, "call_id": call["id"], **call["function"]}
-
-    def status_of(self, finish: str | None) -> str:
-        return "incomplete" if finish == "length" else "completed"
-
     def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
-        (parts,) = answers
-        text = "".join(part.content for part in parts)
-        calls = [self.call(call) for part in parts for call in part.calls]
-        status, output = self.status_of(parts[-1].finish), calls
-        thoughts = "".join(part.thoughts for part in parts)
-        if text or not (calls or thoughts):
-            logprobs = self.of_tokens([one for part in parts for one in part.tokens])
-            output = [self.item(_TEXT, status, self.part(_TEXT, text, logprobs)), *calls]
-        if thoughts:
-            output = [self.item(_THOUGHTS, status, self.part(_THOUGHTS, thoughts)), *output]
-        return self.response(status, output, usage)
+        for part in answers[0]:
+            self.events_of(part)
+        return self._ended(usage)[1]
 
     def response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
@@ -209,15 +186,19 @@ class ResponseForm(ChatForm):
             logprobs = (self.of_tokens(part.tokens) or {"content": []})["content"]
             events += self._delta(_TEXT, part.content, logprobs)
         for call in part.calls:
-            events += self._item_is_whole("completed") + self._call(self.call(call))
+            events += self._item_is_whole("completed") + self._call(call)
         return events
 
     def end(self, ends: Sequence[End]) -> str:
-        status = self.status_of(self._finish)
-        last = self._delta(_TEXT, "") if not self._output and self._item is None else ""
-        last += self._item_is_whole(status)
-        whole = self.response(status, self._output, usage_of(self.answers, ends))
-        return last + self._event(f"response.{status}", response=whole)
+        events, whole = self._ended(usage_of(self.answers, ends))
+        return events + self._event(f"response.{whole['status']}", response=whole)
+
+    def _ended(self, usage: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The events of the last item, and the response, which has at least one."""
+        status = "incomplete" if self._finish == "length" else "completed"
+        events = "" if self._output or self._item else self._delta(_TEXT, "")
+        events += self._item_is_whole(status)
+        return events, self.response(status, self._output, usage)
 
     def _delta(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> str:
         """A piece of an item of this kind, which may begin."""
@@ -233,12 +214,17 @@ class ResponseForm(ChatForm):
 
     def _item_begins(self, kind: str) -> str:
         self._text, self._logprobs = "", list[Any]()
-        self._item = item = self.item(kind, "in_progress")
-        number = len(self._output)
-        self._place = {"item_id": item["id"], "output_index": number, "content_index": 0}
-        added = self._event("response.output_item.added", output_index=number, item=item)
-        part = self.part(kind, "")
+        own: dict[str, Any] = {"summary": []} if kind == _THOUGHTS else {"role": "assistant"}
+        head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **own}
+        self._item = {**head, "status": "in_progress", "content": []}
+        added, part = self._added(self._item), self.part(kind, "")
+        self._place["content_index"] = 0
         return added + self._event("response.content_part.added", **self._place, part=part)
+
+    def _added(self, item: dict[str, Any]) -> str:
+        number = len(self._output)
+        self._place = {"item_id": item["id"], "output_index": number}
+        return self._event("response.output_item.added", output_index=number, item=item)
 
     def _item_is_whole(self, status: str) -> str:
         if self._item is None:
@@ -254,15 +240,14 @@ class ResponseForm(ChatForm):
             + self._item_ends(item)
         )
 
-    def _call(self, item: dict[str, Any]) -> str:
-        number, arguments = len(self._output), item["arguments"]
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": number}
-        kind = "response.function_call_arguments"
+    def _call(self, call: dict[str, Any]) -> str:
+        head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
+        item = {**head, "call_id": call["id"], **call["function"]}
+        kind, told = "response.function_call_arguments", call["function"]
         return (
-            self._event("response.output_item.added", output_index=number, item=begun)
-            + self._event(f"{kind}.delta", **place, delta=arguments)
-            + self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            self._added({**item, "arguments": "", "status": "in_progress"})
+            + self._event(f"{kind}.delta", **self._place, delta=told["arguments"])
+            + self._event(f"{kind}.done", **self._place, **told)
             + self._item_ends(item)
         )
 

@@ -65,12 +65,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     def check_model(model: str) -> None:
         if model != name:
-            raise RequestError(
-                f"the model {model!r:.80} is not served here, {name} is",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+            what = f"the model {model!r:.80} is not served here, {name} is"
+            raise RequestError(what, 404, param="model", code="model_not_found")
 
     async def answer(
         request: Request,
@@ -124,12 +120,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
     async def about() -> Response:
-        paths = "\n".join(
-            sorted({getattr(route, "path", "") for route in app.routes} - {"/", "/v1"})
-        )
-        return Response(
-            f"{name}, served by kvalign. Addresses:\n{paths}\n", media_type="text/plain"
-        )
+        lines = [f"{name}, served by kvalign. Addresses:", *sorted({*paths} - {"/", "/v1"}), ""]
+        return Response("\n".join(lines), media_type="text/plain")
 
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:
@@ -140,6 +132,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    paths = [getattr(route, "path", "") for route in app.routes]
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
     origins = [name.lower() for name in settings.allowed_origins or ()]
@@ -148,7 +141,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         api_key=settings.api_key,
         allowed_hosts=[name.lower() for name in settings.allowed_hosts or ()],
         allowed_origins=origins,
-        paths=[getattr(route, "path", "") for route in app.routes],
+        paths=paths,
         metrics=service.metrics,
     )
     if origins:  # browsers ask before they send, and want to read that they may
@@ -174,11 +167,7 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket, url: str) ->
         flush=True,
     )
     config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=3,
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3
     )
     gc.freeze()  # the model and its modules stay: collections would look through them each time
     try:
@@ -285,11 +274,8 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         own = (f"http://{host.lower()}", f"https://{host.lower()}")
         if not self._may_be(host):
-            raise RequestError(
-                f"the host {host!r:.80} is not allowed here: add it with --allowed-hosts",
-                403,
-                code="host_not_allowed",
-            )
+            what = f"the host {host!r:.80} is not allowed here: add it with --allowed-hosts"
+            raise RequestError(what, 403, code="host_not_allowed")
         if origin is not None and origin.lower() not in (*own, *self.allowed_origins):
             raise RequestError(
                 f"pages of {origin!r:.80} are not allowed here", 403, code="origin_not_allowed"
@@ -298,11 +284,8 @@ class Guard:
             kind, _, key = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
             if kind.lower() != "bearer" or not is_right:
-                raise RequestError(
-                    "API key missing or wrong: send it as Authorization: Bearer KEY",
-                    401,
-                    code="invalid_api_key",
-                )
+                what = "API key missing or wrong: send it as Authorization: Bearer KEY"
+                raise RequestError(what, 401, code="invalid_api_key")
 
     def _may_be(self, host: str) -> bool:
         try:

@@ -161,13 +161,11 @@ class Sessions:
                 name = former.id if former else _UNNAMED + secrets.token_hex(16)
             self._check_idle(name)
             if name in self._dropped and not has_answers:
-                raise RequestError(
+                what = (
                     f"session {name} was dropped, since at most {self.max_named} are kept: send "
-                    f"all its messages, or start it again after {_forget(name)}",
-                    410,
-                    param="session",
-                    code="session_dropped",
+                    f"all its messages, or start it again after {_forget(name)}"
                 )
+                raise RequestError(what, 410, param="session", code="session_dropped")
             if name in self._by_id:
                 self._by_id[name] = self._by_id.pop(name)  # the most recently used
             else:
@@ -231,12 +229,8 @@ class Sessions:
 
     def _check_idle(self, name: str) -> None:
         if name in self._busy:
-            raise RequestError(
-                f"session {name} is answering another turn: wait for it",
-                409,
-                param="session",
-                code="session_busy",
-            )
+            what = f"session {name} is answering another turn: wait for it"
+            raise RequestError(what, 409, param="session", code="session_busy")
 
     def _idle(self, is_named: bool) -> list[Session]:
         """Sessions that answer no turn, the least recently used first."""
@@ -252,13 +246,11 @@ class Sessions:
 
 def damaged(name: str) -> RequestError:
     """Return the error for a turn of a session whose file is not the one that this server wrote."""
-    return RequestError(
+    what = (
         f"the file of session {name} is damaged, or another program changed it: {_forget(name)} "
-        "lets it start again",
-        500,
-        param="session",
-        code="session_damaged",
+        "lets it start again"
     )
+    return RequestError(what, 500, param="session", code="session_damaged")
 
 
 def _forget(name: str) -> str:

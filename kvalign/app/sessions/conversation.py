@@ -141,9 +141,7 @@ class ConversationSettings(TalkSettings):
         "default with --system), or a number of first tokens",
     )
     say: tuple[str, ...] | None = option(
-        None,
-        help="a turn, instead of reading turns; repeat it for more turns",
-        repeats=True,
+        None, help="a turn, instead of reading turns; repeat it for more turns", repeats=True
     )
     state: Path | None = option(
         None,
