@@ -16,7 +16,6 @@ from kvalign.foundation.folders import beside, recording_or_default
 from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
-    MOST_PROCESSES,
     MOST_RATE,
     MOST_ROWS,
     MOST_SIZE,
@@ -70,16 +69,13 @@ class NetworkSettings(TrainSettings):
     model: str | None = option(
         None, help=f"base model of the caches (default: {DEFAULT_MODEL}, or that of --data)"
     )
-    batch_size: int = option(
-        1024, help="rows per step on each device", at_least=1, at_most=MOST_ROWS
-    )
+    batch_size: int = option(1024, help="rows per step", at_least=1, at_most=MOST_ROWS)
     lr: float = option(7e-4, help="learning rate", above=0, at_most=MOST_RATE)
     weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0, at_most=MOST_RATE)
     max_epochs: int = option(3, help="epochs at most", at_least=1)
     max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
-    devices: int = option(1, help="number of devices", at_least=1, at_most=MOST_PROCESSES)
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
     @property
@@ -102,8 +98,7 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         `input_label_mse` (mean squared errors per number, with and without realignment), their
         `ratio`, `used` (a network without benefit is saved as one that adds nothing), `judged` and
         `val_nll` (the result of `kvalign.training.judge.judge`; absent without `judge`, or if
-        nothing can be judged), steps, seconds, settings, data. Empty on devices other than the
-        first.
+        nothing can be judged), steps, seconds, settings, data.
 
     Raises:
         NotFoundError: no recorded data.

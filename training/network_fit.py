@@ -10,15 +10,10 @@ the label). Its number in the shard gives its location. The order of training de
 seed and the epoch, so a run resumes at the batch where it stopped. If several shifts were recorded,
 the network makes moves of the smallest. A row whose shift is k times as large goes through the
 network k times, each time on the network's own output.
-
-A command runs once, and starts the processes of `--devices` on this machine. Left to itself,
-Lightning takes what SLURM, mpirun or torchrun says in the environment for processes that they have
-started. With one task it then trains on one device, whatever `--devices` says.
 """
 
 import logging
 import math
-import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,17 +63,18 @@ class Batch(NamedTuple):
 
 
 class _Batches:
-    """Shards cut into batches of nearly the same size, some of which are this rank's.
+    """Shards cut into batches of nearly the same size.
 
     A batch is planned as (window, shard, part); one window of shards is open at a time.
     """
 
-    def __init__(
-        self, shards: list[Shard], kv: str, batch_size: int, *, rank: int = 0, world_size: int = 1
-    ):
-        self.shards, self.kv, self.rank, self.world_size = shards, kv, rank, world_size
+    def __init__(self, shards: list[Shard], kv: str, batch_size: int):
+        self.shards, self.kv = shards, kv
         self.shift = min(shard.num_evicted for shard in shards)
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
+
+    def __len__(self) -> int:
+        return sum(self.parts)
 
     def _gather(self, plan: list[_Step], rows_of: Callable[[int], Tensor]) -> Iterator[Batch]:
         for _, steps in groupby(plan, key=itemgetter(0)):
@@ -94,15 +90,11 @@ class _Batches:
 
 
 class InOrder(_Batches):
-    """Every row once, in stored order, for validation. Ranks take the batches in turn."""
-
-    def __len__(self) -> int:
-        return len(range(self.rank, sum(self.parts), self.world_size))
+    """Every row once, in stored order, for validation."""
 
     def __iter__(self) -> Iterator[Batch]:
         plan = [(i, i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)]
-        mine = plan[self.rank :: self.world_size]
-        return self._gather(mine, lambda i: torch.arange(self.shards[i].num_rows))
+        return self._gather(plan, lambda i: torch.arange(self.shards[i].num_rows))
 
 
 class Shuffled(_Batches):
@@ -110,31 +102,26 @@ class Shuffled(_Batches):
 
     Shards come in random order, in the first epoch from the smallest shift to the largest (a
     curriculum). `OPEN_SHARDS` are open at a time, and their batches alternate at random. Each
-    `iter` continues after the last batch; the end of an epoch is the end of the iterator. All ranks
-    get the same number of batches, so up to `world_size - 1` batches of an epoch are left out.
+    `iter` continues after the last batch; the end of an epoch is the end of the iterator.
     """
 
-    def __init__(self, shards: list[Shard], kv: str, batch_size: int, seed: int = 0, **share: int):
-        super().__init__(shards, kv, batch_size, **share)
+    def __init__(self, shards: list[Shard], kv: str, batch_size: int, seed: int = 0):
+        super().__init__(shards, kv, batch_size)
         self.seed, self.drawn = seed, 0
-
-    def __len__(self) -> int:
-        return sum(self.parts) // self.world_size
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.drawn, len(self))
-        mine = self._plan(epoch)[self.rank :: self.world_size][first : len(self)]
 
         def rows_of(i: int) -> Tensor:
             rng = np.random.default_rng((self.seed, epoch, i))
             return torch.from_numpy(rng.permutation(self.shards[i].num_rows))
 
-        for batch in self._gather(mine, rows_of):
+        for batch in self._gather(self._plan(epoch)[first:], rows_of):
             self.drawn += 1
             yield batch
 
     def _plan(self, epoch: int) -> list[_Step]:
-        """The batches of an epoch, for all ranks."""
+        """The batches of an epoch."""
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.shards)).tolist()
         if epoch == 0:
@@ -186,36 +173,15 @@ class RecordedRows(pl.LightningDataModule):
         self.shards = {split: store.shards(split) for split in ("train", "val")}
         self.kv, self.batch_size, self.seed = kv, batch_size, seed
 
-    def num_batches(self, world_size: int) -> int:
-        """Training batches per epoch of each device; UserError if there are none."""
-        if not (num_batches := len(self._shuffle(world_size=world_size))):
-            raise UserError(
-                f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
-            )
-        return num_batches
-
     def train_dataloader(self) -> Shuffled:
-        return self._shuffle(**self._share())
+        return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed)
 
     def val_dataloader(self) -> InOrder:
-        return InOrder(self.shards["val"], self.kv, self.batch_size, **self._share())
-
-    def _shuffle(self, **share: int) -> Shuffled:
-        return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed, **share)
-
-    def _share(self) -> dict[str, int]:
-        if self.trainer is None:
-            return {}
-        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        return InOrder(self.shards["val"], self.kv, self.batch_size)
 
 
 BEST, LAST = "best.ckpt", "last.ckpt"
 LOG_EVERY = 50  # steps between reports of the training loss
-_LEADER = "KVALIGN_LEADER"  # tells a process that the command started which one did
-_OF_LAUNCHERS = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
-    *("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
 MAX_GRADIENT = 1.0  # its norm; one through many moves may explode
 
 
@@ -234,7 +200,7 @@ class Realignment(pl.LightningModule):
         return train_loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale), sync_dist=True)
+        self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         fused = self.device.type in ("cpu", "cuda")
@@ -256,7 +222,7 @@ def fit(
         callbacks: called after our own, but before the checkpoints are written.
 
     Raises:
-        UserError: a device or a number of devices that this machine does not have.
+        UserError: a device that this machine does not have.
         KeyboardInterrupt: stopped by the user; the next call resumes at the last validation report.
     """
     last, module = work_dir / LAST, Realignment(net, settings.lr, settings.weight_decay)
@@ -267,9 +233,7 @@ def fit(
             checkpoint = last if last.exists() else None
             trainer.fit(module, datamodule=rows, ckpt_path=checkpoint, weights_only=True)
         except MisconfigurationException as error:
-            raise UserError(
-                f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"
-            ) from error
+            raise UserError(f"--accelerator {settings.accelerator}: {error}") from error
         except SystemExit as end:  # Lightning's answer to Ctrl-C, which it also switches off
             signal.signal(signal.SIGINT, interrupt)
             raise KeyboardInterrupt from end
@@ -280,7 +244,7 @@ def fit(
 def planned_rows(rows: RecordedRows, settings: NetworkSettings) -> int:
     """Most rows of a fit and of `losses` after it, validation included."""
     num_train, num_val = (sum(x.num_rows for x in rows.shards[s]) for s in ("train", "val"))
-    num_batches, num_epochs = rows.num_batches(settings.devices), float(settings.max_epochs)
+    num_batches, num_epochs = len(rows.train_dataloader()), float(settings.max_epochs)
     if settings.max_steps:
         num_epochs = min(num_epochs, settings.max_steps / num_batches)
     num_vals = math.ceil(settings.vals_per_epoch * num_epochs) + 1
@@ -316,7 +280,7 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
 def _trainer(
     rows: RecordedRows, settings: NetworkSettings, work_dir: Path, callbacks: Sequence[pl.Callback]
 ) -> pl.Trainer:
-    num_batches = rows.num_batches(settings.devices)
+    num_batches = len(rows.train_dataloader())
     num_steps = min(num_batches, settings.max_steps or num_batches)
     num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
     checkpoint = partial(
@@ -324,18 +288,17 @@ def _trainer(
     )
     return pl.Trainer(
         accelerator=settings.accelerator,
-        devices=settings.devices,
+        devices=1,
         max_epochs=settings.max_epochs,
         max_steps=settings.max_steps or -1,
         num_sanity_val_steps=0,
         val_check_interval=max(1, num_steps // num_reports),
         log_every_n_steps=min(LOG_EVERY, num_batches),
         gradient_clip_val=MAX_GRADIENT,
-        use_distributed_sampler=False,  # the batches know their rank
         enable_progress_bar=False,  # Lightning's own writes to stdout
         enable_model_summary=False,
         default_root_dir=work_dir,
-        plugins=[_WholeFiles(), LightningEnvironment()],  # no cluster's: `leading`
+        plugins=[_WholeFiles(), LightningEnvironment()],  # no cluster's, such as SLURM's
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
@@ -360,10 +323,10 @@ class _Progress(pl.Callback):
         self.batch_size = batch_size
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        progress.skip(trainer.global_step * trainer.world_size * self.batch_size)
+        progress.skip(trainer.global_step * self.batch_size)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
-        progress.advance(trainer.world_size * len(batch[0].stale))
+        progress.advance(len(batch[0].stale))
 
     on_validation_batch_end = on_train_batch_end
 
@@ -386,23 +349,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def is_helper() -> bool:
-    """Return whether the command that trains started this process, for another device."""
-    return os.environ.get(_LEADER) == str(os.getppid())
-
-
-@contextmanager
-def leading() -> Iterator[None]:
-    """Let this process start those of the other devices, until the end of the block. What other
-    launchers left in the environment does not count.
-    """
-    before = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
-    os.environ[_LEADER] = str(os.getpid())
-    try:
-        yield
-    finally:
-        for name in (*_OF_LAUNCHERS, _LEADER):  # Lightning sets some of them, too
-            os.environ.pop(name, None)
-        os.environ.update(before)

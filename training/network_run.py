@@ -10,14 +10,12 @@ folder, complete or absent.
 import dataclasses
 import math
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG, OF_MODEL
@@ -40,8 +38,6 @@ from kvalign.training.network_fit import (
     RecordedRows,
     best_weights,
     fit,
-    is_helper,
-    leading,
     losses,
     planned_rows,
 )
@@ -64,10 +60,7 @@ _FREE = (
 
 def train_judge_save(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     out = settings.folder
-    if is_helper():
-        train(settings)
-        return {}
-    with leading(), progress.shown_as("train"):
+    with progress.shown_as("train"):
         aligner = train(settings)
     if aligner is not None:
         with locked(out), keeping(lambda: f"trained networks are kept in {out / 'training'}"):
@@ -83,8 +76,8 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     """Train the networks that are not trained yet.
 
     Returns:
-        an aligner with all networks of the folder, to be judged and saved. None on devices other
-        than the first, and if the saved aligner is the one that is asked for.
+        an aligner with all networks of the folder, to be judged and saved; None if the saved one is
+        the one that is asked for.
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -114,9 +107,10 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     torch.manual_seed(settings.seed)
     aligner = new_aligner(NetworkAligner, config_for(store, settings))
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
-    lock = nullcontext() if is_helper() else locked(out, lambda: _summary(runs))
-    with lock, keeping(lambda: _summary(runs) if settings.resume else ""):
-        # All before the first fit: it starts the other devices' processes, which must find them so.
+    with (
+        locked(out, lambda: _summary(runs)),
+        keeping(lambda: _summary(runs) if settings.resume else ""),
+    ):
         for kv, run in runs.items():
             _begin(run, settings, kv in done)
         left = [kv for kv, run in runs.items() if not run.result()]
@@ -125,9 +119,8 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
             progress.phase(f"{kv} network")
             net, run = getattr(aligner, kv), runs[kv]
             trainer = fit(net, rows[kv], settings, run.folder)
-            if trainer.is_global_zero:
-                run.finish(_result(settings, run, trainer, net, rows[kv]))
-    return None if is_helper() else _of_runs(aligner, {**runs, **partner}, settings)
+            run.finish(_result(settings, run, trainer, net, rows[kv]))
+    return _of_runs(aligner, {**runs, **partner}, settings)
 
 
 def _of_runs(
@@ -232,9 +225,8 @@ def _begin(run: ResumableRun, settings: NetworkSettings, is_saved: bool) -> None
         return
     if settings.resume and not settings.overwrite and not result:
         run.state()  # refuses what is not ours to replace
-    if rank_zero_only.rank == 0:
-        shutil.rmtree(run.folder, ignore_errors=True)
-        run.begin()
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.begin()
 
 
 def _partner(runs: dict[str, ResumableRun], out: Path) -> dict[str, ResumableRun]:

@@ -100,7 +100,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     Raises:
         NotFoundError: no recorded data.
         ExistsError: the folder has something else, and `overwrite` is not set.
-        UserError: unfinished data or data without rows; resources that the machine does not have.
+        UserError: unfinished data; resources that the machine does not have.
         RunError: all trials failed.
         KeyboardInterrupt: stopped by the user; the same settings resume.
     """
@@ -109,7 +109,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     store = open_store(recording_of(settings))
     settings = dataclasses.replace(settings, data=store.folder)
     check_model(store)
-    RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
+    RecordedRows(store, settings.target, settings.min_batch_size)  # refuses what cannot be trained
     values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     config = {"settings": values, "data": describe_data(store)}
     run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)

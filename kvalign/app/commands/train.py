@@ -52,11 +52,11 @@ def all_settings() -> dict[str, type[TrainSettings]]:
     return {kind: settings_of(TRAINERS[kind]) for kind in KINDS}
 
 
-def train(settings: TrainSettings, as_json: bool) -> dict[str, Any] | None:
+def train(settings: TrainSettings, as_json: bool) -> dict[str, Any]:
     kind = settings.aligner_kind
     results = TRAINERS[kind](settings)
-    if as_json or not results:  # of a process that helps another
-        return results or None
+    if as_json:
+        return results
     for kv, result in results.items():
         ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
         use = "" if result["used"] else f"; not used: {kv}s stay unchanged"
