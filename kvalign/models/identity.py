@@ -9,9 +9,8 @@ of a tensor are exchanged. SHA-256 joins them.
 The dtype is that in memory: a file in float32 and in bfloat16 is two models, because they compute
 different numbers. From files it is the identity of the model in float32.
 
-Packed weights (`kvalign.models.packed`) are identified by their levels and scales, in an order that
-does not depend on the CPU. Scales are float16 for our kernel and bfloat16 for PyTorch's, so these
-are two models, too.
+Packed weights (`kvalign.models.packed`) are identified by their levels and scales as they lie. They
+lie in other ways for our kernel and for PyTorch's, so these are two models, too.
 
 An aligner does not ask for it. An aligner corrects positions, and these are encoded alike in a base
 model and in its instructed siblings, so it fits all of them by intent. It asks for the fingerprint
@@ -54,17 +53,11 @@ def identity(model: PreTrainedModel) -> str:
     such a change is not noticed.
     """
     weights = [*_weights(model)]
-    storages = [(name, *_storage_of(x)) for name, _, x in weights]
+    storages = [(name, *_storage_of(x)) for name, x in weights]
     record = _RECORDS.get(model)
     if record is None or record[0] != storages:
-        abouts: dict[int, str] = {}  # by tensor, each of which is read once
-        for name, module, x in weights:
-            if id(x) not in abouts:
-                own = x
-                if isinstance(module, PackedLinear) and name.endswith(".packed"):
-                    own = module.levels()  # in an order that does not depend on the CPU
-                abouts[id(x)] = _about(own)
-        record = storages, _digest((name, abouts[id(x)]) for name, _, x in weights)
+        abouts = {key: _about(x) for key, x in {id(x): x for _, x in weights}.items()}
+        record = storages, _digest((name, abouts[id(x)]) for name, x in weights)
         _RECORDS[model] = record
     return record[1]
 
@@ -102,8 +95,8 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     )
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """All that a model saves, and packed weights, under all names, each with its module."""
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All that a model saves, and packed weights, under all names."""
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
         if isinstance(module, PackedLinear):
@@ -112,7 +105,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             module._save_to_state_dict(own, "", keep_vars=True)
         for name, x in own.items():
             if x is not None:
-                yield f"{path}.{name}", module, x
+                yield f"{path}.{name}", x
 
 
 def _of_folder(name: str, source: str) -> str | None:
@@ -125,7 +118,7 @@ def _of_folder(name: str, source: str) -> str | None:
         return None
     with model_folder.quiet(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    weights = [(name, x) for name, _, x in _weights(model)]
+    weights = [*_weights(model)]
     shared: dict[int, list[str]] = {}  # names by tensor; files may have any of them
     for name, x in weights:
         shared.setdefault(id(x), []).append(name)

@@ -8,12 +8,10 @@ head and the embedding have 8 bits, as in those files. int8: w = s (q - 128) in 
 llama.cpp's Q8_0.
 
 If the CPU and a compiler allow it, our own kernel computes products and rounds inputs to 8 bits.
-Else it is PyTorch's kernel, with inputs in bfloat16. Everything between the products stays
-unchanged. On CUDA it is PyTorch's kernel, too; the embedding is not packed there, and all else is
-in bfloat16.
+Else, and on CUDA, it is PyTorch's kernel, with inputs in bfloat16, and the embedding is not packed.
+Everything between the products stays unchanged on a CPU, and is in bfloat16 on CUDA.
 """
 
-import functools
 import logging
 import re
 from abc import abstractmethod
@@ -33,7 +31,6 @@ from kvalign.models import kernel
 log = logging.getLogger(__name__)
 
 GROUP = 32  # inputs that share a scale
-FEW = 48  # rows up to which PyTorch's kernel is faster than unpacking
 _BLOCK = 64  # outputs that lie together
 _LEAST = 2**-24  # of a scale: the least number of float16
 _MOST = 0.9  # share of the bytes from which it is said to those alone who ask
@@ -77,16 +74,9 @@ class PackedLinear(nn.Module):
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
         """Buffers by name, from the `parts` of weights."""
 
-    def levels(self) -> Tensor:
-        return self.packed
-
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
         """Product of rows [M, K] and the weights: [M, N]."""
-
-    @abstractmethod
-    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of outputs [T], unpacked, [T, K]."""
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -109,6 +99,7 @@ class RoundingLinear(PackedLinear):
         return kernel.product(rows.float(), self.packed, self.out_features)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs [T], unpacked, [T, K]."""
         q, scales = (x.to(dtype) for x in kernel.rows_of(self.packed, outputs))
         groups = (q - 2 ** (self.bits - 1)).unflatten(1, (-1, GROUP)) * scales[..., :1]
         return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1)
@@ -117,15 +108,18 @@ class RoundingLinear(PackedLinear):
         return self.rows(torch.arange(self.out_features), dtype).T
 
 
+@final
 class TorchLinear(PackedLinear):
-    """Product with PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
-    of 8 bits are two of 4 bits with the same input, w = 16 s high + s low: for both the kernel
-    takes less time than PyTorch's own for 8 bits.
+    """Product with PyTorch's kernel for 4 bits, in its layout, which differs between CPUs; on CUDA
+    for a GPU of 2020 or later. Weights of 8 bits are two of 4 bits with the same input, w = 16 s
+    high + s low: for both the kernel takes less time than PyTorch's own for 8 bits.
     """
 
     of_scales = torch.bfloat16
     names = ("packed", "scales")
-    packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
+    # K doubled where bits is 8; N' is N filled up to blocks. On a CPU [N', K / 2] uint8, on CUDA
+    # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8.
+    packed: Tensor
     scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
 
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -137,79 +131,27 @@ class TorchLinear(PackedLinear):
         return {"packed": packed, "scales": _pad_blocks(scales).transpose(0, 1).contiguous()}
 
     def product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad:
+            return rows @ self.unpacked(rows.dtype)
         rows = rows.bfloat16()
-        if rows.shape[0] > FEW:
-            has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # as a fast product
-            kind = torch.bfloat16 if has_bfloat16 else torch.float32
-            return rows.to(kind) @ self.unpacked(kind)
-        return self.product_of_few(rows)
-
-    def levels(self) -> Tensor:
-        return unpacked_levels(self.packed)
-
-    def product_of_few(self, rows: Tensor) -> Tensor:
-        """Product of rows [M, K] bfloat16 by the kernel: [M, N]."""
         if self.bits == 8:
             rows = torch.cat([rows, rows], 1)
-        out = self.multiplied(rows)
-        return out[:, : self.out_features] if out.shape[1] > self.out_features else out
+        is_cpu = self.packed.device.type == "cpu"
+        aten = torch.ops.aten
+        multiply = aten._weight_int4pack_mm_for_cpu if is_cpu else aten._weight_int4pack_mm
+        return multiply(rows, self.packed, GROUP, self.scales)[:, : self.out_features]
 
     def laid_out(self, q: Tensor) -> Tensor:
         """Levels [N', K] uint8 in the kernel's layout."""
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-
-    def multiplied(self, rows: Tensor) -> Tensor:
-        """Product of rows [M, K], K doubled where bits is 8, by the kernel: [M, N']."""
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
-
-    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
-        q = rows_of_levels(self.packed, outputs).view(torch.int8) - 8
-        step, zero = self.scales[:, outputs].to(dtype).permute(2, 1, 0)[..., None]
-        weight = (zero + q.to(dtype).unflatten(1, (-1, GROUP)) * step).flatten(1)
-        if self.bits == 4:
-            return weight
-        high, low = weight.chunk(2, 1)
-        return high + low
-
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        q = (unpacked_levels(self.packed).view(torch.int8) - 8).to(dtype)  # [K, N']
-        step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
-        groups = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
-        weight = groups.flatten(0, 1)[:, : self.out_features]
-        if self.bits == 4:
-            return weight
-        high, low = weight.chunk(2)
-        return high + low
-
-
-@final
-class CudaLinear(TorchLinear):
-    """Product with PyTorch's kernel for 4 bits on CUDA, for a GPU of 2020 or later."""
-
-    packed: Tensor  # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8; K doubled for 8 bits
-
-    def product(self, rows: Tensor) -> Tensor:
-        if rows.requires_grad:
-            return rows @ self.unpacked(rows.dtype)
-        return self.product_of_few(rows.bfloat16())
-
-    def levels(self) -> Tensor:
-        return self.packed  # its layout follows from the shape
-
-    def laid_out(self, q: Tensor) -> Tensor:
+        if q.device.type == "cpu":
+            return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
         tiles = next(t for t in (8, 4, 2) if q.shape[1] % (16 * t) == 0)
         pairs = (q[:, ::2] << 4 | q[:, 1::2]).contiguous()
         return torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
 
-    def multiplied(self, rows: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int4pack_mm(rows, self.packed, GROUP, self.scales)
-
-    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.unpacked(dtype)[:, outputs].T
-
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         one = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
-        return self.product_of_few(one).to(dtype)
+        return self.product(one).to(dtype)
 
 
 def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -223,40 +165,6 @@ def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Te
     scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(_LEAST).to(of_scales)
     q = (groups / scales.float()).round_().clamp_(-127, 127) + 128
     return q.flatten(1).to(torch.uint8), scales
-
-
-def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
-    """The packed levels of outputs [T], [T, K] uint8, from [N', K / 2]."""
-    block = _block_of_kernel()
-    bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
-    index = outputs % block
-    codes = bytes_of[outputs // block, :, index % (block // 2)]  # [T, K]
-    return torch.where(index[:, None] < block // 2, codes & 15, codes >> 4)
-
-
-def unpacked_levels(packed: Tensor) -> Tensor:
-    """The packed levels, [K, N'] uint8, from [N', K / 2]."""
-    num_rows, num_in = packed.shape[0], 2 * packed.shape[1]
-    block = _block_of_kernel()
-    bytes_of = packed.view(num_rows // block, num_in, block // 2)
-    both = torch.cat([bytes_of & 15, bytes_of >> 4], -1)  # [blocks, K, block]
-    return both.transpose(0, 1).reshape(num_in, num_rows)
-
-
-@functools.cache
-def _block_of_kernel() -> int:
-    """Return how many outputs the kernel's layout keeps together on this CPU: the first half of
-    them in the low bits of its bytes, the others in the high ones.
-    """
-    rng = torch.Generator().manual_seed(0)  # the global one is the sampling's
-    q = torch.randint(16, (_BLOCK, GROUP), dtype=torch.int32, generator=rng)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    for block in (64, 32, 16):
-        bytes_of = packed.view(_BLOCK // block, GROUP, block // 2)
-        levels = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
-        if torch.equal(levels.reshape(_BLOCK, GROUP).int(), q):
-            return block
-    raise AssertionError("unknown layout of 4-bit weights")
 
 
 def _pad_blocks(x: Tensor) -> Tensor:
@@ -322,7 +230,7 @@ PACKED = ("int8", "int4")
 class PackedEmbedding(nn.Module):
     """Replacement of an `nn.Embedding`, with the weights of a product, such as the head."""
 
-    def __init__(self, product: PackedLinear, dtype: torch.dtype):
+    def __init__(self, product: RoundingLinear, dtype: torch.dtype):
         super().__init__()
         self.product = product
         # Of no size: it follows the model to another dtype.
@@ -340,9 +248,7 @@ class PackedEmbedding(nn.Module):
 
 def kind_for(device: torch.device) -> type[PackedLinear]:
     """Return which kernel multiplies packed weights there."""
-    if device.type != "cpu":
-        return CudaLinear
-    return RoundingLinear if kernel.is_here() else TorchLinear
+    return RoundingLinear if device.type == "cpu" and kernel.is_here() else TorchLinear
 
 
 def pack(
@@ -352,7 +258,8 @@ def pack(
     stored: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32
-    and, on a CPU, in the embedding of tokens. If it and the head share weights, they still do.
+    and, with our kernel, in the embedding of tokens. If it and the head share weights, they still
+    do.
 
     Args:
         model: on a CPU with weights in float32, on CUDA in bfloat16.
@@ -386,7 +293,7 @@ def pack(
         model.set_submodule(name, made(name, _weight_of(module), bits, module.bias))
     # Others do more than look up, such as Gemma's, which scales.
     is_plain = type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0
-    if device.type == "cpu" and is_plain:
+    if kind is RoundingLinear and is_plain:
         path = next(name for name, module in model.named_modules() if module is embedding)
         shares = head is not None and head.weight is rows
         product = model.get_output_embeddings()

@@ -50,7 +50,7 @@ def mini():
 
 @pytest.mark.parametrize("kind", HERE)
 def test_an_8_bit_file_keeps_its_numbers(kind):
-    """PyTorch's kernel has scales of bfloat16, by which a number moves by half a step at most."""
+    """PyTorch's kernel has scales of bfloat16, and gives such numbers: each moves one by half a step."""
     readers()
     from gguf import GGMLQuantizationType, quants
 
@@ -58,12 +58,12 @@ def test_an_8_bit_file_keeps_its_numbers(kind):
     weight = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q8_0))
     found = kind(weight, 8).unpacked(torch.float32).T
     step = weight.abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 127
-    assert ((found - weight).abs() <= (1e-3 if kind is RoundingLinear else 0.51) * step).all()
+    assert ((found - weight).abs() <= (1e-3 if kind is RoundingLinear else 1.02) * step).all()
 
 
 @pytest.mark.parametrize("kind", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [1, packed.FEW + 1, 300])
+@pytest.mark.parametrize("num_rows", [1, 49, 300])
 @pytest.mark.parametrize("num_out", [10, 200])
 def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_out):
     weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
@@ -83,13 +83,13 @@ def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_ou
 def test_our_kernel_is_exact_but_for_inputs_of_8_bits(bits, shape, num_threads):
     """Whatever the rows that come together, to the bit."""
     product = RoundingLinear(torch.randn(shape), bits)
-    x = torch.randn(packed.FEW, shape[1]) * torch.rand(packed.FEW, 1) * 100
+    x = torch.randn(48, shape[1]) * torch.rand(48, 1) * 100
     groups = x.unflatten(1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
     rounded = ((groups * (127 / most)).round() * most.double() / 127).flatten(1)
     found, expected = product(x), rounded @ product.unpacked(torch.float64)
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    for num_rows in range(1, packed.FEW):
+    for num_rows in range(1, 48):
         assert torch.equal(product(x[:num_rows]), found[:num_rows])
     assert product(x[:0]).shape == (0, shape[0])
 

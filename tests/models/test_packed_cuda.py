@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvalign.models import packed
-from kvalign.models.packed import CudaLinear, TorchLinear, pack, weights_of
+from kvalign.models.packed import TorchLinear, pack, weights_of
 
 aten = torch.ops.aten
 
@@ -52,8 +52,7 @@ def test_it_gives_what_a_cpu_gives(kind, weights, ids, monkeypatch):
     for one in (model, other):
         pack(one, weights)
         assert weights_of(one) == weights
-    kinds = [type(x) for x in model.modules() if isinstance(x, TorchLinear)]
-    assert set(kinds) == {CudaLinear} and len(kinds) > 6
+    assert sum(isinstance(x, TorchLinear) for x in model.modules()) > 6
     assert type(model.get_input_embeddings()) is nn.Embedding
     methods = [make("recompute", x) for x in (model, other, plain)]
     found, expected, unpacked = (x.feed(ids[:, :40].to(x.model.device)).cpu() for x in methods)
@@ -67,7 +66,7 @@ def test_it_gives_what_a_cpu_gives(kind, weights, ids, monkeypatch):
 def test_products_and_weights(bits, num_in):
     torch.manual_seed(0)
     weight = torch.randn(40, num_in)
-    there = CudaLinear(weight.to(NAME), bits, torch.ones(40, device=NAME))
+    there = TorchLinear(weight.to(NAME), bits, torch.ones(40, device=NAME))
     here = TorchLinear(weight, bits, torch.ones(40))
     for num_rows in (1, 60):
         rows = torch.randn(num_rows, num_in).bfloat16()
@@ -79,9 +78,6 @@ def test_products_and_weights(bits, num_in):
         assert torch.allclose(found, expected, rtol=0.02, atol=0.2)
     found, expected = there.unpacked(torch.float32).cpu(), here.unpacked(torch.float32)
     assert torch.allclose(found, expected, rtol=0.01, atol=0.01)
-    outputs = torch.tensor([3, 0, 39])
-    some = there.rows(outputs.to(NAME), torch.float32).cpu()
-    assert torch.equal(some, found[:, outputs].T)
     with FakeTensorMode():  # PyTorch's own checks of shapes and types
         levels = torch.empty(64, num_in * bits // 4, dtype=torch.uint8, device=NAME)
         fake = there.laid_out(levels)
