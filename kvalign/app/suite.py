@@ -300,12 +300,14 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 def with_other_weights(finished: list[Cell], out: Path) -> list[Cell]:
     """The finished cells whose model has other weights now, with a line for each."""
-    cells = []
+    cells, identities = [], dict[str, str]()  # by model, each of which is loaded once
     for cell in finished:
         if (name := (there := cell.at(out)).model) is None:
             continue
         before = read_json(cell.path(out)).get(_IDENTITY)
-        if (now := identity_of_cell(there)) and now != before:
+        if name not in identities:
+            identities[name] = identity_of_cell(there)
+        if (now := identities[name]) and now != before:
             print(f"{cell.name} runs again: {name} has other weights now", file=sys.stderr)
             cells.append(cell)
     return cells

@@ -21,23 +21,17 @@ import hashlib
 import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
-from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import read_checked
-from kvalign.models import loading, model_folder
+from kvalign.models import loading
 from kvalign.models.packed import PackedLinear, embedded
-from kvalign.models.weights import opened
 
 FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
@@ -63,14 +57,8 @@ def identity(model: PreTrainedModel) -> str:
 
 
 def identity_of(name: str) -> str:
-    """Identity of the model that `load_model` loads by a name, in float32.
-
-    Weights of a folder are read without making the model (0.2 s for 540 MB). The model is loaded
-    where files do not have its tensors as they are: a GGUF file, quantised weights, names that
-    transformers changes when it loads them, a hub id.
-    """
-    source = loading.source_of(name)
-    return _of_folder(name, source) or identity(loading.load_model(name, "cpu", "float32").model)
+    """Identity of the model that `load_model` loads by a name, in float32; its UserErrors."""
+    return identity(loading.load_model(name, "cpu", "float32").model)
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
@@ -106,55 +94,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, x in own.items():
             if x is not None:
                 yield f"{path}.{name}", x
-
-
-def _of_folder(name: str, source: str) -> str | None:
-    """Identity of the model in a folder; None if its files do not have the tensors as they are."""
-    files_by_name = _files_of(Path(source))
-    if not files_by_name:
-        return None
-    config = model_folder.config_of(name, source)
-    if hasattr(config, "quantization_config"):
-        return None
-    with model_folder.quiet(), torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    weights = [*_weights(model)]
-    shared: dict[int, list[str]] = {}  # names by tensor; files may have any of them
-    for name, x in weights:
-        shared.setdefault(id(x), []).append(name)
-    prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
-    abouts: dict[str, str] = {}  # by name in the files
-    pairs = []
-    with ExitStack() as stack:
-        files = {
-            path: stack.enter_context(opened(path, path.name)) for path in {*files_by_name.values()}
-        }
-        for name, x in weights:
-            names = [n for one in (name, *shared[id(x)]) for n in (one, one.removeprefix(prefix))]
-            there = next((n for n in names if n in files_by_name), None)
-            if there is None:
-                return None
-            if there not in abouts:
-                stored = files[files_by_name[there]].get_tensor(there)
-                abouts[there] = _about(stored.float() if stored.is_floating_point() else stored)
-            pairs.append((name, abouts[there]))
-    return _digest(pairs)
-
-
-class _Index(BaseModel):
-    """Index of a model in several files: the file of each tensor."""
-
-    weight_map: dict[str, str]
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        with opened(whole, whole.name) as file:
-            return dict.fromkeys(file.keys(), whole)
-    if not index.is_file():
-        return {}
-    return {name: folder / file for name, file in read_checked(_Index, index).weight_map.items()}
 
 
 def _is_plain(x: Any) -> bool:

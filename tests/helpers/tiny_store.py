@@ -39,12 +39,12 @@ def record_tiny(folder: Path, **changes) -> Recorded:
     text.write_text("".join(chr(32 + (7 * n * n + n // 3) % 90) for n in range(2000)))
     sizes = dict(chunk_len=CHUNK_LEN, num_sinks=NUM_SINKS, num_evicted=SHIFTS, shard_mb=0.006)
     sizes |= dict(num_tokens=12 * CHUNK_LEN)
-    loaded = LoadedModel(model, _bytes_tokenizer(), spec_of(model.config, "tiny"))
+    loaded = LoadedModel(model, bytes_tokenizer(), spec_of(model.config, "tiny"))
     record(RecordSettings(corpus=(f"text:{text}",), out=folder, **sizes), loaded=loaded)
     return Recorded(folder, model)
 
 
-def _bytes_tokenizer() -> PreTrainedTokenizerFast:
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -5,22 +5,16 @@ import copy
 import pytest
 import torch
 from helpers.other_weights import change, copy_of
-from helpers.tiny_models import MORE_KINDS, tiny_model
-from safetensors.torch import load_file, save_file
+from helpers.tiny_models import tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from kvalign import load_model
-from kvalign.foundation.errors import UserError
 from kvalign.models import identity as module
-from kvalign.models import kernel, loading, packed
+from kvalign.models import kernel, packed
 from kvalign.models.identity import identity, identity_of
-from kvalign.models.model_folder import quiet
 from kvalign.models.packed import RoundingLinear, TorchLinear
 
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
-
-RENAMED = ("gpt_neox", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 @pytest.fixture
@@ -71,34 +65,12 @@ def test_packed_weights_are_identified_by_levels_and_scales(weights, kind, monke
     assert identity(plain) != identity(first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", *MORE_KINDS[::9]])
-def test_files_have_the_identity_of_the_model_in_float32(kind, dtype, tmp_path):
-    """In one file or several; models whose names transformers changes at loading are loaded."""
-    tiny = tiny_model(kind).to(dtype)
-    with quiet():
-        tiny.save_pretrained(tmp_path, max_shard_size="40KB" if dtype == torch.float32 else "5GB")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    from_files = module._of_folder(kind, str(tmp_path))
-    assert from_files == (None if kind in RENAMED else identity(model))
-
-
-def test_a_folder_is_read_without_making_the_model(tmp_path, monkeypatch):
+def test_a_folder_has_the_identity_of_its_model_in_float32(tmp_path):
     folder = copy_of("llama-mini", tmp_path / "m")
-    expected, renamed = identity_of("llama-mini"), tmp_path / "model.safetensors"
-    weights = load_file(folder / "model.safetensors")
-    save_file({x.removeprefix("model."): w for x, w in weights.items()}, renamed)
-    with monkeypatch.context() as only_here:
-        only_here.setattr(loading, "load_model", None)
-        assert identity_of(str(folder)) == expected
-        change(folder)
-        assert identity_of(str(folder)) != expected
-        renamed.replace(folder / "model.safetensors")
-        assert identity_of(str(folder)) == expected, "as of a model without a head"
-    save_file({x.replace("mlp", "ffn"): w for x, w in weights.items()}, renamed)
-    renamed.replace(folder / "model.safetensors")
-    with pytest.raises(UserError, match="it lacks 18 weights of the model"):
-        identity_of(str(folder))
+    expected = identity(load_model("llama-mini", dtype="float32").model)
+    assert identity_of(str(folder)) == expected
+    change(folder)
+    assert identity_of(str(folder)) != expected
 
 
 def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):

@@ -50,7 +50,7 @@ def mini():
 
 @pytest.mark.parametrize("kind", HERE)
 def test_an_8_bit_file_keeps_its_numbers(kind):
-    """PyTorch's kernel has scales of bfloat16, and gives such numbers: each moves one by half a step."""
+    """PyTorch's kernel has scales of bfloat16, and gives such numbers: either is half a step."""
     readers()
     from gguf import GGMLQuantizationType, quants
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.tiny_store import NUM_SINKS
+from helpers.tiny_store import NUM_SINKS, bytes_tokenizer
 from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Aligner, Move, NetworkAligner
@@ -220,6 +220,7 @@ def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settin
 def test_a_recording_of_other_weights_is_refused(recorded, make_settings, tmp_path, monkeypatch):
     """For networks and for sweeps, where the model is here to compare with."""
     monkeypatch.chdir(tmp_path)
+    bytes_tokenizer().save_pretrained("tiny")
     model = copy.deepcopy(recorded.model)
     with quiet():
         model.save_pretrained("tiny")
