@@ -1,5 +1,5 @@
-"""A sink cache as it is often written, which rotates the kept entries at each step, and DynamicCache
-of a model with a sliding window: llama-mini as a Mistral. Both are tested with `kvalign verify`.
+"""A sink cache as it is often written, which rotates kept entries at each step, and DynamicCache of
+a model with a sliding window: llama-mini as a Mistral. Both are tested with `kvalign verify`.
 
 In this folder: kvalign verify --model llama-mini --cache other_caches:make
 """

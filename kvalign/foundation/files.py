@@ -1,6 +1,7 @@
 """Files that exist completely or not at all: they are written under a temporary name beside their
 place, then renamed. JSON that is checked when it is read. Folders that only one run writes at a
-time.
+time. Packed weights, kernels and compiled steps, which are kept and read only if their checksum
+holds.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import json
 import os
 import reprlib
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
 from kvalign.foundation.errors import NotFoundError, RunError, UserError, is_of_a_path
+from kvalign.foundation.progress import warn_once
 
 LOCK = ".lock"
 PRIVATE = 0o600
@@ -255,3 +258,61 @@ def _remove(paths: Iterable[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+# What is kept in the user's cache folder to save the time of making it: NAME.EXT, whose name has a
+# digest of all that it was made of, beside NAME.json with its checksum.
+_AT_ONCE = 2**20  # bytes, which stay in the processor's cache
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file (4 GB/s) and its length."""
+    crc, size, buffer = 0, 0, memoryview(bytearray(_AT_ONCE))
+    with path.open("rb", buffering=0) as file:
+        while num := file.readinto(buffer):
+            crc, size = zlib.crc32(buffer[:num], crc), size + num
+    return f"{crc:08x}-{size}"
+
+
+def is_whole(file: Path) -> bool:
+    """Return whether a kept file is there as it was written."""
+    try:
+        if not file.exists():
+            return False
+        if read_json(_about(file))["checksum"] == checksum(file):
+            return True
+    except (UserError, KeyError, OSError):
+        pass
+    warn_once(f"{file} is damaged: it is made again, not read")
+    return False
+
+
+def keep(file: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file under a temporary name, then keep it; OSError where it cannot."""
+
+    def write_both(partial: Path) -> None:
+        write(partial / file.name)
+        write_json(partial / _about(file).name, {"checksum": checksum(partial / file.name)})
+
+    write_together(file.parent, write_both, _about(file).name)
+
+
+@contextmanager
+def being_made(file: Path) -> Iterator[None]:
+    """Context in which no other process makes this file; OSError where it cannot be kept."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(_lock(file)):
+        yield
+
+
+def forget(file: Path) -> None:
+    for path in (_about(file), file, _lock(file)):
+        path.unlink(missing_ok=True)
+
+
+def _about(file: Path) -> Path:
+    return file.with_suffix(".json")
+
+
+def _lock(file: Path) -> Path:
+    return file.with_name(f".{file.stem}.lock")

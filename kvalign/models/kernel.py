@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.foundation import kept, progress
+from kvalign.foundation import files, progress
 from kvalign.foundation.progress import warn_once
 from kvalign.models.fetched import cache_dir
 from kvalign.models.rope import Angles, Rotation, RotationByLayer
@@ -75,9 +75,9 @@ def load() -> Path | None:
     key = hashlib.sha256(f"{text} {_FLAGS} {needed} {torch.__version__}".encode())
     file = cache_dir() / "kernels" / f"kernel-{key.hexdigest()[:32]}.so"
     try:
-        if not kept.is_whole(file):
-            with kept.being_made(file):  # another start may be building it
-                if not kept.is_whole(file):
+        if not files.is_whole(file):
+            with files.being_made(file):  # another start may be building it
+                if not files.is_whole(file):
                     _build(file, needed)
         _define()
         ctypes.CDLL(str(file))
@@ -113,7 +113,7 @@ def _build(file: Path, needed: Sequence[str]) -> None:
             [*command, "-o", str(library_file), *libraries], check=True, capture_output=True
         )
 
-    kept.keep(file, write)
+    files.keep(file, write)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 A model is packed at its first start, and read packed from then on. To pack takes all weights in the
 dtype of the model, and some seconds for each 100 M of them. What came of it lies in the user's
-cache folder (`kvalign.foundation.kept`), one file for each model, device, dtype and form of
+cache folder (`kvalign.foundation.files`), one file for each model, device, dtype and form of
 weights, until another byte of the model's files, or other code, asks for another one.
 """
 
@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from kvalign import checkpoints
-from kvalign.foundation import kept, progress
+from kvalign.foundation import files, progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import AUTO, has_room, resolved, size
 from kvalign.foundation.progress import warn_once
@@ -231,7 +231,7 @@ class Request:
         self._asked_for = path = self._file()
         if not path.is_file() or not has_room(self.device, path.stat().st_size):
             return None
-        if not kept.is_whole(path):
+        if not files.is_whole(path):
             return None
         device = torch.device(self.device)
         try:
@@ -274,10 +274,10 @@ class Request:
         }
         tensors = {x: own[x].detach().contiguous() for x in firsts.values()}
         try:
-            kept.keep(path, lambda partial: save_file(tensors, partial, about))
+            files.keep(path, lambda partial: save_file(tensors, partial, about))
             for other in path.parent.glob(f"{escape(path.stem.rpartition('-')[0])}*.safetensors"):
                 if other != path:  # of other files, or by other code
-                    kept.forget(other)
+                    files.forget(other)
         except OSError as error:
             warn_once(f"packed weights are not kept, and are packed at each start: {error}")
 
@@ -293,8 +293,8 @@ class Request:
             found = cached_file(self.source, "config.json", revision=commit, local_files_only=True)
             path = Path(found).parent
         path = path.absolute()
-        files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
-        content = [(x.name, kept.checksum(x)) for x in [*files, *_CODE]]
+        own = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
+        content = [(x.name, files.checksum(x)) for x in [*own, *_CODE]]
         versions = torch.__version__, transformers.__version__, torch.cpu.get_capabilities()
         kind = packed.kind_for(torch.device(self.device)).__name__
         form = "int4" if self.weights == "auto" else self.weights

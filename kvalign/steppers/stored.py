@@ -34,7 +34,7 @@ from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.int8 import InSight, Int8, is_read_by_kernel, key_bases, places_of
 from kvalign.cache.layer import Form
-from kvalign.foundation import kept, progress
+from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
 from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper
@@ -307,7 +307,7 @@ def load_or_make(
         if not makes or not has_compiler():
             return None
         try:
-            with kept.being_made(file):  # another start may be making it
+            with files.being_made(file):  # another start may be making it
                 run = _load(file, weights)
                 if run is None or not _gives_logits_of(model, run, inputs):
                     run = _make(model, inputs, weights, file)
@@ -363,7 +363,7 @@ def _make(
         if not _gives_logits_of(model, run, inputs):
             raise RuntimeError("the compiled step gives other logits than the model")
 
-    kept.keep(file, write)
+    files.keep(file, write)
     forget_old()
     return _load(file, weights)
 
@@ -382,12 +382,12 @@ def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | Non
 def forget_old() -> None:
     """Remove all files except those of the `NUM_KEPT` steps that were used last."""
     for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-NUM_KEPT]:
-        kept.forget(old)
+        files.forget(old)
 
 
 def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
     """The step of a file; None where there is none, or it is damaged."""
-    if not kept.is_whole(file):
+    if not files.is_whole(file):
         return None
     try:
         run = _opened(file, weights)

@@ -15,12 +15,11 @@ from helpers.tiny_models import tiny_model
 import kvalign
 from kvalign.aligners import Aligner
 from kvalign.data_gen.store import PAIRS, Shard, write_shard
-from kvalign.foundation.files import read_json, write_json
-from kvalign.foundation.kept import is_whole, keep
+from kvalign.foundation.files import is_whole, keep, read_json, write_json
 from kvalign.models.loading import load_model
 from kvalign.streaming import stream_file
 
-WRITING = ("files", "stream_file", "memory_file", "base", "store", "loading", "kept")
+WRITING = ("files", "stream_file", "memory_file", "base", "store", "loading")
 """Modules whose lines are interrupted."""
 FILES = {str(x) for x in Path(kvalign.__file__).parent.rglob("*.py") if x.stem in WRITING}
 

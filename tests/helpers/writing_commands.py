@@ -16,7 +16,7 @@ from helpers.results_example import write_folder
 from helpers.tiny_wheel import write_wheel
 from kvalign.aligners import Aligner, NetworkAligner
 from kvalign.app.listing import LISTINGS
-from kvalign.foundation import kept
+from kvalign.foundation import files
 
 FETCHED = "smollm2-135m-instruct"
 SUITE = """
@@ -130,7 +130,7 @@ def _evaluated(out: Path) -> dict[str, list[dict[str, Any]]]:
 def _compiled(out: Path) -> list[str]:
     """Steps that are whole: which ones, as the compiler gives other bytes each time."""
     steps = [*out.glob("steps/*.pt2")]
-    assert all(map(kept.is_whole, steps))
+    assert all(map(files.is_whole, steps))
     return [path.name for path in steps]
 
 
