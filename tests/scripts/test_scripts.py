@@ -1,15 +1,14 @@
-"""Scripts that stand alone: on a GPU (here the CPU), of a memory, under fire, the core's size."""
+"""Scripts that stand alone: on a GPU (here the CPU), under fire, the core's size."""
 
 import dataclasses
 import importlib.util
-import json
 import random
 
 import pytest
 from helpers import writing_commands as under_fire
 
 from kvalign.app.cli import catalogue
-from scripts import faults, gpu, memory_endurance
+from scripts import faults, gpu
 from scripts.core_size import APART, calls_of_step, lines_of_core
 
 
@@ -26,15 +25,6 @@ def test_the_cpu_gives_what_the_cpu_gives(begin, monkeypatch, capsys):
 
 def test_a_text_is_that_of_the_cpu():
     assert gpu.text("llama-mini", "streaming-llm", {}, "cpu", num_tokens=20).endswith(" tokens")
-
-
-@pytest.mark.slow
-def test_a_short_stream_is_sound(capsys):
-    short = memory_endurance.MemoryEnduranceSettings(num_tokens=12_000, memory=2000, max_slope=1e7)
-    assert memory_endurance.run(short) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["oldest"] == found["oldest_held"] == 2044
-    assert found["num_taken"] > 90_000 and not found["faults"]
 
 
 def test_each_command_is_under_fire_or_writes_nothing():

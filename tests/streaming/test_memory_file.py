@@ -1,5 +1,5 @@
-"""Saved streams with a memory: a save appends what is new to a file beside the stream's own, and a
-save that fails or is killed leaves the stream of before.
+"""Saved streams with a memory: a save appends what is new to a file beside the stream's own. In
+`test_every_moment.py` one that is interrupted leaves the stream of before.
 """
 
 import os
@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.pairwise import pairwise
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 
 import kvalign
 from kvalign.models.loading import load_model
-from kvalign.streaming import memory_file, stream_file
+from kvalign.streaming import memory_file
 
 PROMPT = "The history of the island"
 NUM_NUMBERS = 2 * 2 * 2 * 16  # of a record: layers, keys and values, heads, their dim
@@ -157,60 +156,6 @@ def test_what_is_gone_is_written_anew(change, loaded, path):
         load(path, loaded)
     stream.save(path)
     assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
-
-
-class Killed(BaseException):
-    pass
-
-
-def killed(*_, **__):
-    raise Killed
-
-
-def at_the_last(call, num):
-    """A call that is killed after so many times."""
-    left = iter(range(num))
-    return lambda *args: killed() if next(left, None) is None else call(*args)
-
-
-PLACES = ("before the memory", "in it", "before the stream", "after it")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("is_new", "where", "tidies"), pairwise((False, True), PLACES, (True, False))
-)
-def test_a_save_that_is_killed(is_new, where, tidies, loaded, path, monkeypatch):
-    """The state of before, or the new one, is there and goes on; the next save leaves no more."""
-    stream = begin(loaded)
-    go_on(stream, 3)
-    stream.save(path)
-    before = load(path, loaded)
-    if is_new:
-        stream.encode_anew(stream.ids[:2] + stream.ids[40:])
-    go_on(stream, 2)
-    monkeypatch.setattr(memory_file, "_AT_ONCE", 5 * RECORD)
-    places = {
-        "before the memory": (memory_file.Entries, "records", killed),
-        "in it": (memory_file, "_sums", at_the_last(memory_file._sums, 1)),
-        "before the stream": (stream_file, "save_file", killed),
-        "after it": (memory_file, "remove", killed),
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(*places[where])
-        if not tidies:
-            patch.setattr(memory_file, "remove", killed)
-        with pytest.raises(Killed):
-            stream.save(path)
-    if where == "after it":
-        assert is_same(path, loaded, stream)
-    else:
-        assert load(path, loaded).ids == before.ids
-        assert is_same(path, loaded, before)
-        if tidies:
-            assert files(path) == ["", ".memory.0"]
-    stream.save(path)
-    assert len(files(path)) == 2 and is_same(path, loaded, stream)
 
 
 def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monkeypatch):
