@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
-from safetensors.torch import load_file
 
 import kvalign
 from kvalign.models.loading import load_model
@@ -156,18 +155,3 @@ def test_what_is_gone_is_written_anew(change, loaded, path):
         load(path, loaded)
     stream.save(path)
     assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
-
-
-def test_a_file_of_version_0_2_is_read_and_written_anew_once(loaded, path, monkeypatch):
-    stream = begin(loaded)
-    go_on(stream, 3)
-    state = stream.method.state()
-    with monkeypatch.context() as patched:
-        del state["digests"]
-        patched.setattr(stream.method, "state", lambda: state)
-        stream.save(path)
-    assert memory_file.DIGESTS not in load_file(path) and is_same(path, loaded, stream)
-    for _ in range(2):
-        go_on(stream)
-        stream.save(path)
-        assert files(path) == ["", ".memory.1"] and is_same(path, loaded, stream)
