@@ -42,7 +42,6 @@ PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
 NOT_RUN = {
     r"make results PART=\S+": "sets up an environment; tests/scripts/test_results.py",
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
-    r"python tests/scripts/step_parts.py .+": "compiles, with a model of the index",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }
 # Pages whose sections begin in folders of their own, as a reader may begin at any.
