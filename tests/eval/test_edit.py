@@ -1,4 +1,4 @@
-"""What `kvalign eval edit` measures: ways to go on after an edit, of texts and of facts."""
+"""What `kvalign eval edit` measures: ways to go on after an edit."""
 
 import json
 
@@ -13,7 +13,6 @@ from kvalign.eval.report.contents import sections, summary
 from kvalign.foundation.errors import UserError
 
 SMALL = dict(num_before=12, num_after=8, num_future=4, lengths=5, cache_sizes=40, num_edits=3)
-OF_FACTS = dict(num_before=16, num_after=24, num_future=1, lengths=16, cache_sizes=64, num_edits=40)
 AGAIN = f"{EDITED}, 7 encoded again"  # all that stands behind, but the last, which is fed
 
 
@@ -34,13 +33,6 @@ def of_text():
     return kvalign.eval.edit(**SMALL, methods="streaming-llm", exactly=(0, 7, 7), loaded=loaded)
 
 
-@pytest.fixture(scope="module")
-def of_facts():
-    loaded = load_model("recall-gpt2")
-    kinds = ("cut", "insert")
-    return kvalign.eval.edit(**OF_FACTS, methods="kvalign", kinds=kinds, exactly=0, loaded=loaded)
-
-
 def test_rows_are_of_each_kind_and_way(of_text):
     ways = [ANEW, EDITED, AGAIN, UNEDITED, FORGOTTEN]
     found = [(row["kind"], row["way"]) for row in of_text["rows"]]
@@ -49,7 +41,6 @@ def test_rows_are_of_each_kind_and_way(of_text):
         assert (row["length"], row["num_edits"], row["cache_size"]) == (5, 3, 40)
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert 0 <= row["agreement"] <= 1 and row["edit_ms"] >= 0 < row["seconds"]
-        assert "kept" not in row and "told" not in row
 
 
 def test_what_is_encoded(of_text):
@@ -72,36 +63,18 @@ def test_all_encoded_again_is_anew(kind, of_text):
         assert ways[way]["ratio"] != pytest.approx(1, abs=1e-4)
 
 
-def test_facts_behind_an_edit_are_answered_and_those_cut_are_not(of_facts):
-    """0.125 of the answers are right by chance."""
-    ways = by_way(of_facts)
-    assert ways[ANEW]["kept"] == ways[EDITED]["kept"] == ways[UNEDITED]["kept"] == 1
-    assert ways[FORGOTTEN]["kept_high"] < 0.5
-    assert ways[UNEDITED]["told"] == 1
-    assert ways[EDITED]["told_high"] < 0.4 and ways[ANEW]["told_high"] < 0.4
-    inserted = by_way(of_facts, "insert")
-    assert inserted[EDITED]["kept"] == 1 and "told" not in inserted[EDITED]
-    assert inserted[EDITED]["read"] == inserted[ANEW]["read"] > 0.9 > inserted[UNEDITED]["read"]
-
-
-@pytest.mark.parametrize("name", ["of_text", "of_facts"])
-def test_the_report_takes_it(name, request, tmp_path):
-    document = request.getfixturevalue(name)
-    (tmp_path / "edit.json").write_text(json.dumps(document))
+def test_the_report_takes_it(of_text, tmp_path):
+    (tmp_path / "edit.json").write_text(json.dumps(of_text))
     results = read(tmp_path)
     (section,) = sections(results)
     (plot,), (table,) = section.plots, section.tables
-    figure = {"of_text": "perplexity, anew", "of_facts": "answered behind"}[name]
-    assert plot.figure.axes[0].get_ylabel().startswith(figure)
+    assert plot.figure.axes[0].get_ylabel().startswith("perplexity, anew")
     titles = [axes.get_title() for axes in plot.figure.axes]
-    kinds = dict.fromkeys(row["kind"] for row in document["rows"])
-    assert titles == [f"{kind}, {document['rows'][0]['length']} tokens" for kind in kinds]
-    assert len(table.rows) == len(document["rows"])
+    assert titles == [f"{kind}, 5 tokens" for kind in KINDS]
+    assert len(table.rows) == len(of_text["rows"])
     (line,) = summary(results)[0].rows
-    edited = [row for row in document["rows"] if row["way"] == EDITED]
-    shown = "ratio" if name == "of_text" else "kept"
-    mean = sum(row[shown] for row in edited) / len(edited)
-    assert f"{mean:.3f}" in [entry.text for entry in line]
+    edited = [row["ratio"] for row in of_text["rows"] if row["way"] == EDITED]
+    assert f"{sum(edited) / len(edited):.3f}" in [entry.text for entry in line]
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capfd):

@@ -8,9 +8,6 @@ again. How well does the stream go on, and what does it cost?
 The same text is continued in other ways beside it: encoded anew, which is what the others are
 relative to; with the first tokens behind the edit encoded again; unedited; and without what stood
 behind.
-
-A model that was trained on facts (recall-gpt2, recall-llama) reads facts, and is asked for one that
-was cut and for one behind the edit.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from kvalign.eval.protocol import (
     Row,
     corpus_option,
     plot_option,
-    seed_option,
-    share_column,
 )
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.tables import means
@@ -77,14 +72,13 @@ class EditSettings(ComparisonSettings):
         at_least=0,
         at_most=MOST_SIZE,
     )
-    corpus: str = corpus_option("the text, of models that were not trained on facts")
+    corpus: str = corpus_option("the text")
     num_before: int = option(64, help="tokens before", at_least=5, at_most=MOST_SIZE)
     num_after: int = option(64, help="tokens behind the edit", at_least=2, at_most=MOST_SIZE)
     num_future: int = option(32, help="tokens to score after them", at_least=1, at_most=MOST_SIZE)
     num_edits: int = option(
         200, help="edits of each kind and length", at_least=1, at_most=MOST_ROWS
     )
-    seed: int = seed_option("the facts")
     plot: Path | None = plot_option("the ways to go on")
 
     def __post_init__(self) -> None:
@@ -103,13 +97,8 @@ def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> 
     """Edit the same texts with every method, and go on in each way.
 
     Returns:
-        A document with a row for each method, kind, length and way. Of a text: perplexity of the
-        future, `ratio` to that of the text encoded anew with the ends of its 95 % interval over
-        edits (ratio_low, ratio_high), `agreement` (share of tokens at which both think the same
-        most likely). Of facts the shares that are answered, with their intervals: `kept` (of those
-        behind the edit), `contested` (of these, those of a key that the new tokens tell, too),
-        `read` (of those put in), `told` (of those that were cut; 0.125 by chance). Always `encoded`
-        (tokens of an edit), `edit_ms` (of one stream, median), num_edits and seconds.
+        A document with a row for each method, kind, length and way: `COLUMNS`, the ratio with the
+        ends of its 95 % interval over edits (ratio_low, ratio_high), num_edits and seconds.
 
     Raises:
         UserError: a method that cannot be edited; a corpus that is too short.
@@ -141,21 +130,6 @@ COLUMNS = {
         by_reference=True,
     ),
     "agreement": Column("agreement", 3, "", "most likely tokens that are those of anew"),
-    "kept": share_column(
-        "kept", "behind, answered", "facts behind the edit that are answered", better=""
-    ),
-    "contested": share_column(
-        "contested",
-        "contested",
-        "facts behind the edit, of a key that the new tokens tell, too, that are answered",
-        better="",
-    ),
-    "read": share_column(
-        "read", "new, answered", "facts that were put in and are answered", better=""
-    ),
-    "told": share_column(
-        "told", "cut, answered", "facts that were cut and are answered; 0.125 by chance", better=""
-    ),
     "encoded": Column("encoded", about="tokens of an edit that are encoded"),
     "edit_ms": Column("ms an edit", 1, "", "time of an edit of one stream, median"),
 }
@@ -172,30 +146,26 @@ class EditEvaluation(Evaluation):
         "on with the same text encoded anew, with the stream that was not edited, and with one "
         "that forgets what stood behind."
     )
-    in_summary = ("ratio", "kept", "edit_ms")
+    in_summary = ("ratio", "edit_ms")
     columns = COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means of edits after which nothing was encoded again."""
         rows = [row for row in document["rows"] if row["way"] == EDITED]
-        return means(rows, [x for x in self.in_summary if document["rows"][0].get(x) is not None])
+        return means(rows, self.in_summary)
 
     def figure(self, document: Document) -> Drawing | None:
-        """Ratio to the text encoded anew, or facts that are answered, by way and edit."""
+        """Ratio to the text encoded anew, by way and edit."""
         from kvalign.eval.drawing import draw, panels_by
 
-        y = "kept" if document["rows"][0].get("ratio") is None else "ratio"
         ways = [*dict.fromkeys(row["way"] for row in document["rows"])]
         points = [
             row | {"at": ways.index(row["way"]), "edit": f"{row['kind']}, {row['length']} tokens"}
             for row in document["rows"]
         ]
-        panels = panels_by("edit", points, "", "at", y, f"{y}_high", f"{y}_low")
-        title, y_axis = {
-            "ratio": ("Perplexity relative to the text encoded anew", "perplexity, anew = 1"),
-            "kept": ("Facts behind the edit that are answered", "answered behind the edit"),
-        }[y]
-        figure = draw(panels, x="", y=y_axis, names=ways)
+        panels = panels_by("edit", points, "", "at", "ratio", "ratio_high", "ratio_low")
+        figure = draw(panels, x="", y="perplexity, anew = 1", names=ways)
+        title = "Perplexity relative to the text encoded anew"
         return figure, f"{title}: {self.title(document)}; bars: 95 %"
 
 
