@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from pandas import DataFrame
 
 from kvalign.eval.protocol import FLOOR, PEER, Row
 from kvalign.eval.protocol.tables import grouped, label_of
@@ -55,9 +58,7 @@ Style = tuple[str, str, Any]  # colour, marker, line style
 
 @dataclass(frozen=True)
 class Series:
-    """Line of one method: values at x, with the ends of its whiskers if it has any. The lower ends
-    are the values unless given. A floor has no whiskers.
-    """
+    """Line of one method: values at x, with the ends of its whiskers, of which a floor has none."""
 
     label: str
     style: Style
@@ -248,26 +249,20 @@ def _draw_line(axes: Axes, line: Series, apart: float) -> None:
 def _double(axes: Axes, x: list[float]) -> None:
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
-    ticks = {v for v in x if math.log2(v).is_integer()} or {min(x), max(x)}
+    ticks = {v for v in x if math.log2(v).is_integer()}
     ticks |= {255.0} & set(x)  # the largest cache of GPT-2's kin: 256 less the new token
     if len(ticks) < 3:
-        ticks |= {min(x), max(x)}
-    if len(ticks) < 3:
-        low, high = min(ticks), max(ticks)
-        ticks |= {2.0**n for n in range(40) if low < 2**n < high} or {(low + high) // 2}
+        ticks |= {min(x), max(x), round(math.sqrt(min(x) * max(x)))}
     axes.set_xticks(sorted(ticks), [f"{value:.6g}" for value in sorted(ticks)], minor=False)
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:
-    """Three to about eight ticks at round values of a log axis; those of a narrow one are even."""
+    """Three to about nine ticks at round values of a log axis; those of a narrow one are even."""
     low, high = 0.97 * min(values), 1.03 * max(values)
-    steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
-    ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    ticks = ticks[:: max(1, math.ceil(len(ticks) / 8))]
-    if len(ticks) < 4:
-        even = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-        ticks = [tick for tick in even if low <= tick <= high]
+    even, by_decades = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]), LogLocator(subs=(1.0, 2.0, 5.0))
+    locator = by_decades if high > 10 * low else even
+    ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
+    ticks = ticks[:: math.ceil(len(ticks) / 9)]
     axis.set_ticks(ticks, labels=[f"{tick:.6g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
@@ -281,10 +276,8 @@ def _any_glyph() -> Iterator[None]:
 
 
 GOOD, BAD = "#2da06b", "#d1495b"
-_HEIGHTS = {True: 0.8, False: 0.4}
 COLORS = LinearSegmentedColormap.from_list("readable", ["#efdcc0", "#bfe3d0", "#3fb27f"])
 TEXT = "#14181d"  # 7:1 and more on each of these
-NOT_TRIED = "#9aa0a6"
 
 
 def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float = 0.48) -> Figure:
@@ -301,7 +294,12 @@ def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float 
         all_axes = _stack(figure, names, width, height, sharex=True)
         for axes, rows in zip(all_axes, panels.values(), strict=True):
             for number, row in enumerate(rows):
-                _draw_chunks(axes, number, [chunk[4] for chunk in row["chunks"]])
+                start = 0
+                for is_readable, run in itertools.groupby(row["chunks"], itemgetter(4)):
+                    color, high = (GOOD, 0.8) if is_readable else (BAD, 0.4)
+                    place = (start, num := len(list(run)))  # neighbours that are alike are one
+                    axes.broken_barh([place], (number + 0.4 - high, high), facecolor=color)
+                    start += num
             axes.set_ylim(len(rows) - 0.5, -0.6)
             axes.set_xlim(0, max(1, longest))
             axes.tick_params(axis="y", length=0)
@@ -314,46 +312,28 @@ def draw_chunks(panels: dict[str, list[Row]], width: float = 7.2, height: float 
     return figure
 
 
-def _draw_chunks(axes: Axes, y: int, chunks: list[bool]) -> None:
-    """One strip, its bottom below `y`; neighbours that are alike are one rectangle."""
-    start = 0
-    for is_readable, run in itertools.groupby(chunks):
-        length, height = len(list(run)), _HEIGHTS[is_readable]
-        color = GOOD if is_readable else BAD
-        axes.broken_barh([(start, length)], (y + 0.4 - height, height), facecolor=color)
-        start += length
-
-
-Shares = tuple[dict[str, list[float | None]], list[str]]
-"""Of each method a share in a cell, None for what could not be tried; and what the cells are of."""
-
-
-def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
-    """Shares in %, in panels by title."""
-    names = {title: [*shares] for title, (shares, _) in panels.items()}
+def draw_shares(panels: dict[str, DataFrame], x: str) -> Figure:
+    """Shares in %, in panels by title: lines by their labels, and columns by what they are of. A
+    dash is what could not be tried.
+    """
+    names = {title: [*shares.index] for title, shares in panels.items()}
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
         all_axes = _stack(figure, names, 7.6, 0.36, sharex=False)
-        for axes, (shares, cells) in zip(all_axes, panels.values(), strict=True):
-            _draw_shares(axes, list(shares.values()), cells)
+        for axes, shares in zip(all_axes, panels.values(), strict=True):
+            values = shares.to_numpy(float)
+            places: list[Any] = [np.arange(num + 1) - 0.5 for num in values.shape[::-1]]
+            style: dict[str, Any] = dict(cmap=COLORS, vmin=0, vmax=1, edgecolors="w", linewidth=2)
+            axes.pcolormesh(*places, values, **style)
+            for (row, column), share in np.ndenumerate(values):
+                text = "-" if np.isnan(share) else f"{100 * share:.0f}"
+                axes.text(column, row, text, ha="center", va="center", color=TEXT, fontsize=8)
+            axes.invert_yaxis()
+            axes.set_xticks(range(shares.shape[1]), map(str, shares.columns), fontsize=8)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
         axes.set_xlabel(x)
     return figure
-
-
-def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str]) -> None:
-    layout: dict[str, Any] = dict(ha="center", va="center", color=TEXT, fontsize=8)
-    for y, strip in enumerate(strips):
-        for x, share in enumerate(strip):
-            cell: dict[str, Any] = dict(facecolor="none", edgecolor=NOT_TRIED, hatch="///", lw=0)
-            if share is not None:
-                cell = dict(color=COLORS(share))
-                axes.text(x, y, f"{100 * share:.0f}", **layout)
-            axes.add_patch(mpl.patches.Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, **cell))
-    axes.set_xlim(-0.5, max(len(names), 6) - 0.5)
-    axes.set_ylim(len(strips) - 0.5, -0.5)
-    axes.set_xticks(range(len(names)), names, fontsize=8)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def _stack(

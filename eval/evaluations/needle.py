@@ -3,9 +3,8 @@
     ... text ... The secret code of the red door is 48213 . Remember : ... 48213 . ... text ...
     The secret code of the red door is                       asked for 1, 4, 16, 64 C later
 
-An answer is right if the model itself, with greedy decoding, writes the code. Questions are asked
-on a copy of the stream, so they do not affect each other. After G. Kamradt's needle in a haystack
-(2023), adapted to streams: the distance counts, since an endless text has no length.
+After G. Kamradt's needle in a haystack (2023), adapted to streams: the distance counts, since an
+endless text has no length.
 
 Other kinds of questions are those of RULER (Hsieh et al. 2024, arXiv 2404.06654) that need no data
 set (`kinds`), with few keys, values and hops, and short lists, so that small models can answer; and
@@ -54,206 +53,6 @@ COLOURS = "black blue brown golden green grey orange pink purple red white yello
 THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
 NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
 """Owners of the codes; each code of a stream has its own."""
-KINDS = {
-    "single": 1,
-    "multi-key": 4,
-    "multi-value": 1,
-    "multi-query": 4,
-    "variable-tracking": 0,
-    "common-words": 0,
-    "frequent-words": 0,
-}
-"""Kinds of questions, and how many names one is about."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeedleSettings(ComparisonSettings):
-    """Hide codes in a real text, and ask for each some distance later: how far back a stream can
-    read. For models that copy from their context (`--model smollm2-135m-instruct`).
-
-    Example:
-        kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
-    """
-
-    methods: tuple[str, ...] = METHODS_AND_DENSE
-    corpus: str = corpus_option("the text around the codes")
-    distances: tuple[int, ...] = option(
-        (1, 4, 16, 64),
-        help="distances from a code to its question, in cache sizes, a row each",
-        at_least=0,
-        at_most=MOST_SIZE,
-    )
-    kinds: tuple[str, ...] = option(
-        ("single",), help="kinds of questions, RULER's, a row each, comma-separated", choices=KINDS
-    )
-    num_needles: int = option(
-        1,
-        help="codes (of other kinds: passages) of a stream, near its beginning; small models "
-        "confuse several",
-        at_least=1,
-        at_most=len(NAMES) // max(KINDS.values()),
-    )
-    gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
-    num_streams: int = option(
-        10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
-    )
-    seed: int = seed_option("the codes, the same for each method")
-    plot: Path | None = plot_option("methods against distance")
-
-
-@measures(NeedleSettings)
-def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
-    """Let every method read the same streams, and count the codes that it finds.
-
-    Returns:
-        A document with a row for each method, its sizes, `kind` (unless all are `single`) and
-        `distance` (cache sizes): `accuracy` with the ends of its 95 % interval (accuracy_low,
-        accuracy_high), num_questions, num_tokens (mean length of the stream before the question),
-        distance_tokens and seconds. A method that does not evict has no row for a distance whose
-        questions exceed its context length.
-
-    Raises:
-        UserError: a corpus that is too short, a tokenizer that cannot write words.
-    """
-    from kvalign.eval.protocol.questions import ask_all
-
-    progress.phase(f"reading {settings.corpus}")
-    by_kind, distances = haystacks(settings, loaded), set(settings.distances)
-
-    def streams_for(size: int) -> Iterator[list[Stop[Needle]]]:
-        for kind, streams in by_kind.items():
-            of_kind = {} if {*by_kind} == {"single"} else {"kind": kind}
-            for stream in streams:
-                yield stream.stops(distances, size, asker(kind, loaded), of_kind)
-
-    return ask_all(methods, lambda size: [*streams_for(size)], "questions")
-
-
-NUM_NEW = 48
-"""Tokens that are written in answer to a question, of all kinds but `single`."""
-
-
-@dataclass(frozen=True)
-class Needle:
-    """Code in a stream, or a passage with several answers.
-
-    Attributes:
-        end: number of tokens of the stream up to its end.
-        question: asks for it.
-        answers: all that are expected.
-        num_new: tokens to write, at most.
-    """
-
-    end: int
-    question: list[int]
-    answers: list[list[int]]
-    num_new: int
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """A stream as tokens, up to the last question, and its codes in order."""
-
-    ids: list[int]
-    needles: list[Needle]
-
-    def stops(
-        self, distances: Iterable[int], cache_size: int, ask: Ask[Needle], of_kind: Row
-    ) -> list[Stop[Needle]]:
-        """Places where each code is asked for: at each distance, in cache sizes, from its end."""
-        from kvalign.eval.protocol.questions import Stop
-
-        places = [(x.end + d * cache_size, d, x) for x in self.needles for d in distances]
-        stops, num_read = list[Stop[Needle]](), 0
-        for end, distance, needle in sorted(places, key=itemgetter(0, 1)):
-            room = len(needle.question) + needle.num_new
-            at = {"distance": distance, **of_kind, "distance_tokens": distance * cache_size}
-            stops.append(Stop(at, [self.ids[num_read:end]], [needle], ask, room))
-            num_read = end
-        return stops
-
-
-def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[Haystack]]:
-    """Streams of each kind, each with other text, long enough for the largest cache. Those of a
-    kind do not depend on which others there are. An answer is tokenised apart from the text around
-    it, in the stream and after a question alike, so that it has the same tokens in both.
-
-    Raises:
-        UserError: a corpus that is too short, a tokenizer that cannot write words.
-    """
-    from kvalign.data_gen.corpora import first_ids
-    from kvalign.models.input_ids import ids_of, prefix_ids
-
-    tokenizer = loaded.tokenizer
-
-    def ids(text: str) -> list[int]:
-        return ids_of(text, tokenizer, prefix=False, goes_on=True)
-
-    if tokenizer.decode(ids(" red 48213")).strip() != "red 48213":
-        raise UserError(
-            "this model's tokenizer cannot write words and codes: use a model of ordinary text "
-            "(kvalign eval recall asks a model that was trained on facts)"
-        )
-    farthest = max(settings.distances) * max(settings.cache_sizes)
-    num_ids = settings.num_streams * (settings.num_needles * settings.gap + farthest)
-    smaller = "--distances, --gap, --num-needles or --num-streams"
-    text_ids = first_ids(settings.corpus, tokenizer, num_ids, smaller)
-
-    def of_kind(kind: str) -> Iterator[Haystack]:
-        text, rng, num_names = iter(text_ids), random.Random(settings.seed), KINDS[kind]
-        for _ in range(settings.num_streams):
-            stream, needles = prefix_ids(tokenizer), []
-            names = iter(rng.sample(NAMES, num_names * settings.num_needles))
-            for _ in range(settings.num_needles):
-                hidden = HIDE[kind](list(islice(names, num_names)), rng)
-                stream = [*stream, *islice(text, settings.gap)]
-                stream += [token for piece in hidden.passage for token in ids(piece)]
-                answers = [ids(answer) for answer in hidden.answers]
-                num_new = len(answers[0]) if kind == "single" else NUM_NEW
-                needles.append(Needle(len(stream), ids(hidden.question), answers, num_new))
-            yield Haystack([*stream, *islice(text, farthest)], needles)
-
-    return {kind: list(of_kind(kind)) for kind in settings.kinds}
-
-
-def asker(kind: str, loaded: LoadedModel) -> Ask[Needle]:
-    """Function that asks a question of this kind and says how much of its answers greedy decoding
-    writes: of a code all digits at once, else the share of answers somewhere in the text (RULER's
-    score).
-    """
-
-    def writes_code(method: Method, needle: Needle) -> dict[str, float]:
-        pairs = zip(needle.answers[0], written(method, needle), strict=False)
-        return {"accuracy": all(token == new for token, new in pairs)}
-
-    def share_written(method: Method, needle: Needle) -> dict[str, float]:
-        answers = [loaded.tokenizer.decode(ids).strip().lower() for ids in needle.answers]
-        share, new = 0.0, list[int]()
-        for token in written(method, needle):
-            new.append(token)
-            text = loaded.tokenizer.decode(new).lower()
-            share = sum(answer in text for answer in answers) / len(answers)
-            if share == 1:
-                break
-        return {"accuracy": share}
-
-    return writes_code if kind == "single" else share_written
-
-
-def written(method: Method, needle: Needle) -> Iterator[int]:
-    """The tokens of greedy decoding after a question."""
-    import torch
-
-    from kvalign.streaming.scoring import check_losses
-
-    new = needle.question
-    for _ in range(needle.num_new):
-        logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
-        new = [int(logits.argmax())]
-        check_losses(-logits.log_softmax(-1)[new], method, most=math.inf)
-        yield new[0]
-
-
 NUM_VALUES, NUM_HOPS, NUM_COMMON, NUM_FREQUENT = 4, 4, 10, 3
 COMMON_TIMES = 6
 """Times that a list has a common word; others are there once."""
@@ -342,16 +141,202 @@ def frequent_words(names: list[str], rng: random.Random) -> Hidden:
     return Hidden(["\n Coded text :", *passage, " . \n"], question, words[:NUM_FREQUENT])
 
 
-HIDE: dict[str, Callable[[list[str], random.Random], Hidden]] = {
-    "single": one_code,
-    "multi-key": one_code,
-    "multi-value": all_values,
-    "multi-query": all_codes,
-    "variable-tracking": variables,
-    "common-words": common_words,
-    "frequent-words": frequent_words,
+KINDS: dict[str, tuple[int, Callable[[list[str], random.Random], Hidden]]] = {
+    "single": (1, one_code),
+    "multi-key": (4, one_code),
+    "multi-value": (1, all_values),
+    "multi-query": (4, all_codes),
+    "variable-tracking": (0, variables),
+    "common-words": (0, common_words),
+    "frequent-words": (0, frequent_words),
 }
-"""By kind what makes a passage and its question from names, which some kinds need."""
+"""How many names a passage of each kind is about, and what makes it and its question from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleSettings(ComparisonSettings):
+    """Hide codes in a real text, and ask for each some distance later: how far back a stream can
+    read. For models that copy from their context (`--model smollm2-135m-instruct`).
+
+    Example:
+        kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
+    """
+
+    methods: tuple[str, ...] = METHODS_AND_DENSE
+    corpus: str = corpus_option("the text around the codes")
+    distances: tuple[int, ...] = option(
+        (1, 4, 16, 64),
+        help="distances from a code to its question, in cache sizes, a row each",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    kinds: tuple[str, ...] = option(
+        ("single",), help="kinds of questions, RULER's, a row each, comma-separated", choices=KINDS
+    )
+    num_needles: int = option(
+        1,
+        help="codes (of other kinds: passages) of a stream, near its beginning; small models "
+        "confuse several",
+        at_least=1,
+        at_most=len(NAMES) // max(num for num, _ in KINDS.values()),
+    )
+    gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
+    num_streams: int = option(
+        10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the codes, the same for each method")
+    plot: Path | None = plot_option("methods against distance")
+
+
+@measures(NeedleSettings)
+def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method]) -> Iterable[Row]:
+    """Let every method read the same streams, and count the codes that it finds.
+
+    Returns:
+        A document whose rows have the sizes, `COLUMNS` (no kind if all are `single`) and what
+        `rows_of` says of questions.
+
+    Raises:
+        UserError: a corpus that is too short, a tokenizer that cannot write words.
+    """
+    from kvalign.eval.protocol.questions import ask_all
+
+    progress.phase(f"reading {settings.corpus}")
+    by_kind, distances = haystacks(settings, loaded), set(settings.distances)
+
+    def streams_for(size: int) -> list[list[Stop[Needle]]]:
+        return [
+            stream.stops(distances, size, asker(kind, loaded), {"kind": kind} if several else {})
+            for kind, streams in by_kind.items()
+            for stream in streams
+        ]
+
+    several = {*by_kind} != {"single"}
+    return ask_all(methods, streams_for, "questions")
+
+
+NUM_NEW = 48
+"""Tokens that are written in answer to a question, of all kinds but `single`."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Code in a stream, or a passage with several answers.
+
+    Attributes:
+        end: number of tokens of the stream up to its end.
+        question: asks for it.
+        answers: all that are expected.
+        num_new: tokens to write, at most.
+    """
+
+    end: int
+    question: list[int]
+    answers: list[list[int]]
+    num_new: int
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A stream as tokens, up to the last question, and its codes in order."""
+
+    ids: list[int]
+    needles: list[Needle]
+
+    def stops(
+        self, distances: Iterable[int], cache_size: int, ask: Ask[Needle], of_kind: Row
+    ) -> list[Stop[Needle]]:
+        """Places where each code is asked for: at each distance, in cache sizes, from its end."""
+        from kvalign.eval.protocol.questions import Stop
+
+        places = [(x.end + d * cache_size, d, x) for x in self.needles for d in distances]
+        stops, num_read = list[Stop[Needle]](), 0
+        for end, distance, needle in sorted(places, key=itemgetter(0, 1)):
+            room = len(needle.question) + needle.num_new
+            at = {"distance": distance, **of_kind, "distance_tokens": distance * cache_size}
+            stops.append(Stop(at, [self.ids[num_read:end]], [needle], ask, room))
+            num_read = end
+        return stops
+
+
+def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[Haystack]]:
+    """Streams of each kind, each with other text, long enough for the largest cache. Those of a
+    kind do not depend on which others there are. An answer is tokenised apart from the text around
+    it, in the stream and after a question alike, so that it has the same tokens in both.
+
+    Raises:
+        UserError: a corpus that is too short, a tokenizer that cannot write words.
+    """
+    from kvalign.data_gen.corpora import first_ids
+    from kvalign.models.input_ids import ids_of, prefix_ids
+
+    tokenizer = loaded.tokenizer
+
+    def ids(text: str) -> list[int]:
+        return ids_of(text, tokenizer, prefix=False, goes_on=True)
+
+    if tokenizer.decode(ids(" red 48213")).strip() != "red 48213":
+        raise UserError(
+            "this model's tokenizer cannot write words and codes: use a model of ordinary text "
+            "(kvalign eval recall asks a model that was trained on facts)"
+        )
+    farthest = max(settings.distances) * max(settings.cache_sizes)
+    num_ids = settings.num_streams * (settings.num_needles * settings.gap + farthest)
+    smaller = "--distances, --gap, --num-needles or --num-streams"
+    text_ids = first_ids(settings.corpus, tokenizer, num_ids, smaller)
+
+    def of_kind(kind: str) -> Iterator[Haystack]:
+        text, rng, (num_names, hide) = iter(text_ids), random.Random(settings.seed), KINDS[kind]
+        for _ in range(settings.num_streams):
+            stream, needles = prefix_ids(tokenizer), []
+            names = iter(rng.sample(NAMES, num_names * settings.num_needles))
+            for _ in range(settings.num_needles):
+                hidden = hide(list(islice(names, num_names)), rng)
+                stream = [*stream, *islice(text, settings.gap)]
+                stream += [token for piece in hidden.passage for token in ids(piece)]
+                answers = [ids(answer) for answer in hidden.answers]
+                num_new = len(answers[0]) if kind == "single" else NUM_NEW
+                needles.append(Needle(len(stream), ids(hidden.question), answers, num_new))
+            yield Haystack([*stream, *islice(text, farthest)], needles)
+
+    return {kind: list(of_kind(kind)) for kind in settings.kinds}
+
+
+def asker(kind: str, loaded: LoadedModel) -> Ask[Needle]:
+    """Function that asks a question of this kind: does greedy decoding write the code at once, or
+    else which share of the answers does its text contain (RULER's score)?
+    """
+
+    def writes_code(method: Method, needle: Needle) -> dict[str, float]:
+        pairs = zip(needle.answers[0], written(method, needle), strict=False)
+        return {"accuracy": all(token == new for token, new in pairs)}
+
+    def share_written(method: Method, needle: Needle) -> dict[str, float]:
+        answers = [loaded.tokenizer.decode(ids).strip().lower() for ids in needle.answers]
+        share, new = 0.0, list[int]()
+        for token in written(method, needle):
+            new.append(token)
+            text = loaded.tokenizer.decode(new).lower()
+            share = sum(answer in text for answer in answers) / len(answers)
+            if share == 1:
+                break
+        return {"accuracy": share}
+
+    return writes_code if kind == "single" else share_written
+
+
+def written(method: Method, needle: Needle) -> Iterator[int]:
+    """The tokens of greedy decoding after a question."""
+    import torch
+
+    from kvalign.streaming.scoring import check_losses
+
+    new = needle.question
+    for _ in range(needle.num_new):
+        logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
+        new = [int(logits.argmax())]
+        check_losses(-logits.log_softmax(-1)[new], method, most=math.inf)
+        yield new[0]
 
 
 COLUMNS = {
@@ -389,6 +374,8 @@ class NeedleEvaluation(Evaluation):
 
     def plot(self, document: Document) -> Figure:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
+        from pandas import DataFrame
+
         from kvalign.eval.drawing import draw_shares
 
         title, rows = self.title(document), document["rows"]
@@ -396,15 +383,10 @@ class NeedleEvaluation(Evaluation):
         panels = {}
         groups = grouped(rows, lambda row: (row["cache_size"], row.get("kind")))
         for (size, kind), group in groups.items():
-            shares = {
-                label: [
-                    next((row["accuracy"] for row in of_label if row["distance"] == d), None)
-                    for d in distances
-                ]
-                for label, of_label in grouped(group, label_of).items()
-            }
             name = f"{title}, C = {size}" + (f", {kind}" if kind else "")
-            panels[name] = shares, [f"{d} C" for d in distances]
+            points = [row | {"label": label_of(row), "at": f"{row['distance']} C"} for row in group]
+            shares = DataFrame(points).pivot_table("accuracy", "label", "at", sort=False)
+            panels[name] = shares.reindex(columns=[f"{d} C" for d in distances])
         found = _found(document).lower()
         return draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
 

@@ -105,7 +105,8 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_hidden_and_asked_for(kind):
-    hidden = needle.HIDE[kind](NAMES[: KINDS[kind]], Random(5))
+    num_names, hide = KINDS[kind]
+    hidden = hide(NAMES[:num_names], Random(5))
     times, text = Counter(hidden.passage), "".join(hidden.passage)
     assert all(answer in times for answer in hidden.answers)
     if "words" in kind:

@@ -1,7 +1,7 @@
 """Plots: ticks to read them by, whiskers, and strips in place of tangles."""
 
 import pytest
-from matplotlib.colors import to_hex
+from pandas import DataFrame
 
 from kvalign.eval.drawing import Series, draw, draw_shares, perplexities
 
@@ -37,8 +37,9 @@ def test_whiskers_are_those_of_the_ratio_where_there_is_one():
 
 
 def test_shares_are_a_strip_of_numbers_for_each_method():
-    shares = {"window": [0.0, 0.5, 1.0], "recompute": [0.0, 0.5, None]}
-    axes = draw_shares({"model": (shares, ["1", "4", "16"])}, x="distance").axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0", "50", "100", "0", "50"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*shares]
-    assert len({to_hex(patch.get_facecolor()) for patch in axes.patches[:3]}) == 3
+    shares = DataFrame({"1 C": [0.0, 0.0], "4 C": [0.5, 0.5], "16 C": [1.0, None]})
+    shares.index = ["window", "recompute"]
+    axes = draw_shares({"model": shares}, x="distance").axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0", "50", "100", "0", "50", "-"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*shares.index]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [*shares.columns]
