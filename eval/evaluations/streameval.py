@@ -81,11 +81,8 @@ def streameval(
     """Let every method read one stream for each distance, and score its answers.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS` (means over the queries: distance_tokens
-        from the value's end to its answer, in_cache if its line is wholly seen by the step that
-        begins the answer, answer_nll_nats of an answer), num_questions, num_tokens (mean length of
-        the stream before the question), seconds. A method that does not evict has no row for a
-        stream that exceeds its context length.
+        A document whose rows have the sizes, `COLUMNS` (means over the queries; a line is in the
+        cache if the step that begins the answer sees all of it) and what `rows_of` says.
     """
     from kvalign.eval.protocol.questions import ask_all
 
@@ -106,14 +103,10 @@ class Piece:
     distance: int | None = None
 
     @property
-    def is_query(self) -> bool:
-        return self.distance is not None
-
-    @property
     def opening(self) -> str:
-        if self.is_query:
-            return f"What is the REGISTER_CONTENT of line {self.line}? <"
-        return f"line {self.line}: REGISTER_CONTENT is <"
+        if self.distance is None:
+            return f"line {self.line}: REGISTER_CONTENT is <"
+        return f"What is the REGISTER_CONTENT of line {self.line}? <"
 
     @property
     def answer(self) -> str:
@@ -147,8 +140,7 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
     """Lines with random numbers of five digits, the same at every distance. After every
     `query_every` lines comes a query for the line `distance` lines before, once there is one.
     """
-    draws = random.Random(seed)
-    numbers: dict[int, int] = {}
+    draws, numbers = random.Random(seed), dict[int, int]()
     for line in range(1, num_lines + 1):
         numbers[line] = draws.randint(10_000, 99_999)
         yield Piece(line, numbers[line])
@@ -164,13 +156,11 @@ def encode(stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> list[
     """
     from kvalign.models.input_ids import ids_of
 
-    encoded: list[EncodedPiece] = []
-    start = 0
+    encoded, start = list[EncodedPiece](), 0
     for piece in stream:
         opening = ids_of(piece.opening, tokenizer, prefix=not encoded, goes_on=bool(encoded))
-        answer, newline = (
-            ids_of(text, tokenizer, prefix=False, goes_on=True) for text in (piece.answer, "\n")
-        )
+        answer = ids_of(piece.answer, tokenizer, prefix=False, goes_on=True)
+        newline = ids_of("\n", tokenizer, prefix=False, goes_on=True)
         ids = [*opening, *answer, *newline]
         answer_end = start + len(ids) - len(newline)
         encoded.append(EncodedPiece(piece, ids, start, answer_end - len(answer), answer_end))
@@ -184,13 +174,13 @@ def stops(stream: Sequence[EncodedPiece]) -> list[Stop[Query]]:
 
     lines, new, stops = dict[int, EncodedPiece](), list[list[int]](), list[Stop[Query]]()
     for one in stream:
-        if one.piece.is_query:
+        if one.piece.distance is None:
+            lines[one.piece.line] = one
+            new.append(one.ids)
+        else:
             at, query = {"distance_lines": one.piece.distance}, (lines[one.piece.line], one)
             stops.append(Stop(at, new, [query], ask, len(one.ids), stays=True))
             new = []
-        else:
-            lines[one.piece.line] = one
-            new.append(one.ids)
     return stops
 
 
@@ -248,9 +238,8 @@ class StreamEval(Evaluation):
     heading = "StreamEval"
     about = (
         "Lines register numbers, and every few lines a query asks for the number some lines back. "
-        "An answer is right if greedy decoding gives it exactly. Its loss also distinguishes "
-        "models that give no right answers. No method can answer about a line that is no longer in "
-        "the cache."
+        "An answer is right if greedy decoding gives it exactly. Its loss also tells models apart "
+        "that give no right answers. No method knows a line that is no longer in the cache."
     )
     in_summary = ("accuracy", "answer_nll_nats")
     columns = COLUMNS

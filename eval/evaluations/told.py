@@ -5,9 +5,8 @@
     user: What is the dog of the teacher called?        assistant: The dog of the teacher is called
 
 All turns are given, those of the assistant too. An answer is right if, among the eight possible
-words, the one that was told is the most likely. One in eight is right by chance. So a small model
-that writes badly still shows what it can read. Questions are asked on a copy of the stream, so they
-do not affect each other.
+words, the one that was told is the most likely. So a small model that writes badly still shows what
+it can read.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ def told(settings: ToldSettings, loaded: LoadedModel, methods: list[Method]) -> 
     """Let every method read the same conversations, and count right answers.
 
     Returns:
-        A document with a row for each method, its sizes and `talk` (cache sizes of other talk):
-        `COLUMNS` with the ends of their 95 % intervals (NAME_low, NAME_high), num_questions,
-        num_tokens (mean length of the conversation before the questions) and seconds. A method that
-        does not evict has no row beyond its context length.
+        A document whose rows have the sizes, `COLUMNS`, the ends of 95 % intervals (NAME_low,
+        NAME_high) and what `rows_of` says of questions.
 
     Raises:
         UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
@@ -95,65 +92,38 @@ def told(settings: ToldSettings, loaded: LoadedModel, methods: list[Method]) -> 
     progress.phase(f"reading {settings.corpus}")
     talks, stages = conversations(settings, loaded), sorted(set(settings.talk))
 
-    def streams_for(size: int) -> list[list[Stop[Question]]]:
-        return [talk.stops(stages, size) for talk in talks]
+    return ask_all(
+        methods, lambda size: [talk.stops(stages, size) for talk in talks], "rounds of questions"
+    )
 
-    return ask_all(methods, streams_for, "rounds of questions")
 
-
-# How a fact begins, its question, and what may stand at its end: words of different first letters.
-FACTS = (
-    (
-        "The ship in the harbour is called",
-        "What is the ship in the harbour called?",
-        "Aurora Falcon Marigold Neptune Phoenix Seagull Titan Victory",
-    ),
-    (
-        "The captain of the ship was born in",
-        "Where was the captain of the ship born?",
-        "Athens Cairo Dublin Lisbon Moscow Naples Toronto Vienna",
-    ),
-    (
-        "The favourite colour of the doctor is",
-        "What is the favourite colour of the doctor?",
-        "black green orange pink red silver white yellow",
-    ),
-    (
-        "The dog of the teacher is called",
-        "What is the dog of the teacher called?",
-        "Biscuit Daisy Ginger Oscar Pepper Rocky Shadow Toby",
-    ),
-    (
-        "The sister of the baker plays the",
-        "What does the sister of the baker play?",
-        "drums flute guitar harp organ piano trumpet violin",
-    ),
-    (
-        "The festival of the village is held in",
-        "When is the festival of the village held?",
-        "April December February January March November October September",
-    ),
-    (
-        "The favourite fruit of the gardener is the",
-        "What is the favourite fruit of the gardener?",
-        "apple cherry fig grape lemon mango pear strawberry",
-    ),
-    (
-        "The brother of the farmer works as a",
-        "What does the brother of the farmer work as?",
-        "barber cook driver lawyer miner nurse pilot tailor",
-    ),
-)
-ANSWERS = (
-    "I see.",
-    "All right.",
-    "Good to know.",
-    "Thank you.",
-    "That is nice.",
-    "Very well.",
-    "I understand.",
-    "How interesting.",
-)
+_FACTS = """
+The ship in the harbour is called | What is the ship in the harbour called?
+    Aurora Falcon Marigold Neptune Phoenix Seagull Titan Victory
+The captain of the ship was born in | Where was the captain of the ship born?
+    Athens Cairo Dublin Lisbon Moscow Naples Toronto Vienna
+The favourite colour of the doctor is | What is the favourite colour of the doctor?
+    black green orange pink red silver white yellow
+The dog of the teacher is called | What is the dog of the teacher called?
+    Biscuit Daisy Ginger Oscar Pepper Rocky Shadow Toby
+The sister of the baker plays the | What does the sister of the baker play?
+    drums flute guitar harp organ piano trumpet violin
+The festival of the village is held in | When is the festival of the village held?
+    April December February January March November October September
+The favourite fruit of the gardener is the | What is the favourite fruit of the gardener?
+    apple cherry fig grape lemon mango pear strawberry
+The brother of the farmer works as a | What does the brother of the farmer work as?
+    barber cook driver lawyer miner nurse pilot tailor
+"""
+FACTS = [
+    (*line.split(" | "), words.strip())
+    for line, words in zip(_FACTS.split("\n")[1::2], _FACTS.split("\n")[2::2], strict=True)
+]
+"""How a fact begins, its question, and what may stand at its end: words of different first letters."""
+ANSWERS = [
+    *("I see.", "All right.", "Good to know.", "Thank you."),
+    *("That is nice.", "Very well.", "I understand.", "How interesting."),
+]
 """Replies of the assistant to a fact and to a passage."""
 READ_OUT = "I read this:\n\n"
 

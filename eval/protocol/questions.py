@@ -78,9 +78,12 @@ def ask_all(
 def rows_of(
     method: Method, streams: Streams[Q], bar: Bar, means: Collection[str] = ()
 ) -> list[Row]:
-    """Let a method read streams, and ask at each of their stops. The result is a row for each
-    `at` whose questions fit, in order of occurrence. `bar` counts stops; of figures named in
-    `means` a row has the mean, of others the share and its interval.
+    """Let a method read streams, and ask at each of their stops. `bar` counts stops.
+
+    Returns:
+        A row for each `at` whose questions fit into the context length, in order of occurrence:
+        the sizes, `at`, num_questions, num_tokens (mean length of the stream before them), seconds,
+        and of figures named in `means` the mean, of others the share and its interval.
     """
     tallies: dict[Any, Tally] = {}
     for stop in (stop for stops in streams for stop in stops):
