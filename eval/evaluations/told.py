@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
@@ -115,11 +116,8 @@ The favourite fruit of the gardener is the | What is the favourite fruit of the 
 The brother of the farmer works as a | What does the brother of the farmer work as?
     barber cook driver lawyer miner nurse pilot tailor
 """
-FACTS = [
-    (*line.split(" | "), words.strip())
-    for line, words in zip(_FACTS.split("\n")[1::2], _FACTS.split("\n")[2::2], strict=True)
-]
-"""How a fact begins, its question, and what may stand at its end: words of different first letters."""
+FACTS: list[tuple[str, str, str]] = re.findall(r"(.+) \| (.+)\n +(.+)", _FACTS)
+"""How a fact begins, its question, and the words that may end it, which begin differently."""
 ANSWERS = [
     *("I see.", "All right.", "Good to know.", "Thank you."),
     *("That is nice.", "Very well.", "I understand.", "How interesting."),
