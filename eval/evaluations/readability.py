@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 import time
-import webbrowser
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -36,6 +35,7 @@ from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
 from kvalign.eval.protocol.tables import grouped, label_of, means, method_name
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json, read_text, write_json
 from kvalign.foundation.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
@@ -47,13 +47,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "readability"
+KIND = f"eval {NAME}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadabilitySettings(ComparisonSettings):
     """Let methods continue prompts, or read finished texts, and judge them: dictionary words in
-    chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. The
-    result is a page, report.html, with readable chunks green and others red, and strips of them as
+    chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. With
+    --page the result is a page, too: readable chunks green and others red, and strips of them as
     PNG and SVG.
 
     Example:
@@ -91,16 +92,14 @@ class ReadabilitySettings(ComparisonSettings):
     )
     page: Path | None = option(
         None,
-        help="folder for the page, its figures and the document (default: readability, or "
-        "readability-2, ... if that exists; with --json none)",
+        help="folder for a page, report.html, with its figures and the document",
         writes="folder",
     )
-    open: bool = option(False, help="open the page in a browser")
     keep: Path | None = KEEP_PARTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        idle = self.changed().keys() - {"text", "rule", "out", "csv", "page", "open"}
+        idle = self.changed().keys() - {"text", "rule", "out", "csv", "page"}
         if self.text and idle:
             flags = ", ".join(sorted(map(flag, idle)))
             raise UserError(f"--text judges existing text: {flags} would have no effect")
@@ -112,7 +111,7 @@ class ReadabilitySettings(ComparisonSettings):
 
 
 @keywords_of(ReadabilitySettings)
-@progress.shown_as("eval readability")
+@progress.shown_as(KIND)
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method continue every prompt, and measure the passages; or measure texts. If `page`
     names a folder, write a page.
@@ -126,27 +125,24 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     Raises:
         UserError: `page` already has results; a text that cannot be read.
     """
-    page = settings.page or (free_folder() if settings.open else None)
-    in_browser, settings = settings.open, dataclasses.replace(settings, page=None, open=False)
-    if page and not is_free(page, settings.command_line("eval readability")):
+    page, settings = settings.page, dataclasses.replace(settings, page=None)
+    file = page and page / f"{NAME}.json"
+    # The same command again makes what was there, or what a run that was killed has not made.
+    if file and file.exists() and read_json(file).get("command") != settings.command_line(KIND):
         raise UserError(f"{page} has results of readability already: name another --page")
     document = _of_texts(settings) if settings.text else _of_methods(settings, loaded)
-    if page:
+    if page and file:
         from kvalign.eval.report.page import write_report
-        from kvalign.foundation.files import write_json
 
         page.mkdir(parents=True, exist_ok=True)
-        write_json(page / f"{NAME}.json", document)
-        shown = write_report(page)
-        if in_browser and not webbrowser.open(shown.resolve().as_uri()):
-            log.warning("no browser to open %s in", shown)
+        write_json(file, document)
+        write_report(page)
     return document
 
 
 def _of_texts(settings: ReadabilitySettings) -> Document:
     """Finished texts, judged like passages of methods; torch is not needed."""
     from kvalign.eval.judging.chunks import judged
-    from kvalign.foundation.files import read_text
 
     started, words, rule = time.perf_counter(), load_words(), RULES[settings.rule]
     rows = []
@@ -156,7 +152,7 @@ def _of_texts(settings: ReadabilitySettings) -> Document:
         of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
         rows.append(of_none | {"method": name, "prompt": 0} | judged(text, words, rule))
     more: dict[str, Any] = {"prompts": [""], "rule": rule.described, "word_list": WORD_LIST}
-    return document("eval readability", settings, rows, started=started, **more)
+    return document(KIND, settings, rows, started=started, **more)
 
 
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
@@ -182,9 +178,12 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     with keeping(lambda: summary_of(settings.keep)):
         for method, bar in one_by_one(make_grid(settings, loaded.model), num_tokens, "tokens"):
             for ngram, number, seed in runs:
-                how: dict[str, Any] = dict(max_new_tokens=settings.max_new_tokens)
-                how |= dict(top_k=settings.top_k, no_repeat_ngram_size=ngram, seed=seed)
-                sampling = Sampling(**how)
+                sampling = Sampling(
+                    max_new_tokens=settings.max_new_tokens,
+                    top_k=settings.top_k,
+                    no_repeat_ngram_size=ngram,
+                    seed=seed,
+                )
                 key = {"prompt": prompts[number], "rule": rule.described, **vars(sampling)}
                 end = bar.n + settings.max_new_tokens
                 if settings.keep:
@@ -198,7 +197,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
                     | judged
                 )
     more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": WORD_LIST}
-    return document("eval readability", settings, rows, started=started, **more)
+    return document(KIND, settings, rows, started=started, **more)
 
 
 def _written(
@@ -213,26 +212,6 @@ def _written(
     for _ in stream:
         bar.update(before + len(stream.token_ids) - bar.n)
     return [judge(loaded, prompt_ids, stream.token_ids, rule)]
-
-
-def free_folder() -> Path:
-    """`readability`, or `readability-2` and so on: the first name that does not exist."""
-    names = itertools.chain([NAME], (f"{NAME}-{n}" for n in itertools.count(2)))
-    return next(path for path in map(Path, names) if not path.exists())
-
-
-def is_free(folder: Path, command: str) -> bool:
-    """Return whether the folder has no document, or the one that this command left when it was
-    killed: its page is missing or older.
-    """
-    from kvalign.eval.report.page import PAGE
-    from kvalign.foundation.files import read_json
-
-    path, page = folder / f"{NAME}.json", folder / PAGE
-    if not path.exists():
-        return True
-    is_shown = page.exists() and page.stat().st_mtime_ns >= path.stat().st_mtime_ns
-    return not is_shown and read_json(path).get("command") == command
 
 
 HUMAN = "a human's text"
@@ -341,16 +320,14 @@ class Readability(Evaluation):
             panels.append(Panel(title, document["prompts"][prompt], passages))
         return panels
 
-    def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
-        return dataclasses.replace(settings, page=settings.page or free_folder())
-
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
         """Passages in colour, if a terminal shows them; the tables; the place of the page."""
         from kvalign.eval.report.page import PAGE, print_passages
 
         print_passages(self.panels(document))
         super().show(document, settings)
-        print(f"report: {settings.page and settings.page / PAGE}")
+        if settings.page:
+            print(f"report: {settings.page / PAGE}")
 
 
 def setting_of(ngram: int | None) -> str:

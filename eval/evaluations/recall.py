@@ -79,7 +79,6 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_STREAMS,
     )
-    relative_to_cache: bool = option(False, help="plot the distance of the fact relative to C")
     plot: Path | None = plot_option("accuracy against distance")
 
     def __post_init__(self) -> None:
@@ -101,8 +100,8 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
     distance.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS` and, up to `farthest`, `FAR_COLUMNS`, each
-        with the ends of its 95 % interval (NAME_low, NAME_high), num_questions, seconds.
+        A document whose rows have the sizes, `COLUMNS`, those of `FAR` up to `farthest`, the ends
+        of 95 % intervals (NAME_low, NAME_high), num_questions, seconds.
 
     Raises:
         UserError: a model that was not trained on such streams.
@@ -132,7 +131,6 @@ FAR = {2**i: f"to_{2**i}c" for i in range(1, 7)}
 """With `--farthest` the parts beyond C: distances up to so many times C."""
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
 """Position of a part in plots: its distance relative to C."""
-MIDDLES_FAR = {name: 0.75 * times for times, name in FAR.items()}
 PIECE_LEN = 4096  # tokens made at once
 
 
@@ -212,22 +210,22 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: 
     return row_of(method, answers, seconds, {"num_questions": len(right)})
 
 
-AT = "right answers at distances"
 COLUMNS = {
-    name: share_column(name, title, f"{AT} {distances}")
+    name: share_column(
+        name,
+        title,
+        f"right answers at distances {distances}",
+        better="" if name == BEYOND else "higher",
+    )
     for name, title, distances in (
         ("accuracy", "recall", "up to C"),
         ("newest", "newest quarter", "up to C / 4"),
         ("second", "second", "above that, up to C / 2"),
         ("third", "third", "above that, up to 3 C / 4"),
         ("oldest", "oldest quarter", "above that, up to C"),
+        (BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance"),
+        *((x, f"to {n} C", f"above {n // 2} C, up to {n} C") for n, x in FAR.items()),
     )
-}
-BY_CHANCE = f"{AT} above C, up to 3 C / 2; 0.125 by chance"
-COLUMNS[BEYOND] = share_column(BEYOND, "beyond C", BY_CHANCE, better="")
-FAR_COLUMNS = {
-    name: share_column(name, f"to {times} C", f"{AT} above {times // 2} C, up to {times} C")
-    for times, name in FAR.items()
 }
 
 
@@ -242,26 +240,25 @@ class Recall(Evaluation):
         "right answers by the quarter in which the fact lies."
     )
     in_summary = ("accuracy", "oldest")
-    columns = COLUMNS | FAR_COLUMNS
+    columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing:
         """Accuracy against distance, in a panel for each cache size."""
         from kvalign.eval.drawing import draw, panels_by
 
-        relative = document["settings"]["relative_to_cache"]
         is_far = any(name in document["rows"][0] for name in FAR.values())
-        middles = MIDDLES if not is_far else MIDDLES | MIDDLES_FAR
+        middles = {x: y for x, y in MIDDLES.items() if not (is_far and x == BEYOND)}
+        middles |= {name: 0.75 * times for times, name in FAR.items()}
         points = [
             row
-            | {"distance": middle * (1 if relative else row["cache_size"]), "right": row[part]}
+            | {"distance": middle * row["cache_size"], "right": row[part]}
             | {"low": row[f"{part}_low"], "high": row[f"{part}_high"]}
             for row in document["rows"]
             for part, middle in middles.items()
-            if part in row and not (is_far and part == BEYOND)
+            if part in row
         ]
         panels = panels_by("cache_size", points, "C = ", "distance", "right", "high", "low")
-        x = "distance of the fact" + (" over C" if relative else ", tokens")
-        figure = draw(panels, x=x, y="right answers", log_x=is_far)
+        figure = draw(panels, x="distance of the fact, tokens", y="right answers", log_x=is_far)
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
         return figure, f"{caption}; bars: 95 %"
 

@@ -377,12 +377,8 @@ class Evaluation:
         """Passages to show side by side."""
         return []
 
-    def prepared(self, settings: Any) -> Any:
-        """Settings for a run whose results are shown, not printed as a document."""
-        return settings
-
     def show(self, document: Document, settings: Any) -> None:
-        """Print the results of a run with the prepared settings."""
+        """Print the results of a run with these settings."""
         from kvalign.eval.report.page import print_meanings, print_tables
 
         print_tables(tables := self.tables(document))

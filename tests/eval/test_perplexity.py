@@ -26,7 +26,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import score
 
-ROW = [*SIZES, "first_label", "num_labels", "nll_nats", "perplexity", "low", "high", "tenths"]
+ROW = [*SIZES, "first_label", "nll_nats", "num_labels", "perplexity", "low", "high", "tenths"]
 ROW += ["segments", "bigrams", "tokens", "seconds"]
 
 

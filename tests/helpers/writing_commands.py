@@ -234,7 +234,6 @@ COMMANDS = (
         ("readability.json", "report.html", "plots/*.png"),
         _evaluated,
         rewritten=("readability.json", "report.html", "plots/*.png"),
-        refused="has results of readability already",
     ),
     Command(
         "report",

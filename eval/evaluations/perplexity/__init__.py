@@ -107,13 +107,9 @@ def perplexity(
     """Score every method at every cache size and number evicted.
 
     Returns:
-        A document whose rows have the sizes, first_label (its place in the text), `COLUMNS` (the
-        ratio only with a reference), nll_nats (mean per label), low and high (of the interval; high
-        and ratio_high are None with too few labels), tenths (perplexity of each tenth of the
-        labels) and segments (see `kvalign.eval.protocol.statistics.by_segment`; with a reference
-        both also have ratios), bigrams and tokens (`SLICES`: recall slices as `scores.slices`
-        returns them, with a reference also their ratios), seconds (the labels' share of the time of
-        the run, which also scores what comes before them).
+        A document whose rows have the sizes, what `scores.of_losses` says of the losses, with a
+        reference ratios of all this (ratio, ratio_low, ratio_high) and drift, and seconds (the
+        labels' share of the time of the run, which also scores what comes before them).
 
     Raises:
         UserError: a corpus that ends before the last label.
@@ -229,7 +225,8 @@ class Perplexity(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
-        caption += _shifted(rows)
+        if len({row.get("first_label") for row in rows}) > 1:
+            caption += "; each cache size has labels of its own"
         return self.plot(document), caption
 
     def plot(self, document: Document) -> Figure:
@@ -290,14 +287,6 @@ def _bars(document: Document) -> str:
         return "no bars: too few labels"
     of = f" of the ratio to {reference}" if reference else ""
     return f"bars: 95 % intervals{of}"
-
-
-def _shifted(rows: list[Row]) -> str:
-    """Return what a caption says of labels that differ between cache sizes, as in the paper's
-    protocol and in documents that do not tell the first one.
-    """
-    firsts = {row.get("first_label", row["cache_size"] + 1) for row in rows}
-    return "; each cache size has labels of its own" if len(firsts) > 1 else ""
 
 
 def slice_name(one: Row) -> str:

@@ -121,19 +121,18 @@ def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:
 def of_losses(
     nll: Tensor, cache_size: int, first_label: int, far: Mapping[str, Tensor] = NO_SLICES
 ) -> Row:
-    """Perplexity of losses [N] in nats, its 95 % interval, perplexity by tenth of the text and by
-    segment of the stream, and the `SLICES` of which there are distances; for a paired difference:
-    the ratio. `first_label` is the place of the first one in the text.
+    """Figures of losses [N] in nats; for a paired difference: ratios.
+
+    Returns:
+        first_label (its place in the text), num_labels, nll_nats (mean per label), perplexity, low
+        and high (of its 95 % interval; high is None with too few labels), tenths (perplexity of
+        each tenth of the labels), segments (`by_segment`), and the `SLICES` of which there are
+        distances (`slices`).
     """
-    mean = nll.double().mean().item()
-    low, high = interval(nll)
     return {
         "first_label": first_label,
-        "num_labels": len(nll),
-        "nll_nats": mean,
-        "perplexity": math.exp(mean),
-        "low": low,
-        "high": high,
+        "nll_nats": nll.double().mean().item(),
+        **_figures(nll),
         "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         "segments": by_segment(nll, cache_size, first_label - cache_size - 1),
         **{
@@ -201,14 +200,14 @@ def slices(nll: Tensor, far: Tensor, cache_size: int, edges: Sequence[float]) ->
         slice's own labels), None without labels.
     """
     slices = [
-        _slice(nll[(far > low * cache_size) & (far <= high * cache_size)])
+        _figures(nll[(far > low * cache_size) & (far <= high * cache_size)])
         | {"from": low, "to": high if math.isfinite(high) else None}
         for low, high in pairwise((0.0, *edges, math.inf))
     ]
-    return [*slices, _slice(nll[far == 0]) | {"from": None, "to": None}]
+    return [*slices, _figures(nll[far == 0]) | {"from": None, "to": None}]
 
 
-def _slice(nll: Tensor) -> Slice:
+def _figures(nll: Tensor) -> Slice:
     if not len(nll):
         return {"num_labels": 0, "perplexity": None, "low": None, "high": None}
     low, high = interval(nll)

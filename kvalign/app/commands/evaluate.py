@@ -18,7 +18,6 @@ _WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file o
 
 
 def evaluate(evaluation: Evaluation, settings: Any, as_json: bool) -> Document:
-    settings = settings if as_json else evaluation.prepared(settings)
     document = evaluation.run(settings)
     if not as_json:
         evaluation.show(document, settings)
