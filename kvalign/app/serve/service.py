@@ -30,7 +30,17 @@ from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, Store, digest
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, SessionUpdate, State, Turn
+from kvalign.app.serve.turn import (
+    AnswerRow,
+    Answers,
+    End,
+    Piece,
+    Put,
+    Rules,
+    SessionUpdate,
+    State,
+    Turn,
+)
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Request
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -235,9 +245,8 @@ class Service:
         put(Piece(0, session.answer))
         dropped = method.sizes.num_dropped
         num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
-        said = session.ids[num_before:].tolist()
-        num = reading.num_thoughts(self.tokenizer, said)
-        put(End(0, session.finish, session.num_new, num_evicted, num))
+        num_thoughts = reading.num_thoughts(self.tokenizer, session.ids[num_before:].tolist())
+        put(End(0, session.finish, session.num_new, num_evicted, num_thoughts))
         return answers
 
     def _method_for(self, num_sinks: int) -> Method:
@@ -310,6 +319,7 @@ class Service:
         if constraint is not None:
             ends = self.json_ends
             sampling = replace(sampling, no_repeat_ngram_size=0)  # JSON repeats itself
+        rules = Rules(sampling, self.tokenizer, ends, put, request.num_top, constraint, reading)
         answers = Answers(len(pairs) * num_choices, reading)
         for number, (session, new) in enumerate(pairs):
             before = self._goes_on(session)
@@ -317,7 +327,7 @@ class Service:
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, text = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             update = (
-                SessionUpdate(self.sessions, messages, session, ids, self._writer, put, reading)
+                SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
                 if messages
                 else None
             )
@@ -326,22 +336,8 @@ class Service:
             if text is not None:
                 ids, num_cached, start = text, 0, None
                 answers.num_reencoded += max(0, len(text) - len(new))
-            rows = [
-                AnswerRow(
-                    sampling,
-                    number * num_choices + draw,
-                    ids,
-                    method,
-                    self.tokenizer,
-                    ends,
-                    put,
-                    draw,
-                    request.num_top,
-                    constraint,
-                    reading,
-                )
-                for draw in range(num_choices)
-            ]
+            numbers = range(number * num_choices, (number + 1) * num_choices)
+            rows = [AnswerRow(rules, x, draw, ids, method) for draw, x in enumerate(numbers)]
             state, changes = None, list[Change]()
             if start is None:
                 state = self.sessions.state(session) if num_cached else None

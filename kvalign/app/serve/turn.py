@@ -46,11 +46,22 @@ class TokenLogprob:
         return self.spelled.decode(errors="replace")
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Rules by which the answers of a request are chosen, read and told."""
+
+    sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase
+    ends: Collection[int]  # tokens that end one
+    put: Put
+    num_top: int | None  # likeliest tokens that are told beside each; None: no logprobs are
+    constraint: Callable[[int], LogitsProcessor] | None  # to a form, after so many tokens
+    reading: Reading  # its special tokens are shown
+
+
 class AnswerRow(Row):
     """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
-    tokens before it, `ends` end it, and it draws with seed + `draw`. With
-    `num_top` each token is shown with its logprob; a `constraint` gives it a form. Its text shows
-    the special tokens that `reading` looks for.
+    tokens before it, and it draws with seed + `draw`.
 
     Attributes:
         turn: whose answer it is, once that has begun.
@@ -60,36 +71,21 @@ class AnswerRow(Row):
 
     turn: Turn
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        index: int,
-        ids: Tensor,
-        method: Method,
-        tokenizer: PreTrainedTokenizerBase,
-        ends: Collection[int],
-        put: Put,
-        draw: int,
-        num_top: int | None,
-        constraint: Callable[[int], LogitsProcessor] | None,
-        reading: Reading,
-    ):
+    def __init__(self, rules: Rules, index: int, draw: int, ids: Tensor, method: Method):
         before, device = ids.tolist(), method.model.device
+        sampling, tokenizer, reading = rules.sampling, rules.tokenizer, rules.reading
         unknown = unknown_ids(tokenizer, method.model.config.vocab_size)
         drawing = sampling.of_row(device, draw, unknown)
-        if constraint is not None:  # before what chooses among the likeliest
-            drawing["processors"].insert(0, constraint(len(before)))
+        if rules.constraint is not None:  # before what chooses among the likeliest
+            drawing["processors"].insert(0, rules.constraint(len(before)))
             drawing["draws"] = None
         super().__init__(ids[None].to(device), **drawing, lookup=sampling.lookup)
-        self.index, self._put = index, put
-        self._sizes, self._num_before = method.sizes, len(before)
+        self.rules, self.index, self._sizes, self._num_before = rules, index, method.sizes, len(ids)
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
-        self._answer = Answer(tokenizer, before, sampling, ends, reading.spelled(tokenizer))
+        self._answer = Answer(tokenizer, before, sampling, rules.ends, reading.spelled(tokenizer))
         self._single = Reader(reading) if reading.is_single else None
         self.token_ids = self._answer.token_ids
-        self._num_top, self._tokenizer, self._ends = num_top, tokenizer, ends
-        self._reading = reading
         self._num_said = 0  # characters of its tokens so far
 
     @property
@@ -109,10 +105,6 @@ class AnswerRow(Row):
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
-    @property
-    def num_thoughts(self) -> int:
-        return self._reading.num_thoughts(self._tokenizer, self.token_ids)
-
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         super().append(token, token_ids, logits)
         piece, text = self._answer.take(token_ids[0])
@@ -123,7 +115,7 @@ class AnswerRow(Row):
                 self._answer.finish = "stop"
         logprobs = self._logprobs_of(logits, token_ids[0], piece)
         if text or logprobs:
-            self._put(Piece(self.index, text, logprobs))
+            self.rules.put(Piece(self.index, text, logprobs))
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is this row's alone."""
@@ -139,13 +131,14 @@ class AnswerRow(Row):
         character, and more where it follows one that no token completes.
         """
         self._num_said += len(piece)
-        if self._num_top is None or token in self._ends:
+        num_top, tokenizer = self.rules.num_top, self.rules.tokenizer
+        if num_top is None or token in self.rules.ends:
             return ()
         logprobs = logits[0].float().log_softmax(-1)
-        values, tokens = logprobs.topk(min(self._num_top, len(logprobs)))
+        values, tokens = logprobs.topk(min(num_top, len(logprobs)))
         best = zip(tokens.tolist(), values.tolist(), strict=True)
-        top = [(token_bytes(self._tokenizer, one), value) for one, value in best]
-        spelled = token_bytes(self._tokenizer, token)
+        top = [(token_bytes(tokenizer, one), value) for one, value in best]
+        spelled = token_bytes(tokenizer, token)
         start = self._num_said - min(len(spelled.decode(errors="replace")), len(piece))
         return (TokenLogprob(spelled, float(logprobs[token]), tuple(top), start),)
 
@@ -241,8 +234,8 @@ class End:
 
     @classmethod
     def of(cls, row: AnswerRow) -> End:
-        num = len(row.token_ids)
-        return cls(row.index, row.finish, num, row.num_evicted, row.num_thoughts)
+        num = row.rules.reading.num_thoughts(row.rules.tokenizer, row.token_ids)
+        return cls(row.index, row.finish, len(row.token_ids), row.num_evicted, num)
 
 
 Event = Piece | End | RequestError
@@ -282,7 +275,6 @@ class SessionUpdate:
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
     put: Put  # told of the end
-    reading: Reading  # of the answer
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: AnswerRow, state: State | None) -> None:
@@ -297,7 +289,7 @@ class SessionUpdate:
                 self.put(error)
 
     def _keep(self, row: AnswerRow, state: State | None) -> None:
-        answer = self.reading.message(row.text)
+        answer = row.rules.reading.message(row.text)
         before, said = self.session.messages_digest, [*self.messages, answer]
         digests = digest(before, said)
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
