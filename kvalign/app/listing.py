@@ -151,27 +151,19 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
         return tables
-    from kvalign.foundation.console import (
-        ROW_WIDTH,
-        Entry,
-        Heading,
-        console_for,
-        fits,
-        print_cards,
-        print_table,
-    )
+    from kvalign.foundation import console
 
-    console = console_for(pipe_width=ROW_WIDTH)
+    at = console.console_for(pipe_width=console.ROW_WIDTH)
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
         titles = [name.replace("_", " ") for name in rows[0]]
-        lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
-        if len(titles) > 2 and not fits(titles, lines, console.width):
-            print_cards(titles, lines, console)
+        lines = [[console.Entry(_text(value)) for value in row.values()] for row in rows]
+        if len(titles) > 2 and not console.fits(titles, lines, at.width):
+            console.print_cards(titles, lines, at)
         else:  # a name and a sentence, which wraps, or a table that has room
             facts = zip(titles, rows[0].values(), strict=True)
-            headings = [Heading(title, isinstance(value, int)) for title, value in facts]
-            print_table(headings, lines, console=console)
+            headings = [console.Heading(title, isinstance(value, int)) for title, value in facts]
+            console.print_table(headings, lines, console=at)
     return tables
 
 

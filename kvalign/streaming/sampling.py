@@ -176,23 +176,18 @@ class Sampling:
         """
         import transformers
 
-        from kvalign.streaming.processors import (
-            KnownTokens,
-            NoRepeatedNGrams,
-            RecentPenalty,
-            RepetitionPenalty,
-        )
+        from kvalign.streaming import processors as ours
 
         processors = transformers.LogitsProcessorList()
         if unknown:
-            processors.append(KnownTokens(unknown))
+            processors.append(ours.KnownTokens(unknown))
         penalty, window = self.repetition_penalty, self.repetition_window
         if self.has_penalty and window:
-            processors.append(RecentPenalty(penalty, window, num_before, earlier))
+            processors.append(ours.RecentPenalty(penalty, window, num_before, earlier))
         elif self.has_penalty:
-            processors.append(RepetitionPenalty(penalty))
+            processors.append(ours.RepetitionPenalty(penalty))
         if self.no_repeat_ngram_size:
-            processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
+            processors.append(ours.NoRepeatedNGrams(self.no_repeat_ngram_size))
         if self.is_greedy:
             return processors
         if self.temperature != 1.0:

@@ -32,15 +32,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import (
-    DIGESTS,
-    SUMS,
-    Before,
-    Count,
-    Entries,
-    MemoryFile,
-    is_of_memory,
-)
+from kvalign.streaming.memory_file import DIGESTS, SUMS, Count, MemoryFile, is_of_memory
 from kvalign.streaming.sampling import Sampling
 
 _CHECKSUM = "sha256"
@@ -205,7 +197,7 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
         nonlocal file, digest_of_file
         if parts and parts[0].shape[2]:
             end = int(tensors[STATE + "seen"]) - saved.num_sinks
-            entries = Entries(parts, end, None if digests is None else digests[0])
+            entries = memory_file.Entries(parts, end, None if digests is None else digests[0])
             file, tensors[SUMS] = memory_file.write(path, entries, before)
             if entries.digests is not None:
                 tensors[DIGESTS] = entries.digests
@@ -301,14 +293,14 @@ def read_saved(
     return checked(kind, document, wrong), tensors
 
 
-def _memory_of(path: Path) -> Before | None:
+def _memory_of(path: Path) -> memory_file.Before | None:
     try:
         saved, tensors = read_saved(SavedStream, path, names=[SUMS, DIGESTS])
     except UserError:
         return None
     if not saved.memory_file or SUMS not in tensors:
         return None
-    return Before(saved.memory_file, tensors[SUMS], tensors.get(DIGESTS))
+    return memory_file.Before(saved.memory_file, tensors[SUMS], tensors.get(DIGESTS))
 
 
 def _of_memory(tensors: dict[str, Tensor]) -> list[str]:

@@ -195,7 +195,7 @@ def test_a_reader_that_does_not_read_is_left():
     answers.turns.append(SimpleNamespace(cancel=lambda: cancelled.append(True)))
     events.put_nowait(Piece(0, "text"))
     form = TextForm("m", Completion(model="m", prompt="?"), answers)
-    stream = EventStream(form, events, timeout=0.05, headers={})
+    stream = EventStream(form, events, timeout=0.05, ignored=())
 
     async def send(message):
         if b"text" in message.get("body", b""):

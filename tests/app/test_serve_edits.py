@@ -6,7 +6,7 @@ import pytest
 from helpers import edited_talks
 from helpers.served import serving
 
-from kvalign.app.serve.prompts import RUN, edits_between
+from kvalign.app.serve.prompts import RUN, Edits
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
@@ -101,11 +101,11 @@ def part(name, num=40):
 )
 def test_what_both_have_in_a_row_is_kept(held, asked, num_kept):
     one, other = ([x for name in names for x in part(name)] for names in (held, asked))
-    again = edits_between(one, other, exactly=4)  # behind each change, unless nothing is
+    again = Edits.between(one, other, exactly=4)  # behind each change, unless nothing is
     behind = sum(stop < len(one) for _, stop, _ in again.changes)
     assert again.num_kept == num_kept - 4 * behind
     assert applied(one, again) == other[: again.num_held]
-    edits = edits_between(one, other)
+    edits = Edits.between(one, other)
     assert edits.num_kept == num_kept
     assert applied(one, edits) == other[: edits.num_held] and edits.num_held < len(other)
     assert edits.num_held == edits.num_kept + edits.num_new
@@ -119,5 +119,5 @@ def test_any_two_texts():
         if rng.random() < 0.7:  # they share something
             at = rng.randrange(len(asked))
             asked[at:at] = held[rng.randrange(len(held) + 1) :]
-        edits = edits_between(held, asked, rng.choice([0, 4, RUN]))
+        edits = Edits.between(held, asked, rng.choice([0, 4, RUN]))
         assert applied(held, edits) == asked[: edits.num_held] and edits.num_held < len(asked)

@@ -15,14 +15,7 @@ from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import lock_file, sha256, write_text, write_whole
-from kvalign.foundation.settings import (
-    NUM_SINKS,
-    OF_WEIGHTS,
-    WEIGHTS,
-    ModelSettings,
-    Settings,
-    option,
-)
+from kvalign.foundation.settings import NUM_SINKS, ModelSettings, Settings, like, option
 from kvalign.models import fetched
 from kvalign.models.fetched import Source
 
@@ -161,7 +154,7 @@ class CompileSettings(MethodSettings, ModelSettings):
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32
     """
 
-    weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
+    weights: str = like(ModelSettings, "weights", "auto", more="")
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
 
 

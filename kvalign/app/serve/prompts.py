@@ -105,15 +105,8 @@ class Prompts:
     def whole_turns(
         self, session: Session, before: Tensor, new: Tensor, num_answer: int
     ) -> tuple[Session, Tensor | None]:
-        """Evict the oldest turns of a session, each as a whole, until a new one fits.
-
-        Args:
-            before: [T] int64, the session's tokens.
-            new: [N] int64, the new turn's tokens.
-            num_answer: longest answer in tokens. Room is left for it, up to half the cache.
-
-        Returns:
-            the session with its new turn; the tokens to encode again, if a turn was evicted.
+        """Evict the oldest turns of a session, as `Talk.evict_turns`, for a new turn [N] after its
+        tokens [T] `before`: the session with it, and the tokens to encode again, if any went.
         """
         keeps_turns = self.settings.evict == "turns"
         turns = (*session.turns, len(before))
@@ -216,31 +209,31 @@ class Edits(NamedTuple):
     def num_new(self) -> int:
         return sum(len(change.new) for change in self.changes)
 
-
-def edits_between(ids: Sequence[int], new_ids: Sequence[int], exactly: int = 0) -> Edits:
-    """Edits after which `ids` are the beginning of `new_ids`, without their last token, which is to
-    be fed. Tokens are kept where a run of them comes in the same order in both, but for the first
-    of each run behind a change: `exactly` of them, at most `RUN`, are encoded again, so that they
-    know what is new. Each token is looked at once.
-    """
-    prefix = new_ids[:-1]
-    runs: dict[tuple[int, ...], list[int]] = {}
-    for j in reversed(range(len(prefix) - RUN + 1)):
-        runs.setdefault(tuple(prefix[j : j + RUN]), []).append(j)  # the first is last
-    changes, num_kept, i, j = list[Change](), 0, 0, 0
-    while True:
-        start = i
-        while i < len(ids) and j < len(prefix) and ids[i] == prefix[j]:
-            i, j = i + 1, j + 1
-        num_kept += i - start
-        run = _next_run(ids, i, runs, j)
-        if run is None:
-            if i < len(ids):
-                changes.append(Change(i, len(ids), []))
-            return Edits(changes, num_kept, j)
-        after = run[0] + exactly, run[1] + exactly
-        changes.append(Change(i, after[0], [*prefix[j : after[1]]]))
-        i, j = after
+    @classmethod
+    def between(cls, ids: Sequence[int], new_ids: Sequence[int], exactly: int = 0) -> "Edits":
+        """Edits after which `ids` are the beginning of `new_ids`, without their last token, which
+        is to be fed. Tokens are kept where a run of them comes in the same order in both, but for
+        the first of each run behind a change: `exactly` of them, at most `RUN`, are encoded again,
+        so that they know what is new. Each token is looked at once.
+        """
+        prefix = new_ids[:-1]
+        runs: dict[tuple[int, ...], list[int]] = {}
+        for j in reversed(range(len(prefix) - RUN + 1)):
+            runs.setdefault(tuple(prefix[j : j + RUN]), []).append(j)  # the first is last
+        changes, num_kept, i, j = list[Change](), 0, 0, 0
+        while True:
+            start = i
+            while i < len(ids) and j < len(prefix) and ids[i] == prefix[j]:
+                i, j = i + 1, j + 1
+            num_kept += i - start
+            run = _next_run(ids, i, runs, j)
+            if run is None:
+                if i < len(ids):
+                    changes.append(Change(i, len(ids), []))
+                return cls(changes, num_kept, j)
+            after = run[0] + exactly, run[1] + exactly
+            changes.append(Change(i, after[0], [*prefix[j : after[1]]]))
+            i, j = after
 
 
 def _next_run(

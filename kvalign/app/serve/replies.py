@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from kvalign.app.serve.reading import Reader
 from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
 from kvalign.app.serve.wire import Request
 
-WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
+HEADERS = WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
 _DISCONNECT = "gone"
 _LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
@@ -245,16 +245,16 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
 
 
 async def whole(
-    form: TextForm, events: Events, receive: Receive, headers: Mapping[str, str]
+    form: TextForm, events: Events, receive: Receive, ignored: Iterable[str]
 ) -> Response:
-    """The complete answer as one document, with these headers."""
+    """The complete answer as one document, with headers, which name the `ignored` fields."""
     answers = form.answers
     parts: list[list[Part]] = [[] for _ in range(answers.num)]
     async for batch in parts_of(answers, events, receive):
         for part in batch:
             parts[part.index].append(part)
     usage = usage_of(answers, [part.end for one in parts for part in one if part.end])
-    return JSONResponse(form.whole(parts, usage), headers={**headers, **warning_of(answers)})
+    return JSONResponse(form.whole(parts, usage), headers=ignored_of(ignored) | warning_of(answers))
 
 
 class EventStream(Response):
@@ -262,11 +262,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, form: TextForm, events: Events, timeout: float, headers: Mapping[str, str]):
+    def __init__(self, form: TextForm, events: Events, timeout: float, ignored: Iterable[str]):
         self.form, self.events, self.timeout = form, events, timeout
         self.status_code, self.background = 200, None
         how = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self.init_headers({**how, **headers} | warning_of(form.answers))
+        self.init_headers(how | ignored_of(ignored) | warning_of(form.answers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(body: str, more: bool = True) -> None:

@@ -23,16 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.replies import (
-    IGNORED,
-    WARNING,
-    ChatForm,
-    Events,
-    EventStream,
-    TextForm,
-    ignored_of,
-    whole,
-)
+from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
@@ -84,10 +75,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         answers = await run_in_threadpool(begin, fields, put)
-        ignored, form = ignored_of(fields.ignored), form_of(name, fields, answers)
+        form = form_of(name, fields, answers)
         if fields.stream:
-            return EventStream(form, events, settings.timeout, ignored)
-        return await whole(form, events, request.receive, ignored)
+            return EventStream(form, events, settings.timeout, fields.ignored)
+        return await whole(form, events, request.receive, fields.ignored)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -150,7 +141,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[WARNING, IGNORED],
+            expose_headers=HEADERS,
         )
     return app
 

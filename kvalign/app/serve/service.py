@@ -17,30 +17,12 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.forms import Constraints, Tools
 from kvalign.app.serve.messages import Message, unsupported
-from kvalign.app.serve.prompts import (
-    RUN,
-    Change,
-    Edits,
-    Prompts,
-    edits_between,
-    new_messages,
-    session_for,
-)
+from kvalign.app.serve.prompts import RUN, Change, Edits, Prompts, new_messages, session_for
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.responses import ResponseRequest
-from kvalign.app.serve.sessions import Session, Sessions, Store, digest
+from kvalign.app.serve.sessions import Session, Sessions, State, Store, digest
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import (
-    AnswerRow,
-    Answers,
-    End,
-    Piece,
-    Put,
-    Rules,
-    SessionUpdate,
-    State,
-    Turn,
-)
+from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, Rules, SessionUpdate, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Request
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -206,7 +188,7 @@ class Service:
         if other is None or self.method.sizes.num_dropped(other.num_fed):
             return None
         held, exactly = other.ids[: other.num_fed].tolist(), self.settings.exactly
-        edits = edits_between(held, ids.tolist(), exactly)
+        edits = Edits.between(held, ids.tolist(), exactly)
         state = self._state(other) if edits.num_kept > RUN else None
         return None if state is None else (state, edits)
 

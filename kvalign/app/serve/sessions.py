@@ -20,6 +20,7 @@ from kvalign.app.serve.messages import Message
 from kvalign.foundation.errors import UserError
 
 _UNNAMED = "~"  # begins the id of a session that no request named
+State = dict[str, Tensor]
 _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
 
@@ -41,7 +42,7 @@ class Session:
     num_fed: int = 0  # tokens that its method has been fed
     num_new: int = 0  # tokens of the last answer
     turns: tuple[int, ...] = ()  # where in `ids` each begins
-    state: dict[str, Tensor] | None = None  # after `num_fed`; None: of nothing, or its file has it
+    state: State | None = None  # after `num_fed`; None: of nothing, or its file has it
     checksum: str = ""  # of its file, if there is one
     number: int = 0  # of its file, higher in what was kept later
 
@@ -77,7 +78,7 @@ class Store:
         assert session.state is not None  # views of buffers, which have more room
         return replace(session, state={name: x.clone() for name, x in session.state.items()})
 
-    def state(self, session: Session) -> dict[str, Tensor]:
+    def state(self, session: Session) -> State:
         """The state of its method, which nobody changes. RequestError as of `put`."""
         assert session.state is not None
         return session.state
@@ -187,7 +188,7 @@ class Sessions:
         longest, session = max(alike, key=lambda pair: pair[0], default=(0, None))
         return session if longest > num_sinks else None
 
-    def state(self, session: Session) -> dict[str, Tensor]:
+    def state(self, session: Session) -> State:
         """Return the state of a session, from its `Store`."""
         return self._store_of(session).state(session)
 

@@ -17,7 +17,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Change
 from kvalign.app.serve.reading import Reader, Reading
-from kvalign.app.serve.sessions import Session, Sessions, digest
+from kvalign.app.serve.sessions import Session, Sessions, State, digest
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import unknown_ids
@@ -28,8 +28,6 @@ from kvalign.streaming.sampling import Sampling
 log = logging.getLogger(__name__)
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
-
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,7 @@ from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import defer_signals
 from kvalign.foundation.settings import DEFAULT_MODEL, flag, like, option
 from kvalign.models import fetched
-from kvalign.streaming.chat import (
-    CALM,
-    EVICT,
-    MOST_OF_ANSWER,
-    MOST_RECALLED,
-    SYSTEM,
-    UNREPEATED,
-    WINDOW,
-    Chat,
-    chat_defaults,
-    num_recalled_for,
-)
+from kvalign.streaming import chat
 from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
 
 if TYPE_CHECKING:
@@ -116,24 +105,24 @@ class ConversationSettings(TalkSettings):
     max_new_tokens: int | None = like(
         Sampling,
         "max_new_tokens",
-        more=f" (default: {MOST_OF_ANSWER}; without a chat template {MAX_NEW_TOKENS})",
+        more=f" (default: {chat.MOST_OF_ANSWER}; without a chat template {MAX_NEW_TOKENS})",
     )
     temperature: float | None = like(
-        Sampling, "temperature", more=f" (default: the model's, else {CALM['temperature']:g})"
+        Sampling, "temperature", more=f" (default: the model's, else {chat.CALM['temperature']:g})"
     )
     top_p: float | None = like(
-        Sampling, "top_p", more=f" (default: the model's, else {CALM['top_p']:g})"
+        Sampling, "top_p", more=f" (default: the model's, else {chat.CALM['top_p']:g})"
     )
     repetition_penalty: float | None = like(
         Sampling,
         "repetition_penalty",
-        more=f" (default: the model's, else {UNREPEATED['repetition_penalty']:g}; 1: off)",
+        more=f" (default: the model's, else {chat.UNREPEATED['repetition_penalty']:g}; 1: off)",
     )
     repetition_window: int | None = like(
-        Sampling, "repetition_window", more=f" (default: {WINDOW})"
+        Sampling, "repetition_window", more=f" (default: {chat.WINDOW})"
     )
     num_recalled: int | None = like(
-        CacheSizes, "num_recalled", more=f"; here at most {MOST_RECALLED}", at_least=1
+        CacheSizes, "num_recalled", more=f"; here at most {chat.MOST_RECALLED}", at_least=1
     )
     keep: str | None = option(
         None,
@@ -169,7 +158,7 @@ class ConversationSettings(TalkSettings):
         return replace(self, model=saved.base_model or DEFAULT_MODEL, weights=weights)
 
 
-class Conversation(Chat):
+class Conversation(chat.Chat):
     """Conversation of the terminal; `path`, if given, is written after each answer."""
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
@@ -182,7 +171,7 @@ class Conversation(Chat):
             self._checksum = checksum_of(settings.state)
         stream = (_resume if is_resumed else _begin)(settings, loaded)
         if settings.evict == "turns":
-            stream.notes[EVICT] = settings.evict
+            stream.notes[chat.EVICT] = settings.evict
         super().__init__(stream, special_tokens=settings.special_tokens)
 
     def answer(self, turn: str | None) -> Iterator[str]:
@@ -288,12 +277,12 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
             num_sinks = opening
         settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
     if settings.memory and settings.num_recalled is None:
-        num = num_recalled_for(settings.cache_size, num_sinks)
+        num = chat.num_recalled_for(settings.cache_size, num_sinks)
         settings = replace(settings, num_recalled=num)
-    defaults = chat_defaults(loaded.model, loaded.tokenizer)
+    defaults = chat.chat_defaults(loaded.model, loaded.tokenizer)
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
-        stream.notes[SYSTEM] = settings.system
+        stream.notes[chat.SYSTEM] = settings.system
     return stream
 
 
@@ -313,7 +302,7 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     if settings.aligner is None and source and source not in checkpoints.ALIGNERS:
         print(f"using {source}, trained here, as before", file=sys.stderr)
     saved = asdict(stream.method.sizes) | {"method": stream.method.name}
-    saved[SYSTEM] = stream.notes.get(SYSTEM)
+    saved[chat.SYSTEM] = stream.notes.get(chat.SYSTEM)
     for name, value in settings.changed().items():
         if name in saved and str(value) != str(saved[name]):
             raise UserError(

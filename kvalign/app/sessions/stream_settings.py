@@ -12,15 +12,7 @@ from kvalign import checkpoints
 from kvalign.cache.sizes import LARGEST_DEFAULT, OF_A_MINI, OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import (
-    OF_WEIGHTS,
-    WEIGHTS,
-    ModelSettings,
-    Settings,
-    flag,
-    like,
-    option,
-)
+from kvalign.foundation.settings import ModelSettings, Settings, flag, like, option
 from kvalign.methods.registry import AUTO, check_name
 from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling, drawing
 
@@ -78,7 +70,7 @@ class MethodSettings(Settings):
 class StreamSettings(MethodSettings, ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
-    weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
+    weights: str = like(ModelSettings, "weights", "auto", more="")
     compile: bool | None = option(
         None,
         help="compile the step: the start is slow, steps are faster, and if possible the step is "
