@@ -58,7 +58,7 @@ def record_of(
         device: its training device; None if it was not trained here.
         packages: those whose versions are recorded.
     """
-    words = settings.command_line(command, leave_out=("resume", "overwrite"))
+    words = settings.command_line(command, leave_out=("overwrite",))
     record: dict[str, Any] = {"command": words, "data": data}
     if device is not None:
         on_gpu = device.type == "cuda"

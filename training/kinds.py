@@ -76,7 +76,6 @@ class NetworkSettings(TrainSettings):
     max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
-    resume: bool = option(True, help="resume an unfinished run of the same settings")
 
     @property
     def folder(self) -> Path:

@@ -52,7 +52,6 @@ _FREE = (
     "target",
     "accelerator",
     "num_threads",
-    "resume",
     "overwrite",
     "judge",
 )
@@ -109,7 +108,7 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     with (
         locked(out, lambda: _summary(runs)),
-        keeping(lambda: _summary(runs) if settings.resume else ""),
+        keeping(lambda: _summary(runs)),
     ):
         for kv, run in runs.items():
             _begin(run, settings, kv in done)
@@ -212,7 +211,7 @@ def _is_of(run: ResumableRun, record: dict[str, Any], settings: NetworkSettings)
     trained.
     """
     is_same = all(record.get(name) == value for name, value in run.config.items())
-    return settings.resume and is_same and (settings.judge or "judged" not in record)
+    return is_same and (settings.judge or "judged" not in record)
 
 
 def _begin(run: ResumableRun, settings: NetworkSettings, is_saved: bool) -> None:
@@ -221,9 +220,9 @@ def _begin(run: ResumableRun, settings: NetworkSettings, is_saved: bool) -> None
     """
     result, is_redone = run.result(), is_saved and settings.overwrite
     is_same = run.config_path.exists() and not run.difference()
-    if settings.resume and is_same and not (result and is_redone):
+    if is_same and not (result and is_redone):
         return
-    if settings.resume and not settings.overwrite and not result:
+    if not settings.overwrite and not result:
         run.state()  # refuses what is not ours to replace
     shutil.rmtree(run.folder, ignore_errors=True)
     run.begin()

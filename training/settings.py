@@ -133,27 +133,18 @@ class TuneSettings(Settings):
         32, help="fewest rows per step; a power of two", at_least=1, at_most=MOST_ROWS
     )
     max_batch_size: int = option(16384, help="most rows per step", at_least=1, at_most=MOST_ROWS)
-    min_lr: float = option(
-        1e-4, help="lowest learning rate; drawn log-uniformly", above=0, at_most=MOST_RATE
+    grace_reports: int = option(
+        2, help="reports before a trial that falls behind may be stopped (ASHA)", at_least=1
     )
-    max_lr: float = option(1e-1, help="highest learning rate", above=0, at_most=MOST_RATE)
-    search: str = option(
-        "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
-    )
-    scheduler: str = option(
-        "asha", help="asha: stop trials that fall behind; none: stop none", choices=("asha", "none")
-    )
-    grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
     reduction_factor: float = option(
-        2, help="asha: one in this many trials continues", above=1, at_most=MOST_RATE
+        2, help="one in this many trials continues", above=1, at_most=MOST_RATE
     )
     num_concurrent: int | None = option(
         None,
-        help="trials at once; asha never stops the first (default: by CPUs)",
+        help="trials at once; the first is never stopped (default: by CPUs)",
         at_least=1,
         at_most=MOST_PROCESSES,
     )
-    cpus_per_trial: int = option(1, help="CPUs for each trial", at_least=1, at_most=MOST_PROCESSES)
     gpus_per_trial: float = option(
         0, help="GPUs for each trial", at_least=0, at_most=MOST_PROCESSES
     )
@@ -161,16 +152,12 @@ class TuneSettings(Settings):
     seed: int = option(
         0, help="random seed, of the draws and of each trial", at_least=0, at_most=2**32 - 1
     )
-    resume: bool = option(True, help="resume an unfinished sweep of the same settings")
     overwrite: bool = option(False, help="replace another sweep in --out")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "lr"):
-            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if low > high:
-                words = name.replace("_", "-")
-                raise UserError(f"--min-{words} {low} is above --max-{words} {high}")
+        if (low := self.min_batch_size) > (high := self.max_batch_size):
+            raise UserError(f"--min-batch-size {low} is above --max-batch-size {high}")
         if self.min_batch_size & (self.min_batch_size - 1):
             raise UserError(f"--min-batch-size must be a power of two, got {self.min_batch_size}")
 

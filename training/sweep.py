@@ -39,7 +39,7 @@ HIDDEN = ("hidden1", "hidden2")
 POINT = (*HIDDEN, "batch_size", "lr")
 _TRIALS, _ALIGNER = "trials", "aligner"
 # What may differ between a sweep and its resumption.
-_FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
+_FREE = ("data", "model", "out", "ray_address", "overwrite")
 
 # Read by Ray Tune: its new output, which would be printed beside ours; how often it writes down
 # where the sweep is, in seconds; and that Ctrl-C is ours. Ray would end as if all were done.
@@ -118,10 +118,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         progress.say(f"{out} already has this sweep, finished: nothing to do")
         return run.result()
     base = base_settings(settings)
-    with (
-        locked(out, lambda: _summary(out)),
-        keeping(lambda: _summary(out) if settings.resume else ""),
-    ):
+    with locked(out, lambda: _summary(out)), keeping(lambda: _summary(out)):
         if state == "new":
             for name in (_TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
@@ -171,11 +168,9 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
     with _quiet(), ray_session(settings.ray_address) as ray, _locks_in(out / ".ray.partial"):
         from kvalign.training.sweep_ray import trial_of, tuner
 
-        for name in ("CPU", "GPU"):
-            needed = getattr(settings, f"{name.lower()}s_per_trial")
-            has = ray.cluster_resources().get(name, 0)
-            if settings.ray_address is None and needed > has:
-                raise UserError(f"--{name.lower()}s-per-trial {needed}: this machine has {has:g}")
+        needed, has = settings.gpus_per_trial, ray.cluster_resources().get("GPU", 0)
+        if settings.ray_address is None and needed > has:
+            raise UserError(f"--gpus-per-trial {needed}: this machine has {has:g}")
         results = tuner(out / _TRIALS, settings, base).fit()
         return [trial_of(result, out / _TRIALS) for result in results]
 
@@ -219,7 +214,7 @@ def base_settings(settings: TuneSettings) -> NetworkSettings:
         data=settings.data.absolute(),
         out=settings.folder.absolute() / _ALIGNER,
         accelerator="gpu" if settings.gpus_per_trial else "cpu",
-        num_threads=settings.cpus_per_trial,  # for the aligner too: the same sums as the trial's
+        num_threads=1,  # for the aligner too: the same sums as the trial's
         overwrite=True,
         judge=False,  # trials are compared by the error that is tuned
         **{name: getattr(settings, name) for name in same},
@@ -231,5 +226,4 @@ def _state(run: ResumableRun, settings: TuneSettings) -> State:
     is_ours = run.config_path.exists()
     if settings.overwrite and (not is_ours or run.difference() or run.result()):
         return "new"
-    state = run.state()
-    return "new" if state == "unfinished" and not settings.resume else state
+    return run.state()

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from ray import tune
 from ray.tune.experiment import Trial as RayTrial
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import BasicVariantGenerator
 
 from kvalign.aligners import NetworkAligner
@@ -30,32 +30,29 @@ from kvalign.training.sweep import HIDDEN, POINT, Trial, settings_at
 # Which report it would be, had an epoch exactly as many as asked: large batches are few, so an
 # epoch of them has some more reports, and equal numbers are not equal amounts of data.
 PLACE = "place"
+LEARNING_RATES = 1e-4, 1e-1
 
 
 def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.Tuner:
     """All trials, which share `base`, or those that a killed sweep has not finished in a folder."""
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, base=base, folder=folder),
-        {"cpu": settings.cpus_per_trial, "gpu": settings.gpus_per_trial},
+        {"cpu": 1, "gpu": settings.gpus_per_trial},
     )
     if list(folder.glob("experiment_state-*.json")):
         return tune.Tuner.restore(str(folder), trainable, restart_errored=True)
     space = {
         **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
         "batch_size": tune.choice(list(settings.batch_sizes)),
-        "lr": tune.loguniform(settings.min_lr, settings.max_lr),
+        "lr": tune.loguniform(*LEARNING_RATES),
     }
-    sizes = {name: getattr(base, f"{base.target}_{name}") for name in HIDDEN}
-    defaults = {**sizes, "batch_size": base.batch_size, "lr": base.lr}
     config = tune.TuneConfig(
         metric="val_loss",
         mode="min",
         num_samples=settings.num_trials,
         scheduler=scheduler(settings),
         search_alg=BasicVariantGenerator(
-            points_to_evaluate=[defaults] if settings.search == "defaults-first" else None,
-            max_concurrent=settings.num_concurrent or 0,
-            random_state=settings.seed,
+            max_concurrent=settings.num_concurrent or 0, random_state=settings.seed
         ),
         trial_name_creator=_name,
         trial_dirname_creator=_name,
@@ -65,10 +62,8 @@ def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.T
     return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 
-def scheduler(settings: TuneSettings) -> TrialScheduler:
+def scheduler(settings: TuneSettings) -> ASHAScheduler:
     """Scheduler that stops trials, comparing them at the same amount of data."""
-    if settings.scheduler == "none":
-        return FIFOScheduler()
     return ASHAScheduler(
         time_attr=PLACE,
         # Beyond the last report: at `max_t` itself every trial would be stopped.

@@ -66,7 +66,7 @@ def killed(recorded, tmp_path_factory) -> SimpleNamespace:
     """
     out = tmp_path_factory.mktemp("sweep") / "out"
     small = dict(num_trials=2, max_epochs=1, hidden_sizes=(4, 8), max_batch_size=64)
-    small |= dict(num_concurrent=1, scheduler="none")
+    small |= dict(num_concurrent=1, grace_reports=6)
     settings = TuneSettings(target="key", data=recorded.folder, out=out, **small)
     words = settings.command_line("tune").split()[1:]
     command = [sys.executable, "-m", "kvalign", *words]

@@ -20,7 +20,7 @@ from kvalign.training.kinds import TRAINERS
     [
         ("--data d --objective kl", "--objective is for kvalign train table or table-network, not"),
         ("table --data=d", "--data is for kvalign train network, not table"),
-        ("table --no-resume", "--resume is for kvalign train network, not table"),
+        ("table --patience 3", "--patience is for kvalign train network, not table"),
     ],
 )
 def test_flags_of_another_kind_are_refused(words, message, capsys):
