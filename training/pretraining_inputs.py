@@ -71,15 +71,6 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     if settings.arch == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(**common, **no_dropout)
-    elif settings.arch == "opt":
-        config = transformers.OPTConfig(
-            **common,
-            ffn_dim=4 * hidden,
-            word_embed_proj_dim=hidden,
-            dropout=0.0,
-            attention_dropout=0.0,
-            pad_token_id=None,
-        )
     else:
         config = transformers.LlamaConfig(
             **common,

@@ -217,7 +217,7 @@ def pretrain(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
     if not as_json:
         print(json.dumps(figures))  # all that there is to say
         say_written(settings.out)
-        if settings.arch in ("gpt2", "opt") or settings.is_recall:
+        if settings.arch == "gpt2" or settings.is_recall:
             corpus = ["--corpus", "recall"] if settings.is_recall else []
             say_next("train", "table", "--model", settings.out, *corpus)
         else:
