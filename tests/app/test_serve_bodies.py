@@ -36,8 +36,13 @@ MANY = {
     "fields": (Chat, json.dumps(dict.fromkeys(range(90_000), 1)).encode()),
 }
 
+QUICK = ("messages: whole", "prompt: mixed")
 
-@pytest.mark.parametrize("what", MANY)
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(x, marks=pytest.mark.slow if x not in QUICK else ()) for x in MANY],
+)
 def test_the_first_fault_ends_it(what):
     kind, body = MANY[what]
     begun = time.process_time()
