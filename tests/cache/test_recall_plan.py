@@ -3,8 +3,6 @@ before it, and a saved stream keeps its own.
 """
 
 import json
-import logging
-from dataclasses import asdict
 
 import pytest
 from helpers.methods import tables
@@ -12,7 +10,6 @@ from helpers.tiny_models import tiny_model
 
 import kvalign
 from kvalign import checkpoints
-from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import warn_once
 from kvalign.memory import plan
@@ -20,7 +17,6 @@ from kvalign.memory.plan import FILE, PLANS, RecallPlan, in_cache
 from kvalign.methods import make_method
 from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
-from kvalign.streaming import stream_file
 
 SIZES = dict(cache_size=32, num_sinks=2, memory=60)
 
@@ -40,11 +36,6 @@ def write(model, path, places="age", **fields):
     fields |= dict(recall_places=places, embedding_fingerprint=embedding_fingerprint(model))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RecallPlan(base_model="my-gpt2", **fields).model_dump_json())
-
-
-def as_before(one):
-    """What a file has said of these sizes."""
-    return asdict(one) | dict.fromkeys({*OF_MEMORY[2:]} & asdict(one).keys())
 
 
 def recall_of(model, aligner, **asked):
@@ -75,8 +66,8 @@ def test_a_plan_of_another_model_does_not_count_and_a_damaged_one_is_named(learn
         recall_of(learned, tables(learned))
 
 
-def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch, caplog):
-    """A file of before says nothing of it: by age, in all layers."""
+def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch):
+    """Where nothing was asked for nor measured: by age, in all layers."""
     monkeypatch.setattr(plan, "cache_dir", lambda: tmp_path / "cache")  # that of kernels stays
     model = tiny_model("llama", head_dim=16, vocab_size=8192)
     model.config._name_or_path = "my-llama"
@@ -86,13 +77,9 @@ def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch, caplog):
         path = tmp_path / f"{len(asked)}.safetensors"
         stream = kvalign.stream(model, tokenizer, "The island " * 14, **how, **asked)
         "".join(stream)
-        with monkeypatch.context() as patch:
-            if not asked:
-                patch.setattr(stream_file, "asdict", as_before)
-            stream.save(path)
+        stream.save(path)
         write(model, in_cache("my-llama"), "rank", recall_layers="0:2")
-        with caplog.at_level(logging.WARNING):
-            again = kvalign.load_stream(path, model, tokenizer)
+        again = kvalign.load_stream(path, model, tokenizer)
         assert again.method.sizes == stream.method.sizes
         in_cache("my-llama").unlink()
         for one in (again, stream):

@@ -141,7 +141,7 @@ def test_a_loaded_stream_takes_other_sampling(gpt2, tmp_path):
 
 @pytest.mark.slow
 def test_another_tokenizer_is_refused(gpt2, tmp_path):
-    """Not one to which tokens were added, nor where the file is of before and does not say."""
+    """But not one to which tokens were added."""
     path = tmp_path / "talk.safetensors"
     stream = begin(gpt2)
     list(itertools.islice(stream, 30))
