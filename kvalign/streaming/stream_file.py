@@ -7,7 +7,7 @@ re-encoding the text would give another stream. What a memory stores is in a sec
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -156,26 +156,21 @@ def save(
     *,
     ids: Tensor,
     num_fed: int,
-    num_new: int,
     state: dict[str, Tensor],
     generator: torch.Generator,
-    notes: dict[str, str],
-    answers: Sequence[tuple[int, int]] = (),
+    **about: Any,
 ) -> str:
-    """Write a stream of ids [T] int64, as of `write`; `state` is that after `num_fed` tokens."""
+    """Write a stream of ids [T] int64, as of `write`; `state` is that after `num_fed` tokens, and
+    `about` has the other fields of `SavedStream`.
+    """
+    own = asdict(method.sizes) | SavedStream.of_model(method.model) | asdict(digests) | about
     saved = SavedStream(
         method=method.name,
-        **asdict(method.sizes),
-        **SavedStream.of_model(method.model),
-        aligner=digests.aligner,
         sampling=asdict(sampling),
         device=method.model.device.type,
         num_fed=num_fed,
-        num_new=num_new,
         is_emptied=num_fed > 0 and not state,
-        tokenizer=digests.tokenizer,
-        notes=notes,
-        answers=[*answers],
+        **own,
     )
     tensors = {STATE + name: x for name, x in state.items()}
     return write(path, saved, tensors | {"ids": ids, "generator": generator.get_state()})

@@ -318,10 +318,10 @@ class TextStream(NotPickled):
             self.sampling,
             ids=torch.tensor(self.ids, dtype=torch.int64),
             num_fed=self.num_fed,
-            num_new=len(self.token_ids),
-            answers=self.answers,
             state=self.method.state(),
             generator=self.generator,
+            num_new=len(self.token_ids),
+            answers=self.answers,
             notes=self.notes,
         )
 

@@ -20,16 +20,8 @@ from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
-_NOTES = {
-    "said": "messages_digest",
-    "asked": "turn_digest",
-    "request": "request",
-    "fields": "fields",
-    "answer": "answer",
-    "tools": "tools",
-    "finish": "finish",
-}
-"""Fields of a session by the names of a file's notes."""
+_NOTES = ("messages_digest", "turn_digest", "request", "fields", "answer", "tools", "finish")
+"""Fields of a session that are notes of its file."""
 _SUFFIX = ".safetensors"
 
 
@@ -92,11 +84,10 @@ class InFolder(Store):
         path = self._path(session.id)
         if stream_file.checksum_of(path) != session.checksum:
             raise damaged(session.id)
-        notes = {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
-        notes[_OF] = _digest(session.ids)
         self.last += 1
-        notes[_NUMBER] = str(self.last)
-        notes |= {note: getattr(session, name) for note, name in _NOTES.items()}
+        notes = {name: getattr(session, name) for name in _NOTES}
+        notes |= {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
+        notes |= {_OF: _digest(session.ids), _NUMBER: str(self.last)}
         if session.system is not None:
             notes[SYSTEM] = session.system
         checksum = stream_file.save(
@@ -171,7 +162,7 @@ class InFolder(Store):
         return Session(
             id=saved.notes[_ID],
             state=None,
-            **{name: saved.notes[note] for note, name in _NOTES.items()},
+            **{name: saved.notes[name] for name in _NOTES},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
             ids=tensors["ids"],

@@ -45,7 +45,8 @@ class Service:
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
-        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults)
+        how = dict(num_streams=settings.max_streams, is_edited=settings.edit)
+        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults, **how)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         self.json_ends = end_ids(loaded.model, self.tokenizer)
         self.constraints = Constraints(self.tokenizer, self.json_ends)

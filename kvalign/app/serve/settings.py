@@ -81,14 +81,6 @@ class ServeSettings(TalkSettings):
         30.0, help="seconds for a client to send a request, and to receive a piece", above=0
     )
 
-    @property
-    def num_streams(self) -> int:
-        return self.max_streams
-
-    @property
-    def is_editable(self) -> bool:
-        return self.edit
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.without_key and self.api_key is not None:

@@ -55,6 +55,12 @@ class TalkSettings(StreamSettings):
         help="special tokens in messages, such as <|im_end|>, act as special tokens; by "
         "default they are plain text",
     )
+    temperature: float | None = like(
+        Sampling, "temperature", more=f" (default: the model's, else {chat.CALM['temperature']:g})"
+    )
+    top_p: float | None = like(
+        Sampling, "top_p", more=f" (default: the model's, else {chat.CALM['top_p']:g})"
+    )
     stop_at_end: bool | None = like(Sampling, "stop_at_end", more=" (the default)")
 
     def __post_init__(self) -> None:
@@ -73,7 +79,14 @@ class TalkSettings(StreamSettings):
         """
         if self.model:
             return self
-        model = _fetched_model()
+        model = next(filter(fetched.model_path, fetched.MODELS), None)
+        if model is None:
+            name, source = next(iter(fetched.MODELS.items()))
+            raise UserError(
+                f"no model that can answer is here: fetch one ({fetched.how_to_fetch(name)}, "
+                f"{source.size}), or name yours with --model ({DEFAULT_MODEL} ships, and only goes "
+                "on with what you write)"
+            )
         print(f"model {model}: fetched (--model names another)", file=sys.stderr)
         return replace(self, model=model)
 
@@ -94,11 +107,6 @@ class ConversationSettings(TalkSettings):
         kvalign chat --model gpt2-mini --say "Who lived on the island?" --state talk.safetensors
     """
 
-    model: str = option(
-        "",
-        help="shipped name, hub id or folder of a causal LM (default: that of --state, else a "
-        "fetched one that can answer)",
-    )
     system: str | None = option(
         None, help="instructions to the model before the first turn, never evicted"
     )
@@ -106,12 +114,6 @@ class ConversationSettings(TalkSettings):
         Sampling,
         "max_new_tokens",
         more=f" (default: {chat.MOST_OF_ANSWER}; without a chat template {MAX_NEW_TOKENS})",
-    )
-    temperature: float | None = like(
-        Sampling, "temperature", more=f" (default: the model's, else {chat.CALM['temperature']:g})"
-    )
-    top_p: float | None = like(
-        Sampling, "top_p", more=f" (default: the model's, else {chat.CALM['top_p']:g})"
     )
     repetition_penalty: float | None = like(
         Sampling,
@@ -134,7 +136,8 @@ class ConversationSettings(TalkSettings):
     )
     state: Path | None = option(
         None,
-        help="file of the conversation: resumed if it exists, written after each answer",
+        help="file of the conversation: resumed if it exists, with its model, and written after "
+        "each answer",
         writes="file",
     )
 
@@ -247,19 +250,6 @@ class Conversation(chat.Chat):
         )
 
 
-def _fetched_model() -> str:
-    """A fetched model, which can answer; those that ship only write."""
-    for name in fetched.MODELS:
-        if fetched.model_path(name):
-            return name
-    name, source = next(iter(fetched.MODELS.items()))
-    raise UserError(
-        f"no model that can answer is here: fetch one ({fetched.how_to_fetch(name)}, "
-        f"{source.size}), or name yours with --model ({DEFAULT_MODEL} ships, and only goes on with "
-        "what you write)"
-    )
-
-
 def of_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Addition to a line about a model, if it has no chat template."""
     return "" if tokenizer.chat_template else "; no chat template, so turns are plain text"
@@ -290,14 +280,8 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.text_stream import load_stream
 
     assert settings.state is not None
-    stream = load_stream(
-        settings.state,
-        loaded.model,
-        loaded.tokenizer,
-        aligner=settings.aligner,
-        compile=settings.compile,
-        **settings.sampling(),
-    )
+    how = dict(aligner=settings.aligner, compile=settings.compile, **settings.sampling())
+    stream = load_stream(settings.state, loaded.model, loaded.tokenizer, **how)
     source = getattr(getattr(stream.method, "aligner", None), "source", None)
     if settings.aligner is None and source and source not in checkpoints.ALIGNERS:
         print(f"using {source}, trained here, as before", file=sys.stderr)

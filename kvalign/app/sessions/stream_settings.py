@@ -100,16 +100,6 @@ class StreamSettings(MethodSettings, ModelSettings):
             name, _, rest = str(error).partition(" ")
             raise UserError(f"{flag(name)} {rest}") from None
 
-    @property
-    def num_streams(self) -> int:
-        """Number of streams at once, for which a default --cache-size leaves memory."""
-        return 1
-
-    @property
-    def is_editable(self) -> bool:
-        """Return whether `auto` must choose a method whose streams can be edited."""
-        return False
-
     def load(self) -> LoadedModel:
         """The model and its tokenizer; an unknown method is refused before anything is loaded."""
         from kvalign.foundation.machine import AUTO as AUTO_DEVICE
@@ -132,27 +122,28 @@ class StreamSettings(MethodSettings, ModelSettings):
         prompt: Sequence[int] = (),
         num_sinks: int | None = None,
         defaults: Mapping[str, Any] | None = None,
+        num_streams: int = 1,
+        is_edited: bool = False,
     ) -> TextStream:
-        """A new stream; the choice of `auto` is told on stderr, `defaults` hold without a flag."""
+        """A new stream; what was chosen is told on stderr.
+
+        Args:
+            defaults: sampling without a flag.
+            num_streams: at once, for which a default --cache-size leaves memory.
+            is_edited: `auto` chooses a method whose streams can be edited.
+        """
         from kvalign.methods import make_chosen
         from kvalign.methods.choice import choose, needs_cache
         from kvalign.streaming.text_stream import TextStream
 
         size, aligner, sizes = self.cache_size, self.aligner, self.sizes()
-        cached = self.is_editable or needs_cache(sizes)
+        cached = is_edited or needs_cache(sizes)
         choice = choose(loaded.model, self.method, cache_size=size, aligner=aligner, cached=cached)
         if choice.note:
             print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
-        streaming = make_chosen(
-            choice,
-            loaded.model,
-            size,
-            self.compile,
-            num_sinks=num_sinks,
-            num_streams=self.num_streams,
-            **sizes,
-        )
+        sizes |= {"num_sinks": num_sinks, "num_streams": num_streams}
+        streaming = make_chosen(choice, loaded.model, size, self.compile, **sizes)
         text_stream = TextStream(loaded.tokenizer, streaming, Sampling(**how))
         if prompt:
             text_stream.feed(prompt)
