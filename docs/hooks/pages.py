@@ -12,14 +12,13 @@ Parts that only the site has:
 | `<!-- lanes -->` | the page of a cache at work, in a frame |
 """
 
-import dataclasses
+import argparse
+import functools
 import inspect
 import posixpath
 import re
-import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -27,8 +26,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import kvalign
+from kvalign.app.cli.arguments import add_arguments
 from kvalign.app.cli.catalogue import COMMANDS, Command
-from kvalign.foundation.settings import Settings, flag, without_none
+from kvalign.foundation.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -38,7 +38,6 @@ ELSEWHERE |= {f"results/{page.name}": f"eval/results/{page.name}" for page in RE
 ELSEWHERE |= {f"images/{one.name}": f"eval/results/{one.name}" for one in RESULTS.glob("*.png")}
 LANES = "lanes.html"
 
-_TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 _LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]+)?\)")
 
 
@@ -55,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     made: dict[str, Callable[[], str]] = {
         "<!-- public -->": public,
         "<!-- commands -->": commands,
-        "<!-- lanes -->": lanes,
+        "<!-- lanes -->": lambda: f'<iframe src="{LANES}" title="A cache at work"></iframe>\n',
     }
     for line, make in made.items():
         if line in markdown.splitlines():
@@ -99,11 +98,6 @@ def public() -> str:
     return "\n".join(rows) + "\n"
 
 
-def lanes() -> str:
-    """Frame with the page of a cache at work."""
-    return f'<iframe src="{LANES}" title="A cache at work"></iframe>\n'
-
-
 def commands() -> str:
     """Section for each command and kind, in the order of `kvalign --help`."""
     return "\n".join(
@@ -115,43 +109,10 @@ def commands() -> str:
 
 def _section(command: str, settings: type[Settings]) -> str:
     about, _, example = inspect.cleandoc(settings.__doc__ or "").partition("Example:")
-    hints = typing.get_type_hints(settings)
-    rows = "".join(_row(one, hints[one.name]) for one in dataclasses.fields(settings))
+    width = functools.partial(argparse.HelpFormatter, max_help_position=28, width=100)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=width, add_help=False)
+    add_arguments(parser, settings)
     return (
         f"## `kvalign {command}`\n\n{about.strip()}\n\n```bash\n{example.strip()}\n```\n\n"
-        f"| flag | takes | default | |\n|---|---|---|---|\n{rows}"
+        f"```text\n{parser.format_help().strip()}\n```\n"
     )
-
-
-def _row(field: dataclasses.Field, hint: Any) -> str:
-    name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-    cells = [
-        f"`{name}`",
-        _takes(hint, field.metadata, field.default is not False),
-        _default(field),
-        field.metadata["help"],
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-def _takes(hint: Any, metadata: Any, has_no: bool) -> str:
-    hint = without_none(hint)
-    if hint is bool:
-        return "nothing; `--no-` turns it off" if has_no else "nothing"
-    if metadata["choices"]:
-        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
-    if typing.get_origin(hint) is tuple:
-        how = "each with the flag" if metadata["repeats"] else "by commas"
-        return f"{_TAKES[typing.get_args(hint)[0]]}s, {how}"
-    return _TAKES[hint]
-
-
-def _default(field: dataclasses.Field) -> str:
-    if field.default is dataclasses.MISSING:
-        return "required"
-    if field.default is None or field.default == "":
-        return ""
-    if isinstance(field.default, bool):
-        return "on" if field.default else "off"
-    items = field.default if isinstance(field.default, tuple) else (field.default,)
-    return f"`{','.join(map(str, items))}`"
