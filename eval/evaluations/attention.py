@@ -13,18 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol import (
     Column,
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
     corpus_option,
-    plot_option,
 )
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.statistics import mean_interval
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSettings(ComparisonSettings):
+class AttentionSettings(DrawnSettings):
     """Show which entries receive attention, by layer, head and position: before any eviction, and
     when the sinks are evicted.
 
@@ -61,7 +59,6 @@ class AttentionSettings(ComparisonSettings):
         16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_ITEMS
     )
     num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
-    plot: Path | None = plot_option("the weights as a picture")
 
     def __post_init__(self) -> None:
         super().__post_init__()

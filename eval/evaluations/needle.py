@@ -20,19 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.protocol import (
     METHODS_AND_DENSE,
     Column,
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
     corpus_option,
-    plot_option,
     seed_option,
     share_column,
 )
@@ -43,8 +41,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.eval.protocol.questions import Ask, Stop
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
@@ -154,7 +150,7 @@ KINDS: dict[str, tuple[int, Callable[[list[str], random.Random], Hidden]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleSettings(ComparisonSettings):
+class NeedleSettings(DrawnSettings):
     """Hide codes in a real text, and ask for each some distance later: how far back a stream can
     read. For models that copy from their context (`--model smollm2-135m-instruct`).
 
@@ -185,7 +181,6 @@ class NeedleSettings(ComparisonSettings):
         10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the codes, the same for each method")
-    plot: Path | None = plot_option("methods against distance")
 
 
 @measures(NeedleSettings)
@@ -365,34 +360,26 @@ class NeedleEvaluation(Evaluation):
         "the expected answers that 48 tokens of greedy decoding contain."
     )
     in_summary = ("accuracy",)
+    over = "distance"
     columns = COLUMNS
 
-    def figure(self, document: Document) -> Drawing | None:
-        if len({row["distance"] for row in document["rows"]}) == 1:
-            return None
-        return self.plot(document), f"{_found(document)}, %: {self.title(document)}"
-
-    def plot(self, document: Document) -> Figure:
+    def figure(self, document: Document) -> Drawing:
         """Heat map for each cache size and kind: methods, distances, and the share found."""
         from pandas import DataFrame
 
         from kvalign.eval.drawing import draw_shares
 
-        title, rows = self.title(document), document["rows"]
+        title, rows, panels = self.title(document), document["rows"], {}
         distances = sorted({row["distance"] for row in rows})
-        panels = {}
         groups = grouped(rows, lambda row: (row["cache_size"], row.get("kind")))
         for (size, kind), group in groups.items():
             name = f"{title}, C = {size}" + (f", {kind}" if kind else "")
             points = [row | {"label": label_of(row), "at": f"{row['distance']} C"} for row in group]
             shares = DataFrame(points).pivot_table("accuracy", "label", "at", sort=False)
             panels[name] = shares.reindex(columns=[f"{d} C" for d in distances])
-        found = _found(document).lower()
-        return draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
-
-
-def _found(document: Document) -> str:
-    return "Answers found" if document["rows"][0].get("kind") else "Codes found"
+        found = "answers found" if rows[0].get("kind") else "codes found"
+        figure = draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
+        return figure, f"{found.capitalize()}, %: {title}"
 
 
 EVALUATION = NeedleEvaluation()

@@ -18,16 +18,14 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import (
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
-    plot_option,
     seed_option,
     share_column,
 )
@@ -48,7 +46,7 @@ MOST_STREAMS = 2**12  # each is made token by token
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallSettings(ComparisonSettings):
+class RecallSettings(DrawnSettings):
     """Ask for facts of an endless stream: how much of its cache can a method read?
 
     Example:
@@ -79,7 +77,6 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_STREAMS,
     )
-    plot: Path | None = plot_option("accuracy against distance")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -242,14 +242,14 @@ class StreamEval(Evaluation):
         "that give no right answers. No method knows a line that is no longer in the cache."
     )
     in_summary = ("accuracy", "answer_nll_nats")
+    over = "distance_lines"
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        distances = {row["distance_lines"] for row in rows}
-        if len(distances) == 1 or not any(row["accuracy"] for row in rows):
+        if not any(row["accuracy"] for row in rows):
             return None
         names = ("distance_lines", "answer_nll_nats")
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)

@@ -17,19 +17,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import (
     METHODS_AND_DENSE,
     Column,
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
     corpus_option,
-    plot_option,
     seed_option,
     share_column,
 )
@@ -39,7 +37,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
     from kvalign.eval.protocol.questions import Stop
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToldSettings(ComparisonSettings):
+class ToldSettings(DrawnSettings):
     """State eight facts at the beginning of a conversation, and ask for them after other talk: what
     does a stream still know? For models that answer (`--model smollm2-135m-instruct`).
 
@@ -74,7 +71,6 @@ class ToldSettings(ComparisonSettings):
         4, help="conversations of eight facts each", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the facts, the same for each method")
-    plot: Path | None = plot_option("right answers against other talk")
 
 
 @measures(ToldSettings)
@@ -276,15 +272,10 @@ class Told(Evaluation):
         f"that was told is the likeliest of the eight possible ones: {CHANCE}."
     )
     in_summary = ("accuracy",)
+    over = "talk"
     columns = COLUMNS
 
-    def figure(self, document: Document) -> Drawing | None:
-        if len({row["talk"] for row in document["rows"]}) == 1:
-            return None
-        caption = f"Right answers against other talk, 95 %: {self.title(document)}"
-        return self.plot(document), caption
-
-    def plot(self, document: Document) -> Figure:
+    def figure(self, document: Document) -> Drawing:
         """Right answers against other talk, in a panel for each cache size."""
         from kvalign.eval.drawing import draw, panels_by
 
@@ -292,7 +283,8 @@ class Told(Evaluation):
         names = ("talk", "accuracy", "accuracy_high", "accuracy_low")
         panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
         x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
-        return draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
+        figure = draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
+        return figure, f"Right answers against other talk, 95 %: {title}"
 
 
 EVALUATION = Told()

@@ -44,8 +44,8 @@ SIZES = (
 )
 """Fields that identify a row of results, the first columns of every evaluation: the method; its
 aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
-or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
-lack the label, path, revision, `realign_every` and what is `OF_POLICY`.
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Older documents lack
+the last of these.
 """
 
 FLOOR = "bare"
@@ -159,15 +159,6 @@ class Piece(NamedTuple):
     is_readable: bool
     unknown: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def parts(self) -> list[tuple[str, bool]]:
-        """Text in parts, each with whether it is an unknown token."""
-        parts, done = [], 0
-        for start, end in self.unknown:
-            parts += [(self.text[done:start], False), (self.text[start:end], True)]
-            done = end
-        return [(text, mark) for text, mark in [*parts, (self.text[done:], False)] if text]
-
 
 class Passage(NamedTuple):
     """Text that one method wrote: the part before the first chunk, the chunks, and the rest."""
@@ -199,11 +190,6 @@ def seed_option(of: str, default: int = 0) -> int:
 def corpus_option(what: str) -> str:
     corpus: str = option("python-docs", help=f"{what}: python-docs, wikitext, text:PATH, hub:NAME")
     return corpus
-
-
-def plot_option(what: str) -> Path | None:
-    path: Path | None = option(None, help=f"also draw {what} (.png or .svg)", writes="file")
-    return path
 
 
 METHODS_AND_DENSE: tuple[str, ...] = option(
@@ -303,6 +289,15 @@ class ComparisonSettings(ResultSettings, ModelSettings):
             raise UserError(f"--reference {reference} is not among --methods")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawnSettings(ComparisonSettings):
+    """Base of the settings of evaluations that have a figure of any results."""
+
+    plot: Path | None = option(
+        None, help="also draw the report's figure (.png or .svg)", writes="file"
+    )
+
+
 class Evaluation:
     """Evaluation: its settings, its measurement, and how results are shown.
 
@@ -312,6 +307,7 @@ class Evaluation:
         columns: those of its tables, by their name in a row.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
+        over: column of its figure's x axis; the report has no figure of a single value.
     """
 
     settings: ClassVar[type[ResultSettings]]
@@ -320,6 +316,7 @@ class Evaluation:
     heading: ClassVar[str]
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
+    over: ClassVar[str] = ""
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:
@@ -360,18 +357,16 @@ class Evaluation:
         return [table(title, rows, columns or self.columns, reference) for title, rows in pairs]
 
     def figure(self, document: Document) -> Drawing | None:
-        """Figure for the report, with its caption, if there is one."""
+        """Figure of the results, with its caption, if there is one."""
         return None
 
-    def plot(self, document: Document) -> Figure:
-        """Return the figure that `--plot` draws, of one size or distance, too."""
-        drawing = self.figure(document)
-        assert drawing
-        return drawing[0]
+    def _of_several(self, document: Document) -> Drawing | None:
+        is_one = self.over and len({row[self.over] for row in document["rows"]}) == 1
+        return None if is_one else self.figure(document)
 
     def sections(self, documents: Documents) -> list[Section]:
         """Sections of the report; those without a plot or a table are left out."""
-        return [Section.of(documents, self.heading, self.about, self.figure, self.tables)]
+        return [Section.of(documents, self.heading, self.about, self._of_several, self.tables)]
 
     def panels(self, document: Document) -> list[Panel]:
         """Passages to show side by side."""

@@ -109,7 +109,9 @@ def document(
     if values.get("plot"):
         from kvalign.eval.drawing import save
 
-        save(EVALUATIONS[kind.removeprefix("eval ")].plot(result), Path(values["plot"]))
+        drawing = EVALUATIONS[kind.removeprefix("eval ")].figure(result)
+        assert drawing
+        save(drawing[0], Path(values["plot"]))
     return result
 
 

@@ -15,7 +15,7 @@ from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.eval.protocol import OF_POLICY, ComparisonSettings, Row
-from kvalign.eval.protocol.tables import names_of
+from kvalign.eval.protocol.tables import method_name, names_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -210,10 +210,7 @@ def one_by_one(
 
 
 def title_of(method: Method) -> str:
-    policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
-    memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
-    dtype = " int8" if method.sizes.cache_dtype == "int8" else ""
-    return f"{method.title}{policy}{dtype}{memory} C={method.sizes.cache_size}"
+    return f"{method_name(sizes_of(method))} C={method.sizes.cache_size}"
 
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:

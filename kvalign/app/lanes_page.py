@@ -60,27 +60,26 @@ a memory `lost`, the tokens in it, and `back`, those that were taken back.
 """
 
 
-def page(method: str = "kvalign", controls: bool = True, **how: Any) -> str:
+def page(method: str = "kvalign", **how: Any) -> str:
     """Source of the page: a lane of slots, one for each entry that a step sees, and a method at
-    work on it. `how` are the settings of `_recording`.
+    work on it. `how` are the settings of `_recording`. A reader may choose other methods of these
+    sizes, positions and examples.
 
-    Sizes that the method sets itself come from it. `controls` offer other methods of these sizes,
-    positions and examples. Play, step and restart are always there. An eviction happens `after` a
-    step, as in KV-Align, where a step sees one entry more than the cache keeps; or `before` it, as
-    in other walk-throughs, where a step sees cache_size entries including the new token's.
+    Sizes that the method sets itself come from it. An eviction happens `after` a step, as in
+    KV-Align, where a step sees one entry more than the cache keeps; or `before` it, as in other
+    walk-throughs, where a step sees cache_size entries including the new token's.
 
     With a `memory` of so many tokens each step takes back `num_recalled`. In a model the queries
     choose them; here they are drawn with a fixed seed.
     """
     shown = [_recording(method, **how)]
-    if controls:
-        plain = {name: value for name, value in how.items() if name not in OF_MEMORY}
-        for name in METHODS:
-            if name != method:
-                with suppress(UserError):  # it does not take these sizes
-                    shown.append(_recording(name, **plain))
-        for title, example in EXAMPLES.items():
-            shown.append({**_recording(**example), "title": title})
+    plain = {name: value for name, value in how.items() if name not in OF_MEMORY}
+    for name in METHODS:
+        if name != method:
+            with suppress(UserError):  # it does not take these sizes
+                shown.append(_recording(name, **plain))
+    for title, example in EXAMPLES.items():
+        shown.append({**_recording(**example), "title": title})
     script = Markup("\n").join(map(_inserted, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _TEMPLATES.get_template("lanes.html").render(
@@ -90,7 +89,6 @@ def page(method: str = "kvalign", controls: bool = True, **how: Any) -> str:
         examples=EXAMPLES,
         data={
             "recordings": shown,
-            "controls": controls,
             "num_tokens": NUM_TOKENS,
             "methods": {name: cls.about for name, cls in METHODS.items()},
             "families": FAMILIES,
@@ -170,15 +168,9 @@ def record(name: str, sizes: CacheSizes) -> list[Frame]:
         return [_of_memory(sizes, token) for token in range(NUM_TOKENS)]
     if issubclass(METHODS[name], Cached):
         return _of_cache(sizes)
-    config = GPT2Config(
-        vocab_size=NUM_TOKENS + 1,
-        n_positions=sizes.cache_size + 1,
-        n_embd=2,
-        n_layer=1,
-        n_head=1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    ends = dict(bos_token_id=None, eos_token_id=None)
+    shape: dict[str, Any] = dict(n_positions=sizes.cache_size + 1, n_embd=2, n_layer=1, n_head=1)
+    config = GPT2Config(vocab_size=NUM_TOKENS + 1, **shape, **ends)
     fixed = METHODS[name].fixed
     own = {x: getattr(sizes, x) for x in ("num_sinks", "num_evicted") if x not in fixed}
     model = GPT2LMHeadModel(config).eval()

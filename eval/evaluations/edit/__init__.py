@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import (
     Column,
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
     corpus_option,
-    plot_option,
 )
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.tables import means
@@ -42,7 +40,7 @@ ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgo
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditSettings(ComparisonSettings):
+class EditSettings(DrawnSettings):
     """Cut, replace and insert tokens in the middle of a stream without encoding what follows again:
     how well does it go on, and what does it cost?
 
@@ -79,7 +77,6 @@ class EditSettings(ComparisonSettings):
     num_edits: int = option(
         200, help="edits of each kind and length", at_least=1, at_most=MOST_ROWS
     )
-    plot: Path | None = plot_option("the ways to go on")
 
     def __post_init__(self) -> None:
         super().__post_init__()

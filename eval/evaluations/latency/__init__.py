@@ -14,12 +14,11 @@ from kvalign.eval.protocol import (
     FLOOR,
     KEEP_PARTS,
     Column,
-    ComparisonSettings,
     Document,
     Drawing,
+    DrawnSettings,
     Evaluation,
     Row,
-    plot_option,
     seed_option,
 )
 from kvalign.eval.protocol.document import document, kept, summary_of
@@ -28,13 +27,11 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencySettings(ComparisonSettings):
+class LatencySettings(DrawnSettings):
     """Measure time to the first token, time per token with a full cache, and peak memory. Methods
     take turns, so that a busy moment affects all. The bare step, without any eviction, is the
     floor.
@@ -92,9 +89,6 @@ class LatencySettings(ComparisonSettings):
     )
     seed: int = seed_option("weights, tokens and draws")
     keep: Path | None = KEEP_PARTS
-    plot: Path | None = plot_option(
-        "tokens/s over batch sizes, or with one batch size the time per token over cache sizes"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,6 +226,7 @@ class Latency(Evaluation):
         "longer than the cache, recompute and discard-half read only the part that they keep."
     )
     in_summary = ("mean_ms", "bare_mean_ratio", "ttft_ms", "peak_mb")
+    over = "cache_size"
     columns = COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
@@ -239,21 +234,16 @@ class Latency(Evaluation):
         first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
         return [row for row in first if row["method"] != FLOOR]
 
-    def figure(self, document: Document) -> Drawing | None:
-        rows = document["rows"]
-        if len({row["cache_size"] for row in rows}) == 1:
-            return None
-        caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        return self.plot(document), f"{caption}. {busy(document)}".removesuffix(". ")
-
-    def plot(self, document: Document) -> Figure:
+    def figure(self, document: Document) -> Drawing:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
         from kvalign.eval.drawing import draw, panels_by
 
         title, figures = self.title(document), ("cache_size", "mean_ms", "p99_ms")
         panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
         y = "ms/token (lower is better)\nbars: to the 99th percentile"
-        return draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
+        figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
+        caption = f"Time per token: {title}; bars: to the 99th percentile. {busy(document)}"
+        return figure, caption.removesuffix(". ")
 
 
 EVALUATION = Latency()

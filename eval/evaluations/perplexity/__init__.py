@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvalign.eval.protocol import (
     Column,
-    ComparisonSettings,
     Document,
     Documents,
     Drawing,
+    DrawnSettings,
     Evaluation,
     ResultSettings,
     Row,
     Section,
     Table,
     corpus_option,
-    plot_option,
 )
 from kvalign.eval.protocol.document import measures, summary_of
 from kvalign.eval.protocol.statistics import MIN_POINT, is_reference
@@ -43,14 +42,12 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexitySettings(ComparisonSettings):
+class PerplexitySettings(DrawnSettings):
     """Compare methods by perplexity on the same labels, at all cache sizes; lower is better. The
     labels begin after the first input of the largest cache, which is C + 1 tokens.
 
@@ -80,7 +77,6 @@ class PerplexitySettings(ComparisonSettings):
     stepwise: bool = option(
         False, help="one step per token, even if a faster way gives the same results"
     )
-    plot: Path | None = plot_option("perplexity against cache size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +202,7 @@ class Perplexity(Evaluation):
         "bootstrap. Only rows with equal sinks are judged; window has none."
     )
     in_summary = ("perplexity", "ratio", "drift")
+    over = "cache_size"
     columns = COLUMNS
 
     def select(self, documents: Documents) -> Documents:
@@ -220,23 +217,17 @@ class Perplexity(Evaluation):
         num_labels = document["rows"][0]["num_labels"]
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
-    def figure(self, document: Document) -> Drawing | None:
-        rows = document["rows"]
-        if len({row["cache_size"] for row in rows}) == 1:
-            return None
-        caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
-        if len({row.get("first_label") for row in rows}) > 1:
-            caption += "; each cache size has labels of its own"
-        return self.plot(document), caption
-
-    def plot(self, document: Document) -> Figure:
+    def figure(self, document: Document) -> Drawing:
         """Perplexity (log scale) against cache size, a line with intervals for each method."""
         from kvalign.eval.drawing import draw, perplexities
 
-        title = f"{self.title(document)}\n{_bars(document)}"
-        panels = {title: perplexities(document["rows"], "cache_size")}
+        title, rows = self.title(document), document["rows"]
+        panels = {f"{title}\n{_bars(document)}": perplexities(rows, "cache_size")}
         x, y = "cache size (entries)", "perplexity (lower is better)"
-        return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+        caption = f"Perplexity against cache size: {title}; {_bars(document)}"
+        if len({row.get("first_label") for row in rows}) > 1:
+            caption += "; each cache size has labels of its own"
+        return draw(panels, x=x, y=y, doubling_x=True, log_y=True), caption
 
     def sections(self, documents: Documents) -> list[Section]:
         selection = self.select(documents)

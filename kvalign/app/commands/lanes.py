@@ -29,15 +29,8 @@ class LanesSettings(Settings):
     cache_size: int = option(7, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int = option(3, help="first entries that are never evicted", at_least=0)
     num_evicted: int = option(1, help="entries evicted at once", at_least=1)
-    evicts: str = option(
-        "after",
-        help="when to evict: after a step, as in KV-Align, or before it, so that the step sees "
-        "one entry less",
-        choices=("after", "before"),
-    )
     memory: int = like(CacheSizes, "memory", 0, more="")
     num_recalled: int | None = like(CacheSizes, "num_recalled", at_least=1)
-    controls: bool = option(True, help="let the reader choose other methods and examples")
     overwrite: bool = option(False, help="replace the file")
 
 

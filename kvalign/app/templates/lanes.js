@@ -285,7 +285,6 @@ function setUp() {
     const example = data.recordings.find((one) => one.title === button.dataset.example);
     button.addEventListener("click", () => choose(example, example.shown));
   }
-  for (const element of document.querySelectorAll("[data-control]")) element.hidden = !data.controls;
   $("restart").addEventListener("click", () => { pause(); show(0, false); });
   $("back").addEventListener("click", () => step(-1));
   $("forward").addEventListener("click", () => step(1));
