@@ -237,13 +237,11 @@ def _draw_line(axes: Axes, line: Series, apart: float) -> None:
     compared = 3 if "(" in line.label else 2  # before what it is compared with
     style |= dict(zorder=1.5 if line.is_floor else compared)
     x = [apart * value for value in line.x]
-    if line.high is None:
-        axes.plot(x, line.y, label=line.label, **style)
-        return
-    up = [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)]
+    up = [max(0.0, h - v) for h, v in zip(line.high or line.y, line.y, strict=True)]
     down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
-    axes.errorbar(x, line.y, [down, up], label="_", capsize=3, elinewidth=1, **style)
-    axes.plot([], [], label=line.label, **style)
+    reach = None if line.high is None else [down, up]
+    axes.errorbar(x, line.y, reach, label="_", capsize=3, elinewidth=1, **style)
+    axes.plot([], [], label=line.label, **style)  # in the legend, without whiskers
 
 
 def _double(axes: Axes, x: list[float]) -> None:

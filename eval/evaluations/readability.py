@@ -8,12 +8,21 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.judging import MEASURES, RULES, SHA256, WORD_LIST, Rule, judge, load_words
+from kvalign.eval.judging import (
+    MAX_SPAN,
+    MEASURES,
+    RULES,
+    SHA256,
+    WORD_LIST,
+    Rule,
+    data_of,
+    dense_perplexity,
+    load_words,
+)
 from kvalign.eval.protocol import (
     KEEP_PARTS,
     SIZES,
@@ -119,8 +128,8 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     Returns:
         A document with `prompts` (the continued texts), `rule` (name, about), `word_list` (name,
         num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), seed, and
-        the measures of `kvalign.eval.judging.judge`. For a text, its name is the method, and
-        measures that need the model are None or missing.
+        what `kvalign.eval.judging.chunks.judged` measures, num_tokens and dense_perplexity. For a
+        text, its name is the method, and measures that need the model are None or missing.
 
     Raises:
         UserError: `page` already has results; a text that cannot be read.
@@ -203,7 +212,12 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
 def _written(
     method: Method, prompt: str, sampling: Sampling, loaded: LoadedModel, rule: Rule, bar: Bar
 ) -> list[Row]:
-    """Let a method continue a prompt; return the judgement of the passage."""
+    """Let a method continue a prompt; return the judgement of the passage, with num_tokens and
+    dense_perplexity, which is also low for repetitive text.
+    """
+    import torch
+
+    from kvalign.eval.judging.chunks import judged
     from kvalign.streaming.text_stream import TextStream
 
     stream = TextStream(loaded.tokenizer, method, sampling)
@@ -211,7 +225,12 @@ def _written(
     prompt_ids, before = list(stream.ids), bar.n
     for _ in stream:
         bar.update(before + len(stream.token_ids) - bar.n)
-    return [judge(loaded, prompt_ids, stream.token_ids, rule)]
+    text = loaded.tokenizer.decode(stream.token_ids, skip_special_tokens=True)
+    span = min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
+    parts = (torch.tensor(x, device=loaded.model.device) for x in (prompt_ids, stream.token_ids))
+    perplexity = dense_perplexity(loaded.model, *parts, span)
+    figures = {"num_tokens": len(stream.token_ids), "dense_perplexity": perplexity}
+    return [figures | judged(text, load_words(), rule)]
 
 
 HUMAN = "a human's text"
@@ -356,9 +375,8 @@ def human_row(document: Document) -> Row | None:
 
     if (rule := RULES.get(document["rule"].get("name", ""))) is None:
         return None
-    text = resources.files("kvalign.eval.judging").joinpath("human.txt").read_text("utf-8")
     of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
-    return of_none | {"method": HUMAN} | judged(text, load_words(), rule)
+    return of_none | {"method": HUMAN} | judged(data_of("human.txt"), load_words(), rule)
 
 
 def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) -> Passage:

@@ -1,11 +1,9 @@
 """Judgement of a written text: its measures, the rules for what is readable, and English words: the
-`words` corpus of NLTK, the same on every machine. `chunks` applies them; here nothing heavy is
-imported.
+`words` corpus of NLTK, the same on every machine. `chunks` applies them.
 
 The corpus is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of
 Basic English, capitals included. It has no plurals and few inflected forms. It is made from the
-package english-words and the hundred words in which the two differ. Its SHA-256 is checked,
-recorded and shown.
+package english-words and the hundred words in which the two differ, words.txt.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import functools
 import hashlib
 import re
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol import Column
@@ -22,8 +21,6 @@ from kvalign.foundation.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-    from kvalign.models.loading import LoadedModel
 
 MAX_SPAN = 1024  # model tokens of context when a passage is scored
 
@@ -45,26 +42,6 @@ MEASURES = {
     ),
     "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
 }
-
-
-def judge(
-    loaded: LoadedModel, prompt_ids: list[int], token_ids: list[int], rule: Rule
-) -> dict[str, Any]:
-    """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
-    dense_perplexity, which is also low for repetitive text.
-    """
-    import torch
-
-    from kvalign.eval.judging.chunks import judged
-
-    text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
-    device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
-    prompt, passage = (torch.tensor(ids, device=device) for ids in (prompt_ids, token_ids))
-    return {
-        "num_tokens": len(token_ids),
-        "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
-        **judged(text, load_words(), rule),
-    }
 
 
 def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
@@ -94,21 +71,9 @@ WORD_LIST = {"name": "words corpus of NLTK", "num_words": 235_892, "sha256": SHA
 """What a document says of the word list."""
 _PACKAGE = "english-words==2.0.2"
 
-_ONLY_NLTKS = """
-Ahtena administerd behaviour box colour harbour humour plied plies potatoes stucturelessness
-transvaal
-"""
-_ONLY_THE_PACKAGES = """
-Austria Colleen Massachusetts Transvaal acknowledgement acknowledgment admin administered
-agelast agita alphanumeric amp antidisestablishmentarianism beaut betise bibelot bled
-bohrium booboisie bouleversement caesium cel checkout children congeries cooperate
-doppelganger downlink dubnium dysphemism einsteinium eudemonia fatwa fermium firewall fond
-fug geese hahnium hassium haunted hid hirofumi honcho instantiate joliotium katzenjammer kid
-kurchatovium lawrencium lice lido limo logo lookup meitnerium mendelevium mercury moll
-nielsbohrium nobelium nosh oldie placeholder potage preexist pukka rale redid redone
-relocatable rutherfordium sass seaborgium segue sitzmark software spam spillikin spillover
-structurelessness themself tom trademark unwriteable uplink upload wimp wok workload
-"""
+
+def data_of(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text("utf-8")
 
 
 @functools.cache
@@ -116,8 +81,9 @@ def load_words() -> frozenset[str]:
     """Word list; UserError if the installed english-words has other words."""
     from english_words import get_english_words_set
 
-    packaged = get_english_words_set(["web2"])
-    words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
+    changes = data_of("words.txt").split()
+    added, removed = ({word[1:] for word in changes if word[0] == sign} for sign in "+-")
+    words = (get_english_words_set(["web2"]) - removed) | added
     digest = hashlib.sha256("".join(f"{word}\n" for word in sorted(words)).encode()).hexdigest()
     if digest != SHA256:
         raise UserError(

@@ -12,7 +12,6 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from importlib import resources
 from typing import Any, ClassVar
 
 from nltk.stem.snowball import SnowballStemmer
@@ -20,7 +19,7 @@ from nltk.tabdata import PunktDecoder
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
 
-from kvalign.eval.judging import Rule, readers_text
+from kvalign.eval.judging import Rule, data_of, readers_text
 
 CHUNK_LEN = 10  # NLTK tokens
 MAX_PHRASE_LEN = 4  # tokens of a phrase that may run
@@ -158,5 +157,4 @@ def _punkt() -> PunktSentenceTokenizer:
 
 
 def _lines(name: str) -> list[str]:
-    path = resources.files("kvalign.eval.judging") / "punkt_english" / name
-    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [line for line in data_of(f"punkt_english/{name}").split("\n") if line]

@@ -150,14 +150,15 @@ class FirstScreen:
         self.verdicts = self._verdicts()
         self.take = self._take()
 
-    def _of(self, name: str) -> Document | None:
+    def _all_of(self, name: str) -> list[Document]:
         selection = EVALUATIONS[name].select(self.results.of(name)).values()
-        return next((one for one in selection if one["settings"]["model"] == self.model), None)
+        return [one for one in selection if one["settings"]["model"] == self.model]
+
+    def _of(self, name: str) -> Document | None:
+        return next(iter(self._all_of(name)), None)
 
     def _named(self, rows: Iterable[Row]) -> list[Row]:
-        prefix = f"kvalign-{self.model}-"  # of older documents
-        names = ((row, self.names.get(identity_of(row), row["aligner"])) for row in rows)
-        return [row | {"aligner": name and name.removeprefix(prefix)} for row, name in names]
+        return [row | {"aligner": self.names.get(identity_of(row), row["aligner"])} for row in rows]
 
     def _summary(self, name: str) -> list[Row]:
         document = self._of(name)
@@ -165,17 +166,18 @@ class FirstScreen:
 
     def _scored(self) -> tuple[str | None, str, list[Row]]:
         """The reference, the labels, and the rows of perplexities on them, each once."""
-        title_of = EVALUATIONS["perplexity"].title
-        documents = EVALUATIONS["perplexity"].select(self.results.of("perplexity")).values()
-        mine = [d for d in documents if d["settings"]["model"] == self.model]
+        mine = self._all_of("perplexity")
         if not mine:
             return None, "", []
-        subjects = [(title_of(one), one["settings"]["reference"]) for one in mine]
-        title, reference = subjects[0]
-        pairs = zip(mine, subjects, strict=True)
-        rows = [row for one, subject in pairs if subject == subjects[0] for row in one["rows"]]
+
+        def subject(one: Document) -> tuple[str | None, str]:
+            title = EVALUATIONS["perplexity"].title(one)
+            return one["settings"]["reference"], title.removeprefix(f"{self.model}, ")
+
+        same = [one for one in mine if subject(one) == subject(mine[0])]
+        rows = [row for one in same for row in one["rows"]]
         once = [group[0] for group in grouped(rows, identity_of).values()]
-        return reference, title.removeprefix(f"{self.model}, "), self._named(once)
+        return *subject(mine[0]), self._named(once)
 
     def _about(self) -> str:
         """Return on what the methods were scored, and relative to what."""
@@ -293,20 +295,16 @@ class FirstScreen:
         def judged(row: Row) -> Verdict:
             return Verdict.GOOD if is_reference(row, self.reference) else verdict(row)
 
-        def worst(label: str) -> int:
-            return min([*Verdict].index(judged(row)) for row in groups[label])
-
-        def mean(label: str) -> float:
-            return fmean(row["ratio"] or 1.0 for row in groups[label])
-
         if len(groups) < 2 or any(judged(row) is Verdict.UNKNOWN for row in fair):
             return ""
-        best = min(groups, key=lambda label: (-worst(label), mean(label)))
-        others = [f"{label} {mean(label):.3f}" for label in groups if label != best]
-        found = self._judged(groups[best])
+        order = [*Verdict]  # the worst comes first
+        worst = {x: min(order.index(judged(row)) for row in rows) for x, rows in groups.items()}
+        mean = {x: fmean(row["ratio"] or 1.0 for row in rows) for x, rows in groups.items()}
+        best = min(groups, key=lambda label: (-worst[label], mean[label]))
+        others = [f"{label} {mean[label]:.3f}" for label in groups if label != best]
         return (
-            f"Take {best} ({found}): on average {mean(best):.3f} times the perplexity of "
-            f"{self.reference}; {', '.join(others)}."
+            f"Take {best} ({self._judged(groups[best])}): on average {mean[best]:.3f} times the "
+            f"perplexity of {self.reference}; {', '.join(others)}."
         )
 
 

@@ -64,12 +64,26 @@ class Cell:
         return replace(self, settings=replace(self.settings, **values))
 
     def output(self) -> str:
-        """Output of its process (`run_cell`)."""
-        return run_cell(self)
+        """What it prints, JSON, from a process that reads its settings.
 
-    def as_json(self) -> str:
-        """Its settings, as its process reads them."""
-        return json.dumps(vars(self.settings), default=str)
+        Raises:
+            UserError: it was refused.
+            RunError: it failed.
+        """
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
+            json.dump(vars(self.settings), given, default=str)
+            given.seek(0)
+            process = subprocess.run(
+                [sys.executable, "-m", "kvalign", *self.kind.words.split(), GIVEN],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                env={**os.environ, PART_OF_RUN: "1"},
+            )
+        if code := process.returncode:
+            error = UserError if code == 2 else RunError
+            raise error(f"exit code {code} of {self.command}; finished cells are kept")
+        return process.stdout
 
     def path(self, out: Path) -> Path:
         """Return where its document is."""
@@ -283,7 +297,7 @@ def _run_there(cell: Cell, folder: str, num_threads: int) -> tuple[str, str]:
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
-        return run_cell(cell), ""
+        return cell.output(), ""
     except (RunError, UserError) as error:
         return "", str(error)
 
@@ -321,24 +335,6 @@ def identity_of_cell(cell: Cell) -> str:
         return identity_of(cell.model) if cell.model else ""
     except UserError:
         return ""
-
-
-def run_cell(cell: Cell) -> str:
-    """A cell's output, JSON, from a process; UserError if it was refused, RunError if it failed."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
-        given.write(cell.as_json())
-        given.seek(0)
-        process = subprocess.run(
-            [sys.executable, "-m", "kvalign", *cell.kind.words.split(), GIVEN],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            env={**os.environ, PART_OF_RUN: "1"},
-        )
-    if process.returncode:
-        error = UserError if process.returncode == 2 else RunError
-        raise error(f"exit code {process.returncode} of {cell.command}; finished cells are kept")
-    return process.stdout
 
 
 def keep(cell: Cell, out: Path, output: str, changed: str = "", identity: str = "") -> None:

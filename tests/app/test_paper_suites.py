@@ -26,7 +26,7 @@ SMALL = (
 
 
 def run_here(cell):
-    """As `kvalign.app.suite.run_cell`, here; fewer tokens are scored than recorded."""
+    """As `kvalign.app.suite.Cell.output`, here; fewer tokens are scored than recorded."""
     fewer = ["--num-tokens", "20"] if "perplexity" in cell.kind.name else []
     return output_of([*shlex.split(cell.command)[1:], *fewer, "--json"])
 
@@ -51,7 +51,7 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suite.run_cell", run_here)
+    monkeypatch.setattr("kvalign.app.suite.Cell.output", run_here)
     for name in ("training.judge.ROW_LABELS", "eval.evaluations.latency.timing._peak_mb"):
         monkeypatch.setattr(f"kvalign.{name}", INSIDE[f"kvalign.{name}"])
     monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
@@ -95,7 +95,7 @@ def test_paper_suite_runs_whole(hub, capfd):
 @pytest.mark.slow
 def test_every_row_of_learned_positions_is_there(hub, monkeypatch):
     monkeypatch.setattr(
-        "kvalign.app.suite.run_cell",
+        "kvalign.app.suite.Cell.output",
         lambda cell: output_of([*shlex.split(cell.command)[1:], "--json"]),
     )
     (hub / "words.txt").write_text(TEXT)

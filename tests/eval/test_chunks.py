@@ -71,7 +71,7 @@ def test_tokens_are_the_text_but_for_space(text):
 def test_word_list_is_pinned(monkeypatch):
     assert len(load_words()) == WORD_LIST["num_words"]
     load_words.cache_clear()
-    monkeypatch.setattr("kvalign.eval.judging._ONLY_NLTKS", "behaviour")  # of another package
+    monkeypatch.setattr("kvalign.eval.judging.data_of", lambda name: "+behaviour")
     with pytest.raises(UserError, match=r"not the pinned one .* pip install english-words==2.0.2"):
         load_words()
     monkeypatch.undo()
