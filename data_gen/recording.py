@@ -8,9 +8,8 @@ eviction, and the same entry by re-encoding.
 rotated to their new positions. That part of the move is exact; an aligner learns the rest.
 
 The content of a shard depends only on the settings and the corpus. So an interrupted run continues
-where it stopped and ends in the same bytes, with any number of workers: this process, or several on
-Ray. Each computes on one thread, as sums in another order would change the last bits. A worker
-keeps one shard for each number evicted in memory.
+where it stopped and ends in the same bytes, on as many threads: sums in another order would change
+the last bits. One shard for each number evicted is in memory.
 
 Chunks are tokens encoded together. The split of each depends only on its index, so that all runs
 agree.
@@ -18,13 +17,11 @@ agree.
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +46,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, sha256
 from kvalign.foundation.folders import MANIFEST
-from kvalign.foundation.machine import AUTO, check_disk, ray_session
+from kvalign.foundation.machine import check_disk
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.architectures import rotation_of, spec_of
@@ -75,9 +72,6 @@ class ShardChunks:
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 
-Work = Iterable[tuple[ShardChunks, list[Shard]]]
-"""Chunks, and the shards to write of them, one for each number evicted."""
-
 _FREE = ("batch_size", "device")  # may change between the runs: they touch the last bits at most
 
 
@@ -87,8 +81,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     """Record stale and aligned keys and values of a corpus in `out`, or the missing part.
 
     Args:
-        loaded: the model, if it is already loaded; `model` is then only its name. Several workers
-            load it themselves.
+        loaded: the model, if it is already loaded; `model` is then only its name.
 
     Returns:
         the finished store.
@@ -97,8 +90,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         UserError: the model or the corpus is too short for the settings, the folder has another
             recording, or a number does not fit `dtype`.
     """
-    device = "cpu" if settings.device == AUTO and settings.workers > 1 else settings.device
-    loaded = loaded or load_model(settings.model, device, "float32")
+    loaded = loaded or load_model(settings.model, settings.device, "float32")
     config = new_config(settings, loaded)
     num_needed = first_val_chunk(settings.chunk_len, config.settings.stride) + 1
     needed_len = (num_needed - 1) * config.settings.stride + settings.chunk_len
@@ -156,29 +148,24 @@ def _record_shards(
 ) -> list[Shard]:
     """Write the shards that are missing; returns all of them in the manifest's order."""
     num_expected = _num_expected(settings, config)
-    num_chunks, shards = 0, []
-
-    def jobs() -> Work:
-        nonlocal num_chunks
-        for of_shard in by_shard(chunks, config):
-            shifts, tokens = config.settings.num_evicted, of_shard.sha256()
-            expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
-            shards.extend(expected)
-            num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
-            # Those that are written, whole, and of these tokens, stay: a corpus may have changed.
-            new_shards = [
-                shard
-                for shard in expected
-                if find_damage(shard, config) or shard.notes()["tokens_sha256"] != tokens
-            ]
-            if new_shards:
-                yield of_shard, new_shards
-            else:
-                progress.skip(of_shard.ids.numel())
-
+    num_chunks, shards = 0, list[Shard]()
     progress.phase("recording")
     progress.expect(num_expected * settings.chunk_len, "tokens")
-    write_shards(settings, loaded, jobs())
+    for of_shard in by_shard(chunks, config):
+        shifts, tokens = config.settings.num_evicted, of_shard.sha256()
+        expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
+        shards += expected
+        num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
+        # Those that are written, whole, and of these tokens, stay: a corpus may have changed.
+        new_shards = [
+            shard
+            for shard in expected
+            if find_damage(shard, config) or shard.notes()["tokens_sha256"] != tokens
+        ]
+        if new_shards:
+            record_chunks(settings, loaded, of_shard, new_shards)
+        else:
+            progress.skip(of_shard.ids.numel())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
@@ -284,25 +271,6 @@ def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
     )
 
 
-def write_shards(settings: RecordSettings, loaded: LoadedModel, work: Work) -> None:
-    """Write shards. A single worker is this process and uses the loaded model; several load it
-    themselves.
-
-    Raises:
-        UserError: numbers that do not fit the stored type.
-    """
-    if settings.workers > 1:
-        _write_on_ray(settings, work)
-        return
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for chunks, shards in work:
-            record_chunks(settings, loaded, chunks, shards)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def record_chunks(
     settings: RecordSettings, loaded: LoadedModel, chunks: ShardChunks, shards: list[Shard]
 ) -> None:
@@ -327,50 +295,6 @@ def record_chunks(
         }
         notes = {"squared_error": squares, "tokens_sha256": chunks.sha256()}
         write_shard(shard, {**tensors, "chunk": chunks.chunk_indices}, notes)
-
-
-class _Worker:
-    """A process of its own: one model, one thread, one shard at a time."""
-
-    def __init__(self, settings: RecordSettings, folder: str):
-        os.chdir(folder)  # relative paths are those of the command
-        torch.set_num_threads(1)
-        device = "cpu" if settings.device == AUTO else settings.device
-        self.settings, self.loaded = settings, load_model(settings.model, device, "float32")
-
-    def write(self, chunks: ShardChunks, shards: list[Shard]) -> tuple[int, str]:
-        """Tokens encoded, and what went wrong."""
-        try:
-            record_chunks(self.settings, self.loaded, chunks, shards)
-        except UserError as error:
-            return 0, str(error)
-        return chunks.ids.numel(), ""
-
-
-def _write_on_ray(settings: RecordSettings, work: Work) -> None:
-    """Workers write as they become free; one that dies is started anew and its work redone."""
-    with ray_session(settings.ray_address) as ray:
-        from ray.util import ActorPool
-
-        num_gpus = int(settings.device.startswith("cuda"))
-        kind = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=-1, max_task_retries=-1)
-        actor: Any = kind(_Worker)
-        workers = ActorPool(
-            [actor.remote(settings, str(Path.cwd())) for _ in range(settings.workers)]
-        )
-
-        def wait_for_one() -> None:
-            num_tokens, error = workers.get_next_unordered()
-            if error:
-                raise UserError(error)
-            progress.advance(num_tokens)
-
-        for shard in work:
-            if not workers.has_free():
-                wait_for_one()
-            workers.submit(lambda worker, shard: worker.write.remote(*shard), shard)
-        while workers.has_next():
-            wait_for_one()
 
 
 @torch.no_grad()

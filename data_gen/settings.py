@@ -7,7 +7,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import DEFAULT_CORPUS, RECORDING, folder_of, of_corpus
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
-    MOST_PROCESSES,
     MOST_ROWS,
     MOST_SEED,
     Settings,
@@ -61,20 +60,7 @@ class RecordSettings(Settings):
         64.0, help="size of a file in megabytes, filled with whole chunks", above=0, at_most=1e6
     )
     batch_size: int = option(8, help="chunks encoded at once", at_least=1, at_most=MOST_ROWS)
-    device: str = option(
-        "auto",
-        help="cpu, cuda; auto: cuda if there is one, and for several workers, which need one each, "
-        "the cpu",
-    )
-    workers: int = option(
-        1,
-        help="processes that record, on Ray if several; each uses one thread",
-        at_least=1,
-        at_most=MOST_PROCESSES,
-    )
-    ray_address: str | None = option(
-        None, help="Ray cluster for the workers; it shares --out (default: start one here)"
-    )
+    device: str = option("auto", help="cpu, cuda; auto: cuda if there is one")
     seed: int = option(
         0, help="seed of the split into train and validation", at_least=0, at_most=MOST_SEED
     )

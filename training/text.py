@@ -90,16 +90,10 @@ def read(
         num_val = int(len(ids) * VAL_SHARE)
         if num_val <= row_len:  # a row, and the label of its last token
             needed = math.ceil((row_len + 1) / VAL_SHARE)
-            if len(ids) < num_tokens // len(corpora):
-                more, mend = "is too short: it has", "name a longer text"
-            else:
-                more = f"gives with --num-tokens {num_tokens}"
-                mend = f"--num-tokens {needed * len(corpora)} at least"
-            if num_val > 8:  # the smallest that --chunk-len takes
-                mend += f", or --chunk-len {num_val - 1} at most"
             raise UserError(
-                f"corpus {corpus!r} {more} {len(ids)} tokens, {needed} are needed for --chunk-len "
-                f"{row_len} (a share of {VAL_SHARE} is for validation): {mend}"
+                f"corpus {corpus!r} gives {len(ids)} tokens, {needed} are needed for --chunk-len "
+                f"{row_len} (a share of {VAL_SHARE} is for validation): name a longer text, a larger "
+                "--num-tokens or a smaller --chunk-len"
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])

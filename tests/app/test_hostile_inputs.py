@@ -93,7 +93,6 @@ def test_devices(device, place, capfd):
 
 
 EARLY = [
-    ("gen-data --out o/p --ray-address 127.0.0.1:1 --workers 2", "no Ray cluster"),
     ("train --data data --out o/p --accelerator gpu --target key", "--accelerator gpu"),
     ("train --data data --out o/p --key-hidden1 65536 --key-hidden2 65536", "of memory"),
     ("pretrain --out o/p --hidden-size 65536 --num-layers 1000", "of memory, "),

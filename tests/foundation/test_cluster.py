@@ -1,30 +1,23 @@
 """Ray: an address at which nothing answers is the user's to correct; what runs in processes of a
-cluster: workers of a recording, cells of a suite, a sweep that is killed and goes on.
+cluster: cells of a suite, a sweep that is killed and goes on.
 """
 
 import contextlib
 import csv
 import io
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import psutil
 import pytest
-import torch
-from helpers.patience import until
-from helpers.tiny_corpus import TEXT
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
-from kvalign.data_gen.store import open_store
 from kvalign.eval.report import read
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import ray_session
@@ -35,7 +28,6 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 NOBODY = "127.0.0.1:1"
-RECORDING = "gen-data --corpus text:words.txt --num-tokens 3000 --chunk-len 64 --shard-mb 0.5 --out"
 SUITE = """
 cells:
   - {name: one, command: 'eval readability --text one.txt'}
@@ -149,40 +141,6 @@ def test_a_finished_sweep_is_left_alone(killed, resumed, capsys):
     assert main([*killed.words, "--seed", "1"]) == 2
     assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in killed.out.rglob("*")} == made
-
-
-def workers():
-    """Processes that Ray calls by our class."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [one.pid] * "".join(one.cmdline()).startswith("ray::_Worker")
-    return found
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_workers_write_the_same_bytes_also_when_one_dies(cluster, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "words.txt").write_text(TEXT * 4)
-
-    def kill_one():
-        until(lambda: list(tmp_path.glob("out/*.safetensors")) and workers())
-        os.kill(workers()[0], signal.SIGKILL)
-
-    with ThreadPoolExecutor(1) as pool:
-        killed = pool.submit(kill_one)
-        assert main([*RECORDING.split(), "out", "--workers", "2", "--ray-address", cluster]) == 0
-        killed.result(0)
-    num_threads = torch.get_num_threads()
-    assert main([*RECORDING.split(), "alone"]) == 0
-    assert torch.get_num_threads() == num_threads, "they are given back"
-    written, alone = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("[!.]*")}
-        for name in ("out", "alone")
-    )
-    assert written == alone and len(list(tmp_path.glob("out/*.safetensors"))) >= 6
-    open_store(tmp_path / "out", verify=True)
 
 
 @pytest.mark.ray

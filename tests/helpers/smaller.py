@@ -51,7 +51,6 @@ SMALLER_PYTHON = {
     'from the mainland. " * 20': 'from the mainland. " * 6',
     "max_new_tokens=600": "max_new_tokens=70",
     "range(600)": "range(70)",
-    "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
     "num_tokens=2000": "num_tokens=60",
     "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
