@@ -92,8 +92,8 @@ def read(
             needed = math.ceil((row_len + 1) / VAL_SHARE)
             raise UserError(
                 f"corpus {corpus!r} gives {len(ids)} tokens, {needed} are needed for --chunk-len "
-                f"{row_len} (a share of {VAL_SHARE} is for validation): name a longer text, a larger "
-                "--num-tokens or a smaller --chunk-len"
+                f"{row_len} (a share of {VAL_SHARE} is for validation): name a longer text, a "
+                "larger --num-tokens or a smaller --chunk-len"
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])
