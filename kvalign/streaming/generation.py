@@ -187,19 +187,10 @@ def stream_generate(
     if generation_config is None or not hasattr(generation_config, _PREPARED):
         check_ids(input_ids)
         check_call(stream_generate, keywords)
-        return unwrapped(model).generate(
-            input_ids,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            custom_generate=_on(model),
-            method=method,
-            cache_size=cache_size,
-            compile=compile,
-            stream_to=stream_to,
-            stop_strings=stop_strings,
-            **keywords,
-        )
+        of_generate = input_ids, generation_config, logits_processor, stopping_criteria
+        own = dict(method=method, cache_size=cache_size, compile=compile, stream_to=stream_to)
+        own |= dict(custom_generate=_on(model), stop_strings=stop_strings)
+        return unwrapped(model).generate(*of_generate, **own, **keywords)
     arguments, config = arguments_of_generate(), generation_config
     check_call(stream_generate, arguments | {x: keywords[x] for x in keywords.keys() - OWN_INPUTS})
     check_config(config, model.generation_config)

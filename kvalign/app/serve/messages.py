@@ -83,10 +83,12 @@ class Form(BaseModel, extra="forbid", strict=True):
     Attributes:
         harmless: fields that change no token of an answer.
         within: field of the request that has this part.
+        inner: field in which a chat has all but the type, and a response has nothing.
     """
 
     harmless: ClassVar[Collection[str]] = ()
     within: ClassVar[str | None] = None
+    inner: ClassVar[str | None] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -98,6 +100,9 @@ class Form(BaseModel, extra="forbid", strict=True):
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         """The fields that are obeyed; ignored ones are noted, RequestError for a refused one."""
         where, fields = f"{cls.within}: " if cls.within else "", {}
+        if isinstance(values.get(cls.inner), dict):
+            rest = {name: value for name, value in values.items() if name != cls.inner}
+            values = {**values[cls.inner], **rest}
         own = {field.alias or name for name, field in cls.model_fields.items()}
         kinds = get_args(cls.model_fields["type"].annotation) if "type" in own else ()
         kind = values.get("type")
@@ -160,17 +165,11 @@ Arguments = Annotated[str, AfterValidator(_an_object)]
 
 
 class OfFunction(Form):
-    """A tool, its name, or a call of it; in chats the fields stand in `function`."""
+    """A tool, its name, or a call of it."""
 
+    inner = "function"
     type: Literal["function"]
     name: str
-
-    @classmethod
-    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-        if isinstance(values.get("function"), dict):
-            rest = {name: value for name, value in values.items() if name != "function"}
-            values = {**values["function"], **rest}
-        return super().obeyed(values, ignored)
 
 
 class ToolCall(OfFunction):
@@ -218,17 +217,14 @@ class Message(Form):
         if self.role == "assistant" and self.reasoning_content:
             own["reasoning_content"] = self.reasoning_content
         own |= self._call
-        calls = [
-            {
-                "id": _short(call.id or str(number)),
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for number, (call, (name, arguments)) in enumerate(
-                zip(self.tool_calls or (), self.calls, strict=True)
-            )
-        ]
+        ids = [_short(call.id or str(number)) for number, call in enumerate(self.tool_calls or ())]
+        calls = [as_call(one, *call) for one, call in zip(ids, self.calls, strict=True)]
         return {**own, "tool_calls": calls} if calls else own
+
+
+def as_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _short(call_id: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.app.serve.messages import Message
+from kvalign.app.serve.messages import Message, as_call
 from kvalign.streaming.answer import Decoder, special_names
 from kvalign.streaming.calls import Call, CallForm, calls_in, marks_of
 
@@ -187,11 +187,7 @@ class Reading:
     def calls(self, calls: Sequence[Call], index: int = 0, first: int = 0) -> list[dict[str, Any]]:
         """Calls in OpenAI's form, the first of which has this number in an answer."""
         return [
-            {
-                "id": self.id_of(call, index, number),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            as_call(self.id_of(call, index, number), call.name, call.arguments)
             for number, call in enumerate(calls, first)
         ]
 

@@ -7,7 +7,7 @@ name and the number of tokens before the answer, so it needs no list, and is kno
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
@@ -15,7 +15,7 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Form, Item, messages_of, unsupported
 from kvalign.app.serve.replies import ChatForm, Part, usage_of
 from kvalign.app.serve.turn import Answers, End
-from kvalign.app.serve.wire import MOST_MESSAGES, Chat, FormatType, schema_of
+from kvalign.app.serve.wire import MOST_MESSAGES, Chat, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 _OF_CHATS = (
@@ -27,15 +27,8 @@ _EVENTS = {_TEXT: "response.output_text", _THOUGHTS: "response.reasoning_text"}
 _ID = r"^resp_[0-9a-f]{24}[0-9a-f]{8}$"
 
 
-class TextFormat(Form):
-    """Form of an answer, whose schema stands beside the type."""
-
-    harmless: ClassVar = ("description",)
+class TextFormat(ResponseFormat):
     within = "text"
-    type: FormatType
-    name: str | None = None
-    strict: bool | None = None
-    of: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class Text(Form):
@@ -108,7 +101,7 @@ class ResponseRequest(Chat):
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         form = self.text and self.text.format
-        return schema_of(form.type, form.of) if form else None
+        return form and form.schema_of_answer
 
     @property
     def most_tokens(self) -> int | None:

@@ -45,7 +45,7 @@ class Service:
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
-        how = dict(num_streams=settings.max_streams, is_edited=settings.edit)
+        how: dict[str, Any] = dict(num_streams=settings.max_streams, is_edited=settings.edit)
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults, **how)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         self.json_ends = end_ids(loaded.model, self.tokenizer)

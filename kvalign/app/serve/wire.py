@@ -5,15 +5,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
-from pydantic import (
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import MOST_TOOLS, Form, Message, NamedTool, Tool, matched
@@ -110,24 +102,22 @@ _NOT_OF_THE_ANSWER = {
 }
 
 
-FormatType = Literal["text", "json_object", "json_schema"]
+class ResponseFormat(Form):
+    """Form of an answer."""
 
-
-class JSONSchema(Form):
-    harmless: ClassVar = ("name", "description", "strict")  # it is always obeyed
-    within = "response_format"
+    harmless: ClassVar = ("description",)
+    within, inner = "response_format", "json_schema"
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    strict: bool | None = None  # it is always obeyed
     of: dict[str, Any] | None = Field(None, alias="schema")
 
-
-class ResponseFormat(Form):
-    within = "response_format"
-    type: FormatType
-    json_schema: JSONSchema | None = None
-
-
-def schema_of(kind: FormatType, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """JSON schema that an answer of a form obeys; None: any text."""
-    return {"text": None, "json_object": {"type": "object"}, "json_schema": schema or {}}[kind]
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer obeys; None: any text."""
+        if self.type == "json_schema" and self.of is None:
+            raise RequestError(f"{self.within}: the schema is missing", param=self.within)
+        return {"text": None, "json_object": {"type": "object"}, "json_schema": self.of}[self.type]
 
 
 class Chat(Request):
@@ -222,36 +212,18 @@ class Chat(Request):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        if (form := self.response_format) is None:
-            return None
-        if form.type == "json_schema" and form.json_schema is None:
-            raise RequestError("response_format: json_schema is missing", param="response_format")
-        return schema_of(form.type, form.json_schema.of if form.json_schema else None)
+        return self.response_format and self.response_format.schema_of_answer
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
-def _kind_of_prompt(prompt: Any) -> str:
-    """Return the kind of a prompt by its first value, so that only one kind is looked for in it."""
-    if not isinstance(prompt, list):
-        return "text"
-    first = prompt[0] if prompt else ""
-    return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
-
-
 class Completion(Request):
     """A request to /v1/completions."""
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[Several[str], Tag("texts")]
-        | Annotated[Several[Token], Tag("ids")]
-        | Annotated[Several[Several[Token]], Tag("rows")],
-        Discriminator(_kind_of_prompt),
-    ]
+    prompt: str | Several[str] | Several[Token] | Several[Several[Token]]
 
     @property
     def prompts(self) -> list[Any]:
