@@ -27,7 +27,6 @@ from kvalign.eval.protocol import (
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.tables import grouped, label_of
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError, escape_controls
 from kvalign.foundation.settings import MOST_ITEMS, option
 
@@ -86,9 +85,10 @@ def attention(
     Raises:
         UserError: a corpus shorter than the texts.
     """
-    from kvalign.eval.protocol.grid import one_by_one
+    from kvalign.eval.protocol.grid import one_by_one, read_texts
 
-    ids = read_texts(loaded, settings)
+    shape = settings.num_texts, num_tokens(max(settings.cache_sizes), settings.num_steps)
+    ids = read_texts(loaded, settings.corpus, shape, "--num-texts or --cache-sizes")
     num_each = max(settings.cache_sizes) + 2 * settings.num_steps
     for method, bar in one_by_one(methods, num_each, "steps"):
         start = time.perf_counter()
@@ -106,26 +106,6 @@ LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2
 def num_tokens(cache_size: int, num_steps: int) -> int:
     """Tokens of a text that `watch` feeds."""
     return 2 * cache_size + 1 + num_steps
-
-
-def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
-    """First pieces of the corpus's test part, as long as the largest cache needs, with the
-    tokenizer's opening tokens in place of the first ones: [num_texts, T] int64.
-
-    Raises:
-        UserError: the corpus has fewer.
-    """
-    import torch
-
-    from kvalign.data_gen.corpora import first_ids
-    from kvalign.models.input_ids import prefix_ids, with_prefix
-
-    progress.phase(f"reading {settings.corpus}")
-    length = num_tokens(max(settings.cache_sizes), settings.num_steps)
-    num_ids, smaller = settings.num_texts * length, "--num-texts or --cache-sizes"
-    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, smaller)
-    texts = torch.tensor(ids, device=loaded.model.device).view(-1, length)
-    return with_prefix(texts, prefix_ids(loaded.tokenizer))
 
 
 def watch(
@@ -204,7 +184,11 @@ def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
         weights.append(output[1][:, :, -1])
 
-    handles = [module.register_forward_hook(keep) for module in attention_of(model)]
+    named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    inner = {part for module in named for part in module.modules() if part is not module}
+    outer = [module for module in named if module not in inner]  # GPT-Neo has one in another
+    assert len(outer) == model.config.num_hidden_layers
+    handles = [module.register_forward_hook(keep) for module in outer]
     config._attn_implementation = "eager"  # the others return no weights
     try:
         yield weights
@@ -212,15 +196,6 @@ def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         config._attn_implementation = name
         for handle in handles:
             handle.remove()
-
-
-def attention_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that return attention's output and weights, one for each layer."""
-    named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
-    inner = {part for module in named for part in module.modules() if part is not module}
-    outer = [module for module in named if module not in inner]  # GPT-Neo has one in another
-    assert len(outer) == model.config.num_hidden_layers
-    return outer
 
 
 def readable(method: Method) -> Method:

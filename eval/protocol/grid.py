@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,6 +15,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
+from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.protocol import OF_POLICY, ComparisonSettings, Row
 from kvalign.eval.protocol.tables import method_name, names_of
 from kvalign.foundation import progress
@@ -23,6 +25,7 @@ from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstac
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import identity
+from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.packed import weights_of
 from kvalign.policies import OLDEST
@@ -41,6 +44,20 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     name, device = loaded.spec.name, str(loaded.model.device)
     named = dict[str, Any](model=name, device=device, weights=weights_of(loaded.model))
     return dataclasses.replace(settings, **named), loaded
+
+
+def read_texts(loaded: LoadedModel, corpus: str, shape: tuple[int, int], smaller: str) -> Tensor:
+    """First tokens of a corpus's test part, in rows: [B, T] int64. The tokenizer's opening tokens,
+    such as a sink token, replace the first ones of each row, so that models with and without them
+    have the same labels.
+
+    Raises:
+        UserError: the corpus has fewer; it says to give `smaller` flags.
+    """
+    progress.phase(f"reading {corpus}")
+    ids = first_ids(corpus, loaded.tokenizer, shape[0] * shape[1], smaller)
+    texts = torch.tensor(ids, device=loaded.model.device).view(shape)
+    return with_prefix(texts, prefix_ids(loaded.tokenizer))
 
 
 def _check_sizes(settings: ComparisonSettings) -> None:

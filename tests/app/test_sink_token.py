@@ -11,10 +11,8 @@ import kvalign
 from kvalign.data_gen import recording
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.evaluations.attention import AttentionSettings, read_texts
-from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.evaluations.perplexity.scores import read_ids
 from kvalign.eval.evaluations.streameval import encode, pieces
+from kvalign.eval.protocol.grid import read_texts
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run
@@ -57,12 +55,7 @@ def test_streams_of_a_batch_begin_with_it(pair):
 
 
 def test_evaluations_begin_with_it_and_keep_their_labels(pair, corpus):
-    settings = PerplexitySettings(corpus=corpus, cache_sizes=(8, 16), num_tokens=20)
-    begins_with_the_sink(*(read_ids(loaded, settings) for loaded in pair))
-    settings = AttentionSettings(corpus=corpus, cache_sizes=(32,), num_texts=3, num_steps=2)
-    texts = [read_texts(loaded, settings) for loaded in pair]
-    begins_with_the_sink(*texts)
-    assert texts[0].shape[0] == 3
+    begins_with_the_sink(*(read_texts(loaded, corpus, (3, 20), "") for loaded in pair))
     plain, sink = (encode(pieces(4, 2, 1, seed=0), loaded.tokenizer) for loaded in pair)
     streams = [[x for one in encoded for x in one.ids] for encoded in (plain, sink)]
     assert streams[1] == [SINK, *streams[0]]

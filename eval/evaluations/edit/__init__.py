@@ -100,16 +100,19 @@ def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> 
     Raises:
         UserError: a method that cannot be edited; a corpus that is too short.
     """
-    from kvalign.eval.evaluations.edit.ways import score_method, texts_of, ways_of
-    from kvalign.eval.protocol.grid import one_by_one
+    from kvalign.eval.evaluations.edit.ways import score_method, ways_of
+    from kvalign.eval.protocol.grid import one_by_one, read_texts
 
     for method in methods:
         method.edit(0, 0)  # refused before any work, if it cannot be edited
-    texts = texts_of(settings, loaded)
+    length = settings.num_before + settings.num_after + settings.num_future
+    shape = settings.num_edits, length + 2 * max(settings.lengths)
+    smaller = "--num-edits, --lengths, --num-before, --num-after or --num-future"
+    ids = read_texts(loaded, settings.corpus, shape, smaller)
     num_each = settings.num_edits * len(ways_of(settings))
     num_all = num_each * len({*settings.kinds}) * len({*settings.lengths})
     for method, bar in one_by_one(methods, num_all, "streams"):
-        yield from score_method(method, settings, texts, bar.update)
+        yield from score_method(method, settings, loaded, ids, bar.update)
 
 
 COLUMNS = {

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from kvalign.cache.edits import EncodedPart
-from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
 from kvalign.eval.evaluations.latency.timing import clocked
 from kvalign.eval.protocol import Row
@@ -127,50 +125,37 @@ def ways_of(settings: EditSettings) -> list[Way]:
     return [Way(ANEW), *again, Way(UNEDITED), Way(FORGOTTEN)]
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Texts of the settings: `ids` [N, T] int64; each begins with the tokens of `prefix`."""
-
-    ids: Tensor
-    prefix: list[int]
-
-    def edit(self, kind: str, text: Text, model: PreTrainedModel) -> Edit:
-        """An edit of this kind; a piece has been encoded as a text of its own."""
-        if kind != PIECE:
-            return Edit.of(kind, text)
-        prefix = torch.tensor(self.prefix, dtype=torch.int64).to(text.middle)
-        ids = torch.cat([prefix.expand(len(text.middle), -1), text.middle], 1)
-        return Edit.of(kind, text, encoded_alone(model, ids, len(prefix)))
-
-    def batches(self, settings: EditSettings, length: int) -> Iterator[Text]:
-        nums = [settings.num_before, length, settings.num_after, settings.num_future, length]
-        for ids in self.ids.split(TOGETHER):
-            yield Text(*ids[:, : sum(nums)].split(nums, 1))
+def batches(settings: EditSettings, ids: Tensor, length: int) -> Iterator[Text]:
+    """Parts of texts [N, T] for edits of this length."""
+    nums = [settings.num_before, length, settings.num_after, settings.num_future, length]
+    for some in ids.split(TOGETHER):
+        yield Text(*some[:, : sum(nums)].split(nums, 1))
 
 
-def texts_of(settings: EditSettings, loaded: LoadedModel) -> Texts:
-    """The texts of all edits, each of another place of the corpus."""
-    length = settings.num_before + settings.num_after + settings.num_future
-    length += 2 * max(settings.lengths)
-    prefix = prefix_ids(loaded.tokenizer)
-    smaller = "--num-edits, --lengths, --num-before, --num-after or --num-future"
-    num = settings.num_edits * (length - len(prefix))
-    of_corpus = first_ids(settings.corpus, loaded.tokenizer, num, smaller)
-    ids = torch.tensor(of_corpus).view(settings.num_edits, -1)
-    ids = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(ids), -1), ids], 1)
-    return Texts(ids.to(loaded.model.device), prefix)
+def edit_of(kind: str, text: Text, loaded: LoadedModel) -> Edit:
+    """An edit of this kind; a piece has been encoded as a text of its own."""
+    if kind != PIECE:
+        return Edit.of(kind, text)
+    prefix = torch.tensor(prefix_ids(loaded.tokenizer), dtype=torch.int64).to(text.middle)
+    ids = torch.cat([prefix.expand(len(text.middle), -1), text.middle], 1)
+    return Edit.of(kind, text, encoded_alone(loaded.model, ids, len(prefix)))
 
 
 @torch.no_grad()
 def score_method(
-    method: Method, settings: EditSettings, texts: Texts, on_streams: Callable[[int], object]
+    method: Method,
+    settings: EditSettings,
+    loaded: LoadedModel,
+    ids: Tensor,
+    on_streams: Callable[[int], object],
 ) -> list[Row]:
+    """Rows of a method, from texts [N, T] int64."""
     rows = []
     for kind, length in product(dict.fromkeys(settings.kinds), dict.fromkeys(settings.lengths)):
         of_ways: dict[Way, list[tuple[Tensor, Tensor]]] = {way: [] for way in ways_of(settings)}
         encoded, seconds = dict[Way, int](), dict.fromkeys(of_ways, 0.0)
-        for text in texts.batches(settings, length):
-            edit = texts.edit(kind, text, method.model)
+        for text in batches(settings, ids, length):
+            edit = edit_of(kind, text, loaded)
             for way, parts in of_ways.items():
                 began = time.perf_counter()
                 way.prepare(method, edit)
@@ -178,7 +163,7 @@ def score_method(
                 parts.append(_continued(method, text))
                 seconds[way] += time.perf_counter() - began
                 on_streams(len(edit.ids))
-        first = texts.edit(kind, next(texts.batches(settings, length)), method.model)
+        first = edit_of(kind, next(batches(settings, ids, length)), loaded)
         times = _times(method, first, settings)
         rows += [
             sizes_of(method)

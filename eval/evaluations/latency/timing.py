@@ -63,7 +63,11 @@ def measure(
     bar: Bar,
 ) -> list[Row]:
     """Row for the bare step and one for each method, at one cache size and one batch size."""
-    methods = [bare_step(methods[0], settings), *methods]
+    model, on_cuda = methods[0].model, methods[0].model.device.type == "cuda"
+    compiled = settings.compile and on_cuda  # as the methods are
+    captured = settings.captured or compiled
+    bare = BareStep(model, methods[0].sizes.cache_size, compiled, captured)
+    methods = [bare, *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
         first, turns = time_generation(methods, inputs, settings, bar)
@@ -73,16 +77,12 @@ def measure(
     rows = rows_of(methods, first, turns, batch_size, settings)
     for row, method in zip(rows, methods, strict=True):
         row["peak_mb"] = _peak_mb(method, batch_size, settings.seed, bar)
-        row |= _of_limit(method, batch_size, row["mean_ms"] * batch_size)
+        if on_cuda:
+            num_read = read_bytes(method, batch_size)
+            least_ms = 1e3 * num_read / bandwidth(model.device)
+            step_ms = row["mean_ms"] * batch_size
+            row |= {"read_mb": num_read / 1e6, "limit_ratio": step_ms / least_ms}
     return rows
-
-
-def bare_step(method: Method, settings: LatencySettings) -> BareStep:
-    """The bare step beside a method, captured and compiled as the methods are."""
-    on_cuda = method.model.device.type == "cuda"
-    compiled = settings.compile and on_cuda
-    captured = settings.captured or compiled
-    return BareStep(method.model, method.sizes.cache_size, compiled, captured)
 
 
 def rows_of(
@@ -170,15 +170,6 @@ def _stored(method: Method, batch_size: int) -> Row:
     key = memories[0].form.decode(memories[0].entries.keys[:, :, :1])
     in_cache = len(cache.attention) * 2 * key.numel() * memories[0].form.dtype.itemsize
     return {"stored_bytes": stored / batch_size, "stored_ratio": stored / in_cache}
-
-
-def _of_limit(method: Method, batch_size: int, step_ms: float) -> Row:
-    """Bytes that a step on CUDA reads, and its time relative to the least that these take."""
-    if method.model.device.type != "cuda":
-        return {}
-    num_bytes = read_bytes(method, batch_size)
-    least_ms = 1e3 * num_bytes / bandwidth(method.model.device)
-    return {"read_mb": num_bytes / 1e6, "limit_ratio": step_ms / least_ms}
 
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
@@ -322,7 +313,12 @@ def time_generation(
     prompts = prompts[: settings.num_trials]
     longest = max(ids.shape[1] for ids in prompts) + settings.generate
     for method in methods:
-        _check_room(method, longest)
+        method.reset()
+        if (room := method.tokens_left) is not None and room < longest:
+            raise UserError(
+                f"{method.name} ends after {room} tokens: leave it out of --methods, or --generate "
+                f"fewer (prompt and new tokens are {longest})"
+            )
         warm_up(method, filling(method, len(prompts[0]), rng))
     drawing: dict[str, Any] = dict(processors=SAMPLING.processors(), do_sample=True)
     first: Seconds = [[] for _ in methods]
@@ -339,16 +335,6 @@ def time_generation(
             each = range(min(num_left, settings.trial_len))
             later[i].append([clocked(model.device, next, streams[i]) for _ in each])
     return first, later
-
-
-def _check_room(method: Method, num_tokens: int) -> None:
-    method.reset()
-    room = method.tokens_left
-    if room is not None and room < num_tokens:
-        raise UserError(
-            f"{method.name} ends after {room} tokens: leave it out of --methods, or --generate "
-            f"fewer (prompt and new tokens are {num_tokens})"
-        )
 
 
 def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:

@@ -110,10 +110,12 @@ def perplexity(
     Raises:
         UserError: a corpus that ends before the last label.
     """
-    from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods, warn_of_guesses
+    from kvalign.eval.evaluations.perplexity.scores import score_methods, warn_of_guesses
+    from kvalign.eval.protocol.grid import read_texts
     from kvalign.foundation.runs import keeping
 
-    ids = read_ids(loaded, settings)
+    shape = (1, settings.first_label_of(max(settings.cache_sizes)) + settings.num_tokens)
+    ids = read_texts(loaded, settings.corpus, shape, "--num-tokens or --cache-sizes")
     with keeping(lambda: summary_of(settings.keep)):
         rows = score_methods(methods, ids, settings)
     warn_of_guesses(rows, loaded.model.config.vocab_size, settings.corpus)

@@ -31,19 +31,15 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.protocol import OF_POLICY, Row
 from kvalign.eval.protocol.document import say_damaged
 from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
 from kvalign.eval.protocol.statistics import by_part, by_segment, interval
-from kvalign.foundation import progress
 from kvalign.foundation.files import write_whole
 from kvalign.foundation.folders import as_file_name
 from kvalign.foundation.machine import wait_for
 from kvalign.methods.base import Method
-from kvalign.models.input_ids import prefix_ids, with_prefix
-from kvalign.models.loading import LoadedModel
 from kvalign.streaming.scoring import check_losses, score, score_stepwise
 
 log = logging.getLogger(__name__)
@@ -51,22 +47,6 @@ log = logging.getLogger(__name__)
 NO_SLICES: Mapping[str, Tensor] = {}
 _OF_RATIO = {"": "perplexity", "_low": "low", "_high": "high"}
 """What a figure of a paired difference is called in a row, after `ratio`."""
-
-
-def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
-    """First tokens of the corpus's test part, up to the last label: [1, N] int64. The tokenizer's
-    opening tokens, such as a sink token, replace the first ones, so that models with and without
-    them have the same labels.
-
-    Raises:
-        UserError: the corpus has fewer.
-    """
-    progress.phase(f"reading {settings.corpus}")
-    num_ids = settings.first_label_of(max(settings.cache_sizes)) + settings.num_tokens
-    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--num-tokens or --cache-sizes")
-    return with_prefix(
-        torch.tensor([ids], device=loaded.model.device), prefix_ids(loaded.tokenizer)
-    )
 
 
 def score_methods(
