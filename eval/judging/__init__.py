@@ -37,9 +37,6 @@ MEASURES = {
     "repetition": Column(
         "repetition", 3, "lower", "share of 4-grams of words that occurred before"
     ),
-    "longest_run": Column(
-        "longest run", 1, "lower", "longest run of tokens that repeats a short phrase"
-    ),
     "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
 }
 

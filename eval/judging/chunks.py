@@ -22,7 +22,6 @@ from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenc
 from kvalign.eval.judging import Rule, data_of, readers_text
 
 CHUNK_LEN = 10  # NLTK tokens
-MAX_PHRASE_LEN = 4  # tokens of a phrase that may run
 
 _STEM = functools.lru_cache(maxsize=2**16)(SnowballStemmer("english").stem)
 
@@ -73,26 +72,13 @@ def distinct(tokens: Sequence[str], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def longest_run(tokens: Sequence[str]) -> int:
-    """Tokens of the longest stretch that only repeats a phrase of at most 4 tokens; 0: none."""
-    longest = 0
-    for period in range(1, MAX_PHRASE_LEN + 1):
-        same = 0
-        for i in range(period, len(tokens)):
-            same = same + 1 if tokens[i] == tokens[i - period] else 0
-            if same >= period:
-                longest = max(longest, same + period)
-    return longest
-
-
 def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
     """Measures of a passage.
 
     Returns:
         num_chunks, num_readable (chunks), readable (their share), distinct_1, distinct_2,
-        repetition (share of 4-grams that occurred before), longest_run, text (as judged), and
-        chunks: lists of start and end in the text, tokens, known tokens, and whether the chunk is
-        readable.
+        repetition (share of 4-grams that occurred before), text (as judged), and chunks: lists of
+        start and end in the text, tokens, known tokens, and whether the chunk is readable.
     """
     text = readers_text(text)
     pieces = chunks(text, words, rule)
@@ -105,7 +91,6 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
         "distinct_1": distinct(tokens, 1),
         "distinct_2": distinct(tokens, 2),
         "repetition": 1 - distinct(tokens, 4),
-        "longest_run": longest_run(tokens),
         "text": text,
         "chunks": [[*astuple(chunk), chunk.is_readable] for chunk in pieces],
     }

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
-from kvalign.eval.protocol import Panel, Row, Section, Table
+from kvalign.eval.protocol import Panel, Section, Table
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import (
@@ -79,6 +79,8 @@ def render(results: Results, contents: list[Section]) -> str:
     blocks: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     templates.filters["escape_controls"] = escape_controls
+    templates.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    templates.filters["csv"] = csv_of
     templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
     templates.filters["legend"] = lambda plot: Markup(inline_legend(plot.figure, plot.name))
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
@@ -86,38 +88,18 @@ def render(results: Results, contents: list[Section]) -> str:
     names = {row["method"] for d in documents for row in d["rows"]}
     return templates.get_template("report.html").render(
         suite=results.suite,
-        of=_of(results),
+        today=date.today().isoformat(),
         documents=results.documents,
-        changed=[x for x in dict.fromkeys(d.get("changed") for d in documents) if x],
         screens=first_screens(results),
         meaning=MEANS,
         summary=summary(results),
         sections=contents,
         panels=panels(results),
         methods={name: METHODS.find(name).about for name in METHODS if name in names},
-        csv={name: _link(document["rows"]) for name, document in results.documents.items()},
         style=Markup(style),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
-
-
-def _of(results: Results) -> str:
-    """The subject of the page, beside its title: models, KV-Align's versions that measured, the day
-    on which it is written.
-    """
-    documents = results.documents.values()
-    models = dict.fromkeys(d["settings"].get("model") or "" for d in documents)
-    versions = dict.fromkeys(str(d["environment"].get("kvalign", "")) for d in documents)
-    by = " and ".join(filter(None, versions))
-    measured = f"measured by KV-Align {by}" if by else ""
-    facts = (", ".join(filter(None, models)), measured, f"written {date.today().isoformat()}")
-    return "; ".join(filter(None, facts))
-
-
-def _link(rows: list[Row]) -> str:
-    """A link that holds the rows as CSV."""
-    return "data:text/csv;base64," + base64.b64encode(csv_of(rows).encode()).decode()
 
 
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvalign.eval.judging import RULES, WORD_LIST, load_words, readers_text
-from kvalign.eval.judging.chunks import chunks, distinct, judged, longest_run, token_spans
+from kvalign.eval.judging.chunks import chunks, distinct, judged, token_spans
 from kvalign.foundation.errors import UserError
 
 # In the list: not `walks`, whose stem `walk` is, nor `houses`, whose stem `hous` is not; `Zq`, `@`,
@@ -101,10 +101,6 @@ def test_repetition():
     assert distinct(tokens, 1) == 0.4
     assert distinct(tokens, 2) == 4 / 9
     assert distinct(["a"], 2) == 1
-    assert longest_run(tokens) == 9
-    assert longest_run("xyyz") == 2
-    assert longest_run("abcd") == 0
-    assert longest_run("abcdeabcde") == 0  # longer than a phrase
     passage = judged("the the the the the", frozenset({"the"}), RULES["paper"])
     assert passage["repetition"] == 0.5
 

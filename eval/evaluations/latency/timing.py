@@ -7,6 +7,7 @@ protocol, `stream_tokens` is timed from a prompt on, including draws and a filli
 
 import functools
 import gc
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +51,7 @@ Turns = list[list[list[float]]]
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
     """Number of turns in `measure` for so many methods: first tokens, others, memory."""
-    per_trial = 1 + num_rounds(settings) if settings.generate else 2
+    per_trial = 1 + math.ceil(settings.generate / settings.trial_len) if settings.generate else 2
     num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
     return num_rows * (settings.num_trials * per_trial + 1)
 
@@ -96,29 +97,25 @@ def rows_of(
     reference = [method.name for method in methods].index(settings.reference)
     per_token = [1e3 / batch_size * np.concatenate(own) for own in turns]  # ms
     means = [times.mean() for times in per_token]
-    medians = [np.median(times) for times in per_token]
     of_memories = _of_memories(methods, means, batch_size, settings)
-    return [
-        {
-            **sizes_of(method),
+    rows = []
+    for i, (method, times) in enumerate(zip(methods, per_token, strict=True)):
+        figures = {
             "batch_size": batch_size,
             "num_steps": len(times),
-            "mean_ms": mean,
-            "median_ms": median,
+            "mean_ms": means[i],
+            "median_ms": np.median(times),
             "p90_ms": np.quantile(times, 0.9),
             "p99_ms": np.quantile(times, 0.99),
             "max_ms": times.max(),
-            "ratio": mean / means[reference],
-            **of_memory,
-            "bare_mean_ratio": mean / means[0],
-            "bare_ratio": median / medians[0],
-            "tokens_per_s": 1e3 / mean,
-            "ttft_ms": 1e3 * np.median(to_first),
+            "ratio": means[i] / means[reference],
+            "bare_mean_ratio": means[i] / means[0],
+            "bare_ratio": np.median(times) / np.median(per_token[0]),
+            "tokens_per_s": 1e3 / means[i],
+            "ttft_ms": 1e3 * np.median(first[i]),
         }
-        for method, to_first, times, mean, median, of_memory in zip(
-            methods, first, per_token, means, medians, of_memories, strict=True
-        )
-    ]
+        rows.append(sizes_of(method) | figures | of_memories[i])
+    return rows
 
 
 def key_of(
@@ -295,11 +292,6 @@ def time_steps(
     return turns
 
 
-def num_rounds(settings: LatencySettings) -> int:
-    """Return the number of tokens after the first of one trial that generates."""
-    return -(-settings.generate // settings.trial_len)
-
-
 def time_generation(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> tuple[Seconds, Turns]:
@@ -330,7 +322,8 @@ def time_generation(
         streams = [stream_tokens(x, ids, generator=draw, **drawing) for x, draw in pairs]
         for _, i in rounds(methods, 1, bar, *seeds, 0):
             first[i].append(clocked(model.device, next, streams[i]))
-        for number, i in rounds(methods, num_rounds(settings), bar, *seeds, 1):
+        num_later = math.ceil(settings.generate / settings.trial_len)
+        for number, i in rounds(methods, num_later, bar, *seeds, 1):
             num_left = settings.generate - number * settings.trial_len
             each = range(min(num_left, settings.trial_len))
             later[i].append([clocked(model.device, next, streams[i]) for _ in each])
