@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -369,7 +369,7 @@ def stream(
     *,
     method: str = AUTO,
     cache_size: int | None = None,
-    keep: int | str | None = None,
+    keep: Literal["prompt"] | None = None,
     **config: Unpack[StreamConfig],
 ) -> TextStream:
     """Stream the text that continues a prompt, past the context length.
@@ -379,8 +379,7 @@ def stream(
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
         method, cache_size: as in `kvalign.make_method`.
-        keep: tokens that are never evicted: `prompt` for the whole prompt, or a number of its first
-            tokens; instead of num_sinks.
+        keep: `prompt`: no token of it is ever evicted; instead of num_sinks.
         config: num_sinks, num_evicted, ...: see `MethodConfig`; `compile`; max_new_tokens,
             temperature, ...: see `Sampling`. Without max_new_tokens the stream has no end. Without
             a seed it draws one: `stream.sampling.seed`.
@@ -394,11 +393,10 @@ def stream(
     if keep is not None:
         if rest.get("num_sinks") is not None:
             raise UserError("keep and num_sinks set the same number: give one of them")
-        if isinstance(keep, str) and keep != "prompt":
-            raise UserError(f"keep must be 'prompt' or a number of tokens, got {keep!r:.80}")
-        if keep == "prompt":
-            first = encoded(prompt, tokenizer, unwrapped(model))
-        rest["num_sinks"] = len(first) if keep == "prompt" else typed("keep", keep, int)
+        if keep != "prompt":
+            raise UserError(f"keep must be 'prompt', got {keep!r:.80}: num_sinks takes a number")
+        first = encoded(prompt, tokenizer, unwrapped(model))
+        rest["num_sinks"] = len(first)
     streaming = make_method(method, model, cache_size=cache_size, **{"compile": None, **rest})
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):

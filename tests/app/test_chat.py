@@ -105,7 +105,8 @@ def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
 def test_what_is_kept_never_goes(tmp_path, capsys, loaded):
     path = tmp_path / "talk"
     turns = ["--say", "Who?", "--say", "Why?", "--say", "When?"]
-    assert chat("--keep", "system", "--state", str(path), *turns) == 0
+    for _ in range(2):  # the same words go on
+        assert chat("--num-sinks", "system", "--state", str(path), *turns) == 0
     stream, num = said(path, loaded), Talk(loaded.tokenizer).opening_len()
     assert stream.method.sizes.num_sinks == num and stream.num_evicted
     assert stream.method.cache.index()[:num].tolist() == list(range(num))
@@ -161,7 +162,7 @@ def test_whole_turns_go_as_in_serve(tmp_path, monkeypatch, capsys, loaded):
     [
         (["--say", " "], "--say is empty"),
         (["--say", "a", "--system", "word " * 60], "--system takes"),
-        (["--say", "a", "--keep", "4", "--num-sinks", "4"], "set the same number: give one"),
+        (["--say", "a", "--num-sinks", "all"], "must be auto or system or a number, got 'all'"),
         (["--say", "a", "--state", "talk", "--num-evicted", "5"], "has its own --num-evicted"),
         (["--say", "a", "--state", "text"], "is not a stream that kvalign saved"),
     ],

@@ -124,13 +124,16 @@ def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
     assert len(set(texts.values())) == 1
 
 
-@pytest.mark.parametrize(("keep", "num_sinks"), [("prompt", 2), ("5", 5)])
-def test_what_is_kept_of_a_prompt_are_the_sinks(keep, num_sinks, capsys):
+@pytest.mark.parametrize(("given", "num_sinks"), [("prompt", 2), ("5", 5)])
+def test_what_is_kept_of_a_prompt_are_the_sinks(given, num_sinks, capsys):
     argv = ["generate", *PROMPT, "--cache-size", "16", "--max-new-tokens", "3", "--json"]
-    assert main([*argv, "--keep", keep]) == 0
+    assert main([*argv, "--num-sinks", given]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["num_sinks"] == num_sinks
-    assert main([*argv, "--keep", "16"]) == 2
-    assert "--keep takes 16 entries, so --cache-size must be above that" in capsys.readouterr().err
+    assert main([*argv, "--num-sinks", "prompt", "--cache-size", "2"]) == 2
+    error = "--num-sinks prompt takes 2 entries, so --cache-size must be above that"
+    assert error in capsys.readouterr().err
+    assert main([*argv, "--num-sinks", "all"]) == 2
+    assert "--num-sinks must be prompt or a number, got 'all'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def say_stopped(
     ending = ""
     if isinstance(stop, Interrupted):
         ending = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
-    elif "--keep" in flags and name.startswith("eval"):  # elsewhere what stays in a cache
+    elif "--keep" in flags:
         ending = "; nothing was kept (--keep FOLDER keeps finished parts)"
     elif "--out" in flags:
         ending = "; nothing was kept; give the same command to start again"

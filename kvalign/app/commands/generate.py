@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
-from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
+from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of, sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text, text_of
 from kvalign.foundation.settings import NUM_SINKS, like, option
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 PROMPT = "The history of the island"
-_OF_KEEP = "prompt or a number of tokens"
 MOST = 1024
 """Longest context length that a stream without a length passes; longer ones take minutes."""
 BEYOND = 88
@@ -54,27 +53,18 @@ class GenerateSettings(StreamSettings):
         more=f" (default: past the context length if that is at most {MOST}, else "
         f"{MAX_NEW_TOKENS})",
     )
-    num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
-    keep: str | None = option(
-        None,
-        help="tokens that are never evicted: prompt for all of it, or a number of its first tokens",
-    )
+    num_sinks: str | None = option(None, help=f"{NUM_SINKS}; prompt: all of it")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep is not None and self.num_sinks is not None:
-            raise UserError("--keep and --num-sinks set the same number: give one of them")
-        number_of("--keep", self.keep or "0", _OF_KEEP)
+        sinks_of(self.num_sinks or "0", "prompt")
 
     def sinks_for(self, prompt_len: int) -> int | None:
         """First entries that are never evicted; None: the method's default."""
-        if self.keep is None:
-            return self.num_sinks
-        num_sinks = number_of("--keep", self.keep, _OF_KEEP)
-        if num_sinks is None:
-            num_sinks = prompt_len
-        self.check_sinks("--keep", num_sinks)
-        return num_sinks
+        if self.num_sinks != "prompt":
+            return None if self.num_sinks is None else int(self.num_sinks)
+        self.check_sinks("--num-sinks prompt", prompt_len)
+        return prompt_len
 
 
 def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:

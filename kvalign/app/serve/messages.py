@@ -100,9 +100,10 @@ class Form(BaseModel, extra="forbid", strict=True):
     def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         """The fields that are obeyed; ignored ones are noted, RequestError for a refused one."""
         where, fields = f"{cls.within}: " if cls.within else "", {}
-        if isinstance(values.get(cls.inner), dict):
+        inner = values.get(cls.inner) if cls.inner else None
+        if isinstance(inner, dict):
             rest = {name: value for name, value in values.items() if name != cls.inner}
-            values = {**values[cls.inner], **rest}
+            values = inner | rest
         own = {field.alias or name for name, field in cls.model_fields.items()}
         kinds = get_args(cls.model_fields["type"].annotation) if "type" in own else ()
         kind = values.get("type")

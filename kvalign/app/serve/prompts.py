@@ -49,7 +49,8 @@ class Prompts:
         """A new session, whose sinks are the tokens of its system prompt and its tools."""
         sizes, first = self.method.sizes, request.messages[0]
         system, num_sinks = first.content if first.role == "system" else None, sizes.num_sinks
-        if (system is not None or tools) and self.keeps_opening:
+        has_opening = system is not None or tools or self.settings.num_sinks == "system"
+        if has_opening and self.keeps_opening:
             num_sinks = self._talk(system, request, tools).opening_len()
             if num_sinks >= sizes.cache_size:
                 what = f"the {'tools and the ' * bool(tools)}system message"

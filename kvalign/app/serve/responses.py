@@ -101,7 +101,7 @@ class ResponseRequest(Chat):
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         form = self.text and self.text.format
-        return form and form.schema_of_answer
+        return form.schema_of_answer if form else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -119,11 +119,10 @@ class ResponseForm(ChatForm):
         self._finish: str | None = None
         self._item: dict[str, Any] | None = None  # of text or of thoughts, that comes
 
-    def part(self, kind: str, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def part(self, kind: str, text: str, logprobs: Sequence[dict] = ()) -> dict[str, Any]:
         if kind == _THOUGHTS:
             return {"type": "reasoning_text", "text": text}
-        entries = logprobs["content"] if logprobs else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
     def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
         for part in answers[0]:
@@ -223,7 +222,7 @@ class ResponseForm(ChatForm):
         if self._item is None:
             return ""
         kind = self._item["type"]
-        part = self.part(kind, self._text, {"content": self._logprobs})
+        part = self.part(kind, self._text, self._logprobs)
         item = {**self._item, "status": status, "content": [part]}
         more = {"logprobs": self._logprobs} if kind == _TEXT else {}
         self._item = None

@@ -212,7 +212,8 @@ class Chat(Request):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        return self.response_format and self.response_format.schema_of_answer
+        form = self.response_format
+        return form.schema_of_answer if form else None
 
     @property
     def most_tokens(self) -> int | None:

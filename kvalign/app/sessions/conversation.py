@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvalign import checkpoints
-from kvalign.app.sessions.stream_settings import StreamSettings, number_of, pieces_of
+from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of, sinks_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.files import check_not_locked
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
-_OF_KEEP = "system or a number of tokens"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TalkSettings(StreamSettings):
@@ -41,8 +39,8 @@ class TalkSettings(StreamSettings):
     )
     num_sinks: str = option(
         "auto",
-        help="first entries that are never evicted; auto: all before the user's first word if "
-        "there is a system prompt, else the method's default",
+        help="first entries that are never evicted; system: all before the user's first word; "
+        "auto: the same if there is a system prompt, else the method's default",
     )
     evict: str = option(
         "entries",
@@ -68,8 +66,8 @@ class TalkSettings(StreamSettings):
         self.sinks()
 
     def sinks(self) -> int | None:
-        """Number that `--num-sinks` gives; None: auto."""
-        return number_of("--num-sinks", self.num_sinks, "auto or a number")
+        """Number that `--num-sinks` gives; None: auto or system."""
+        return sinks_of(self.num_sinks, "auto", "system")
 
     def resolved(self) -> Self:
         """These settings with a model: the named one, or one that was fetched, which is printed.
@@ -126,11 +124,6 @@ class ConversationSettings(TalkSettings):
     num_recalled: int | None = like(
         CacheSizes, "num_recalled", more=f"; here at most {chat.MOST_RECALLED}", at_least=1
     )
-    keep: str | None = option(
-        None,
-        help="tokens that are never evicted: system for all before the user's first word (the "
-        "default with --system), or a number of first tokens",
-    )
     say: tuple[str, ...] | None = option(
         None, help="a turn, instead of reading turns; repeat it for more turns", repeats=True
     )
@@ -143,10 +136,6 @@ class ConversationSettings(TalkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep is not None and self.num_sinks != "auto":
-            raise UserError("--keep and --num-sinks set the same number: give one of them")
-        if self.keep is not None:
-            number_of("--keep", self.keep, _OF_KEEP)
         if not all(turn.strip() for turn in self.say or ()):
             raise UserError("--say is empty: give at least one word")
 
@@ -260,12 +249,10 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
 
     num_sinks = settings.sinks()
     opening = Talk(loaded.tokenizer, settings.system, settings.special_tokens).opening_len()
-    keep = settings.keep or ("system" if settings.system is not None else None)
-    if num_sinks is None and keep is not None:
-        num_sinks = number_of("--keep", keep, _OF_KEEP)
-        if num_sinks is None:
-            num_sinks = opening
-        settings.check_sinks("--system" if settings.keep is None else "--keep", num_sinks)
+    if settings.num_sinks == "system" or (num_sinks is None and settings.system is not None):
+        num_sinks = opening
+        what = "--system" if settings.system is not None else "--num-sinks system"
+        settings.check_sinks(what, num_sinks)
     if settings.memory and settings.num_recalled is None:
         num = chat.num_recalled_for(settings.cache_size, num_sinks)
         settings = replace(settings, num_recalled=num)
@@ -287,6 +274,8 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
         print(f"using {source}, trained here, as before", file=sys.stderr)
     saved = asdict(stream.method.sizes) | {"method": stream.method.name}
     saved[chat.SYSTEM] = stream.notes.get(chat.SYSTEM)
+    if settings.sinks() is None:
+        del saved["num_sinks"]
     for name, value in settings.changed().items():
         if name in saved and str(value) != str(saved[name]):
             raise UserError(

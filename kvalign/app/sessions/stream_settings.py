@@ -180,12 +180,13 @@ class StreamSettings(MethodSettings, ModelSettings):
         return drawing({name: value for name, value in values.items() if value is not None})
 
 
-def number_of(name: str, value: str, needed: str) -> int | None:
-    """Number of a flag; None for the first word of what is needed; UserError for anything else."""
-    if value == needed.partition(" ")[0]:
+def sinks_of(value: str, *words: str) -> int | None:
+    """Number of `--num-sinks`; None for one of these words; UserError for anything else."""
+    if value in words:
         return None
     if not (value.isascii() and value.isdigit()):
-        raise UserError(f"{name} must be {needed}, got {value!r}")
+        needed = " or ".join([*words, "a number"])
+        raise UserError(f"--num-sinks must be {needed}, got {value!r}")
     return int(value)
 
 
