@@ -90,13 +90,11 @@ def _told(codes: dict[str, str]) -> list[str]:
 
 
 def one_code(names: list[str], rng: random.Random) -> Hidden:
-    """Codes of names, and the question for one of them."""
     codes, asked = {name: _code(rng) for name in names}, names[0]
     return Hidden(_told(codes), f"\n The secret code of the {asked} is", [codes[asked]])
 
 
 def all_codes(names: list[str], rng: random.Random) -> Hidden:
-    """The same, and the question for all of them."""
     codes = {name: _code(rng) for name in names}
     asked = f"{', the '.join(names[:-1])} and the {names[-1]}"
     question = f"\n The secret codes of the {asked} are , in this order :"

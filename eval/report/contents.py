@@ -184,10 +184,9 @@ class FirstScreen:
         if not self.scored:
             return ""
         sizes = sorted({row["cache_size"] for row in self.scored})
-        where = f"{self.subject} at C = {', '.join(map(str, sizes))}"
-        if self.reference:
-            return f"{where}, relative to {self.reference}."
-        return f"{where}. Without a reference there are no ratios: give --reference recompute."
+        none = ". Without a reference there are no ratios: give --reference recompute."
+        to = f", relative to {self.reference}." if self.reference else none
+        return f"{self.subject} at C = {', '.join(map(str, sizes))}{to}"
 
     def _ratios(self) -> Plot | None:
         """Perplexity by cache size, relative to the reference if there is one."""
@@ -195,13 +194,12 @@ class FirstScreen:
         rows = comparable(rows, self.reference) if self.reference else rows
         if not rows:
             return None
-        lines, y = series(rows, "cache_size", "perplexity"), "perplexity"
+        judged, title = "perplexity", "Perplexity"
         if self.reference:
-            whole = all(row["ratio_high"] is not None for row in rows)
-            high, low = ("ratio_high", "ratio_low") if whole else (None, None)
-            lines = series(rows, "cache_size", "ratio", high, low=low)
-            y = f"perplexity relative to {self.reference}"
-        title = y[0].upper() + y[1:]
+            judged, title = "ratio", f"Perplexity relative to {self.reference}"
+        whole = self.reference and all(row["ratio_high"] is not None for row in rows)
+        high, low = ("ratio_high", "ratio_low") if whole else (None, None)
+        lines, y = series(rows, "cache_size", judged, high, low=low), f"p{title[1:]}"
         caption = f"{title}, by cache size; lower is better"
         return _by_size("first-perplexity", lines, y, caption, title)
 

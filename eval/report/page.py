@@ -24,7 +24,6 @@ from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import (
     MEANS,
-    FirstScreen,
     first_screens,
     panels,
     sections,
@@ -113,7 +112,12 @@ def show(folder: Path, console: Console | None = None) -> None:
     """
     results = read(folder)
     console = console or console_for()
-    _print_first(first_screens(results), console)
+    if screens := first_screens(results):
+        console.rule(Text("Verdicts"))
+    for one in screens:
+        console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
+        console.print(Text(escape_controls(one.take)))
+    print_tables([one.verdicts for one in screens if one.verdicts], console)
     of_sections = [(section.title, section.tables) for section in sections(results)]
     for title, tables in [("Summary", summary(results)), *of_sections]:
         if tables:
@@ -177,16 +181,6 @@ def print_meanings(tables: list[Table]) -> None:
     for title, about in means.items():
         if about:
             console.print(Text(f"{title}: {about}", "dim"))
-
-
-def _print_first(screens: list[FirstScreen], console: Console) -> None:
-    """The subject of each model's figures, and its verdicts."""
-    if screens:
-        console.rule(Text("Verdicts"))
-    for one in screens:
-        console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
-        console.print(Text(escape_controls(one.take)))
-    print_tables([one.verdicts for one in screens if one.verdicts], console)
 
 
 def print_passages(panels: list[Panel]) -> None:

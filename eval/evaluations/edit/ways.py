@@ -55,26 +55,6 @@ class Edit:
     new: Tensor
     alone: EncodedPart | None = None
 
-    @classmethod
-    def of(cls, kind: str, text: Text, alone: EncodedPart | None = None) -> "Edit":
-        """The last token of `after` is not fed yet: it asks for what follows."""
-        start, after = text.before.shape[1], text.after[:, :-1]
-        none = text.middle[:, :0]
-        old = {"cut": text.middle, "replace": text.other}.get(kind, none)
-        new = none if kind == "cut" else text.middle
-        ids = torch.cat([text.before, old, after], 1)
-        return cls(ids, start, start + old.shape[1], new, alone)
-
-    @property
-    def old(self) -> Tensor:
-        """Tokens that the edit takes out, [B, n] int64."""
-        return self.ids[:, self.start : self.stop]
-
-    @property
-    def edited(self) -> Tensor:
-        """Tokens of the streams after the edit, [B, N'] int64."""
-        return torch.cat([self.ids[:, : self.start], self.new, self.ids[:, self.stop :]], 1)
-
     def row(self, row: int) -> "Edit":
         some = slice(row, row + 1)
         alone = self.alone and self.alone.rows(some)
@@ -101,8 +81,9 @@ class Way:
         if self.name == UNEDITED:
             return 0
         if self.name == ANEW:
-            method.feed(edit.edited)
-            return edit.edited.shape[1]
+            ids = [edit.ids[:, : edit.start], edit.new, edit.ids[:, edit.stop :]]
+            method.feed(torch.cat(ids, 1))
+            return sum(map(_num, ids))
         num = edit.ids.shape[1]
         stop = num if self.name == FORGOTTEN else min(num, edit.stop + self.exactly)
         again = edit.ids[:, edit.stop : stop] if self.name == EDITED else edit.ids[:, :0]
@@ -133,12 +114,19 @@ def batches(settings: EditSettings, ids: Tensor, length: int) -> Iterator[Text]:
 
 
 def edit_of(kind: str, text: Text, loaded: LoadedModel) -> Edit:
-    """An edit of this kind; a piece has been encoded as a text of its own."""
-    if kind != PIECE:
-        return Edit.of(kind, text)
-    prefix = torch.tensor(prefix_ids(loaded.tokenizer), dtype=torch.int64).to(text.middle)
-    ids = torch.cat([prefix.expand(len(text.middle), -1), text.middle], 1)
-    return Edit.of(kind, text, encoded_alone(loaded.model, ids, len(prefix)))
+    """An edit of this kind; a piece has been encoded as a text of its own. The last token of
+    `after` is not fed yet: it asks for what follows.
+    """
+    start, none, alone = text.before.shape[1], text.middle[:, :0], None
+    old = {"cut": text.middle, "replace": text.other}.get(kind, none)
+    new = none if kind == "cut" else text.middle
+    if kind == PIECE:
+        prefix = torch.tensor(prefix_ids(loaded.tokenizer), dtype=torch.int64).to(new)
+        alone = encoded_alone(
+            loaded.model, torch.cat([prefix.expand(len(new), -1), new], 1), len(prefix)
+        )
+    ids = torch.cat([text.before, old, text.after[:, :-1]], 1)
+    return Edit(ids, start, start + old.shape[1], new, alone)
 
 
 @torch.no_grad()
