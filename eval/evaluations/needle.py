@@ -199,12 +199,12 @@ def needle(settings: NeedleSettings, loaded: LoadedModel, methods: list[Method])
 
     def streams_for(size: int) -> list[list[Stop[Needle]]]:
         return [
-            stream.stops(distances, size, asker(kind, loaded), {"kind": kind} if several else {})
+            stream.stops(distances, size, ask, {"kind": kind} if several else {})
             for kind, streams in by_kind.items()
             for stream in streams
         ]
 
-    several = {*by_kind} != {"single"}
+    several, ask = {*by_kind} != {"single"}, asker(loaded)
     return ask_all(methods, streams_for, "questions")
 
 
@@ -295,41 +295,29 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[H
     return {kind: list(of_kind(kind)) for kind in settings.kinds}
 
 
-def asker(kind: str, loaded: LoadedModel) -> Ask[Needle]:
-    """Function that asks a question of this kind: does greedy decoding write the code at once, or
-    else which share of the answers does its text contain (RULER's score)?
+def asker(loaded: LoadedModel) -> Ask[Needle]:
+    """Function that asks a question: the share of its answers that greedy decoding writes, which is
+    RULER's score. A code must be written at once (`num_new`).
     """
-
-    def writes_code(method: Method, needle: Needle) -> dict[str, float]:
-        pairs = zip(needle.answers[0], written(method, needle), strict=False)
-        return {"accuracy": all(token == new for token, new in pairs)}
-
-    def share_written(method: Method, needle: Needle) -> dict[str, float]:
-        answers = [loaded.tokenizer.decode(ids).strip().lower() for ids in needle.answers]
-        share, new = 0.0, list[int]()
-        for token in written(method, needle):
-            new.append(token)
-            text = loaded.tokenizer.decode(new).lower()
-            share = sum(answer in text for answer in answers) / len(answers)
-            if share == 1:
-                break
-        return {"accuracy": share}
-
-    return writes_code if kind == "single" else share_written
-
-
-def written(method: Method, needle: Needle) -> Iterator[int]:
-    """The tokens of greedy decoding after a question."""
     import torch
 
     from kvalign.streaming.scoring import check_losses
 
-    new = needle.question
-    for _ in range(needle.num_new):
-        logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
-        new = [int(logits.argmax())]
-        check_losses(-logits.log_softmax(-1)[new], method, most=math.inf)
-        yield new[0]
+    decode = loaded.tokenizer.decode
+
+    def ask(method: Method, needle: Needle) -> dict[str, float]:
+        answers = [decode(ids).strip().lower() for ids in needle.answers]
+        new, written, share = needle.question, list[int](), 0.0
+        while share < 1 and len(written) < needle.num_new:
+            logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
+            new = [int(logits.argmax())]
+            check_losses(-logits.log_softmax(-1)[new], method, most=math.inf)
+            written += new
+            text = decode(written).lower()
+            share = sum(answer in text for answer in answers) / len(answers)
+        return {"accuracy": share}
+
+    return ask
 
 
 COLUMNS = {

@@ -49,9 +49,9 @@ class AnswerReader(Reader):
             logits[self.todo.pop(0)] = 1
 
 
-def search(method, streams, distances, kind="single"):
+def search(method, streams, distances):
     with progress.shown_as("needle") as bar:
-        stops = [stream.stops(distances, 40, asker(kind, method), {}) for stream in streams]
+        stops = [stream.stops(distances, 40, asker(method), {}) for stream in streams]
         return rows_of(method, stops, bar)
 
 
@@ -98,7 +98,7 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
     read = torch.tensor([streams[0].ids[: last.end]])
     for method in (undisturbed, asked):
         method.feed(read)
-    on_copies(asked, [last], asker("single", loaded))
+    on_copies(asked, [last], asker(loaded))
     ids = torch.tensor([streams[0].ids[last.end :]])
     assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
 
@@ -133,9 +133,9 @@ def test_the_score_is_the_share_of_answers(kind, loaded):
     streams = haystacks(settings, loaded)[kind]
     num = len(streams[0].needles[0].answers)
     for most in (0, 1, 3):
-        rows = search(AnswerReader(loaded, 10_000, streams, most), streams, [0, 5], kind)
+        rows = search(AnswerReader(loaded, 10_000, streams, most), streams, [0, 5])
         assert [row["accuracy"] for row in rows] == pytest.approx([min(most, num) / num] * 2)
-    rows = search(AnswerReader(loaded, 30, streams), streams, [5], kind)
+    rows = search(AnswerReader(loaded, 30, streams), streams, [5])
     assert rows[0]["accuracy"] == 0 and 0.6 < rows[0]["accuracy_high"] < 1
 
 
