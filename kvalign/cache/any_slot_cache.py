@@ -23,9 +23,9 @@ from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Owner, ReadTensor, StreamingLayer
+from kvalign.cache.passes import Step
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install, mark

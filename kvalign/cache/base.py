@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
+from kvalign.cache.attention import Segment
 from kvalign.cache.layer import Form, Part, expect_tensor
+from kvalign.cache.passes import HOST, Step
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import HOST, Step
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import NotPickled, Whole

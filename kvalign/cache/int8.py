@@ -27,9 +27,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.layer import At, Form, expect_tensor
+from kvalign.cache.passes import HOST, Step
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import HOST, Step
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of

@@ -21,9 +21,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.passes import Step
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
 from kvalign.models.wrapped import no_autograd_modes
 

@@ -24,9 +24,9 @@ from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TABLES, Tables
+from kvalign.cache.passes import DecodeStep, Step
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import DecodeStep, Step
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, window_of

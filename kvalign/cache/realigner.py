@@ -17,8 +17,8 @@ from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
+from kvalign.cache.passes import DecodeStep, Step
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import DecodeStep, Step
 from kvalign.models.architectures import MASKED, REGISTERED, window_of
 from kvalign.models.rope import Rotation
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvalign.cache.attention import Segment
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Part, SinkKeys
+from kvalign.cache.passes import Step, position_ids
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import Step, position_ids
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec

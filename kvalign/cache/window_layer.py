@@ -10,8 +10,8 @@ from torch import Tensor
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
+from kvalign.cache.passes import DecodeStep, Step, order_of, slots_of
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import DecodeStep, Step, order_of, slots_of
 from kvalign.models.attention import mark
 
 if TYPE_CHECKING:

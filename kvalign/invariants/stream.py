@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.step import Step, order_of
+from kvalign.cache.passes import Step, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.as_encoded import Reencoding

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.attention import Block, RecalledEntries
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
 from kvalign.cache.memory_sizes import loudness_of
+from kvalign.cache.passes import HOST, Counts, Step
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import HOST, Counts, Step
 from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import has_room, is_on_card

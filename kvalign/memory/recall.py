@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.attention import Block, RecalledEntries
+from kvalign.cache.passes import HOST, Counts, Step
 from kvalign.cache.realigner import Realigner, rotated
-from kvalign.cache.segments import Block, RecalledEntries
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.step import HOST, Counts, Step
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
 from kvalign.models.rope import Angles

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import often
-from kvalign.cache import segments
+from kvalign.cache import attention as segments
+from kvalign.cache.attention import Segment
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner, is_exact
-from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError

@@ -1,7 +1,7 @@
 """Captured step: the kernels of a decode step on CUDA, recorded once and replayed without Python.
 
 A CUDA graph runs the same kernels on the same addresses. In a ring nothing but tensors changes from
-step to step (`kvalign.cache.step.DecodeStep`), so these are copied to where the graph reads them.
+step to step (`kvalign.cache.passes.DecodeStep`), so these are copied to where the graph reads them.
 What differs otherwise has a graph of its own: another number of rows, a cache that is not full
 (whose slots without an entry are hidden), other buffers. A memory on the card is searched in the
 graph, once every query finds as much as it takes back; what it takes in is written between steps.
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import entries, table
 from kvalign.cache import realign
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.step import Step
+from kvalign.cache.passes import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.methods.cached import Cached

@@ -3,7 +3,7 @@ a faster way with the same results.
 
 - Methods that re-encode clean windows (`recompute`, `discard-half`): a batch of windows at once.
 - Caches whose entries are placed from their original form (`window`, `streaming-llm`, `kvalign`
-  with a table): whole segments in the relative form (`kvalign.cache.segments`).
+  with a table): whole segments in the relative form (`kvalign.cache.attention`).
 - Any other method: step by step.
 
 Non-finite logits have their reason in one line.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from kvalign.cache import segments
+from kvalign.cache import attention as segments
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.as_encoded import Reencoding

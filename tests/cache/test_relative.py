@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make
 
-from kvalign.cache import segments
+from kvalign.cache import attention as segments
 from kvalign.streaming.scoring import losses, score, score_stepwise
 
 

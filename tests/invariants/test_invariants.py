@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
 from kvalign.cache import edits
+from kvalign.cache.passes import Step
 from kvalign.cache.realign import Rotating
-from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.invariants import INVARIANTS

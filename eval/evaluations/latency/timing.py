@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from kvalign.aligners.entries import KV
+from kvalign.cache.passes import HOST
 from kvalign.cache.realign import OnRead
 from kvalign.cache.sizes import OF_MEMORY
-from kvalign.cache.step import HOST
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids

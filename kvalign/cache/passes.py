@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Flags
-from kvalign.cache.segments import Segment
+from kvalign.cache.attention import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
