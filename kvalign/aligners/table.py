@@ -34,6 +34,18 @@ class Tables(NamedTuple):
     key_scales: Tensor
     value_scales: Tensor
 
+    def first(self, num: int) -> "Tables":
+        """Tables of the first positions alone."""
+        return Tables(*(x[:, :num] for x in self))
+
+    def of_entries(self, places: Tensor, num_sinks: int) -> "Tables":
+        """Same means, and the scales of the entries behind the sinks, which lie at places [B or 1,
+        T, S] (negative: anywhere): [B or 1, H, 1, T, S - num_sinks].
+        """
+        at = places[..., num_sinks:].clamp_min(0).to(self.key_scales.device)
+        scales = (x[:, at].transpose(0, 1)[:, :, None] for x in self[2:])
+        return Tables(*self[:2], *scales)
+
 
 class TableAligner(Aligner):
     """Means [L, H, P, D] and scales [L, H, P], P = chunk_len; before training 0 and 1."""

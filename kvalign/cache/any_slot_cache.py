@@ -21,9 +21,10 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.attention import placed_attention
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Owner, ReadTensor, StreamingLayer
-from kvalign.cache.passes import Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
@@ -62,7 +63,7 @@ class AnySlotLayer(StreamingLayer):
         self.index = torch.empty(0, 0, 0, dtype=torch.int64)
         self.scores = torch.empty(0, 0, 0, dtype=torch.float32)
 
-    def take(self, step: Step, new: KV) -> KV:
+    def take(self, step: Pass, new: KV) -> KV:
         # 1. What attention sees: entries placed by rank, and the new ones as they are.
         entries = cat([*self.pieces(step), new])
         # 2. What is kept of the new ones.
@@ -82,30 +83,21 @@ class AnySlotLayer(StreamingLayer):
         return entries
 
     def _attend(
-        self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
+        self, step: Pass, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Attention of queries [B, H, T, D], with weights for the policy: [B, T, H, D]."""
-        query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
-        scores = query @ keys.float()[:, :, None].mT
-        num_new, num = scores.shape[-2:]
-        if num_new > 1:
-            future = torch.ones(num_new, num, dtype=torch.bool, device=keys.device)
-            scores = scores.masked_fill(future.triu(num - num_new + 1), -torch.inf)
-        if step.hides:
-            visible = step.visible[:, None, None, None].to(keys.device)
-            scores = scores.masked_fill(~visible, -torch.inf)
-        weights = scores.softmax(-1)
+        places = step.sights()[0].places.to(keys.device)
+        out, weights = placed_attention(query, query, query, keys, values, scale, 0, places)
         self._score(step, KV(keys, values), weights.mean(2))
-        out = weights @ values.float()[:, :, None]
-        return out.flatten(1, 2).transpose(1, 2)
+        return out
 
-    def _score(self, step: Step, entries: KV, weights: Tensor | None = None) -> None:
+    def _score(self, step: Pass, entries: KV, weights: Tensor | None = None) -> None:
         num_fed = [n + step.num_new for n in step.seen]
         before = self.scores[:, :, : self.scores.shape[2] - step.num_new]
         seen = Seen(self.layer_idx, num_fed, *entries, weights, before)
         self.scores = self.policy.score(seen).detach()
 
-    def evict(self, step: Step) -> None:
+    def evict(self, step: Pass) -> None:
         """Keep the entries with the highest scores: as many of each row as the step says."""
         num, sizes = self.index.shape[2], self.sizes
         if num == step.num_before:
@@ -131,7 +123,7 @@ class AnySlotLayer(StreamingLayer):
         slots = kept_slots[..., None]
         self.entries = self.entries.map(lambda x: x.gather(2, slots.expand(-1, -1, -1, x.shape[3])))
 
-    def pieces(self, step: Step) -> list[KV]:
+    def pieces(self, step: Pass) -> list[KV]:
         num = step.num_before
         if step.is_even:
             return self._place(self.entries)
@@ -257,10 +249,9 @@ class AnySlotCache(FixedSizeCache):
             self.check_input(len(self.seen), 1)
         return super().get_seq_length(layer_idx)
 
-    def _prepare_entries(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Pass) -> None:
         if self.is_filled:
             for layer in self.attention:
                 layer.evict(step)
         if self.policy.reads_weights:
             install(self.config)
-        return step

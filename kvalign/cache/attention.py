@@ -1,25 +1,20 @@
-"""Segments: many tokens in one banded attention, with the same results as feeding them one by one.
+"""Attention over the entries of a cache, each placed for each query.
 
-The entry of token j looks the same to the query of token t however the input was cut. With E(t)
-entries evicted and moved by M(t) positions before step t, the entry lies at position j - M(t), and
-
-    logit(t, j) = q_t . place(anchor(k_j), j - M(t))      for sinks: q_t . k_j
-    visible(t, j): j <= t, and j is a sink or j >= num_sinks + E(t)
-
-Rotation and tables split place() into a part of the entry and a part of the position:
+The entry of token j looks the same to the query of token t however the input was cut: it lies at
+its place (`passes.py`). Rotation and tables split what is seen there into a part of the entry and a
+part of the place:
 
     q . (m[p] + s[p] k') = q . m[p] + s[p] (q . k')
 
-So entries that were written once can be read at every later position, and a segment gives the same
-results as decode steps. This needs no code for a single architecture (`kvalign.models.attention`;
-BLOOM: through its mask). In half precision on CUDA, entries that are read where they lie are a band
-for PyTorch's flash kernel.
+So entries that were written once are read at every later place. `placed_attention` is that formula,
+the reference. Three others give the same where they can, faster: our kernel (one token, on a CPU),
+PyTorch's own (nothing is placed when it is read), and bands of its flash kernels (many tokens, in
+half precision on CUDA). No code here is for a single architecture (`kvalign.models.attention`).
 """
 
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,249 +22,242 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.passes import Pass, Sight
+from kvalign.models import kernel
 from kvalign.models.attention import bloom_mask
 from kvalign.models.rope import Rotation
 
-SEGMENT_LEN = 512  # tokens of a forward pass
-BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
-SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
 
+class Found(NamedTuple):
+    """Attention of some queries over what they take back from a memory, and over that alone."""
 
-TablesOf = Callable[[int], Tables | None]
-"""Tables that place a layer's entries when they are read; None: they are read where they lie."""
-
-
-class RecalledEntries(NamedTuple):
-    """Attention over what the queries of a block take back from a memory, and over that alone."""
-
-    output: Tensor  # [B, H, G, T, D], 0 where there is nothing
+    output: Tensor  # [B, H, G, T, D] float32, 0 where there is nothing
     log_sum: Tensor  # [B, H, G, T] float32, logarithm of the sum of the exponentials
 
 
-Recaller = Callable[["Block", Tensor], RecalledEntries]
-"""Recalled entries for the scaled queries [B, H, G, T, D] of a block."""
+Recaller = Callable[[Sight, Tensor], Found]
+"""Of a sight and its scaled queries [B, H, G, T, D]: what they find in a memory."""
 
 
-class Segment:
-    """Positions of the queries and entries of one forward pass; rows have equal lengths.
+class Reader(NamedTuple):
+    """How attention reads the entries of a layer, beside what its pass says.
+
+    Attributes:
+        rotation: of the layer's keys; None: they do not rotate.
+        tables: that place entries when they are read; None: they are read as they are.
+        angles, bases: of keys that our kernel reads as they are stored, without their position, as
+            `kernel.attend` takes them; None: keys do not rotate, or are as attention sees them.
+        recall: of a memory; None: there is none.
+    """
+
+    rotation: Rotation | None = None
+    tables: Tables | None = None
+    angles: Tensor | None = None
+    bases: Tensor | None = None
+    recall: Recaller | None = None
+
+
+def attend(
+    step: Pass, reader: Reader, query: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Attention of a pass of one token, or of a segment, over the entries of a layer.
 
     Args:
-        sizes, frame, rotation, tables: of the cache and its realigner.
-        num_seen: tokens before the segment.
-        num_ahead: the last of its tokens that are guesses: they do not count.
+        query: [B, H, T, D], at the positions that the model is told.
+        keys, values: [B, H_kv, S, D], sinks first: the slots of a step, or the entries of a
+            segment and the new ones behind them; as they are stored, if our kernel reads those.
 
-    Attributes:
-        ahead: their entries, as each layer stores them.
-        birth: [T] int64, each token's original position: its place.
-        at: [T] int64, its position in the frame of the entries before it, to which rotary keys are
-            rotated.
-        behind: [T] int64, the difference; 0 without rotation.
-        dropped: [T] int64, entries evicted before each query.
+    Returns:
+        [B, T, H, D].
     """
-
-    def __init__(
-        self,
-        sizes: CacheSizes,
-        frame: CacheSizes,
-        rotation: Rotation | None,
-        tables: TablesOf,
-        num_seen: int,
-        num_tokens: int,
-        device: torch.device,
-        num_ahead: int = 0,
-    ):
-        self.num_ahead, self.ahead = num_ahead, list[KV]()
-        self.sizes, self.rotation, self.tables, self.num_seen = sizes, rotation, tables, num_seen
-        end = num_seen + num_tokens
-        self.t = torch.arange(num_seen, end, device=device)
-        self.dropped = sizes.num_dropped(self.t)  # E(t): of the entries before token t
-        self.num_moved = self.dropped if rotation else frame.num_moved(self.t)
-        self.last_position = (sizes if rotation else frame).last_position
-        self.birth = self.t - self.num_moved
-        self.at = self.t - frame.num_moved(num_seen) if rotation else self.birth
-        self.behind = self.at - self.birth
-        # What Python decides by is computed here: to ask a GPU would be to wait for it.
-        self.num_dropped = sizes.num_dropped(num_seen)
-        last_dropped = sizes.num_dropped(end - 1)
-        self.rotates = rotation is not None and last_dropped > frame.num_moved(num_seen)
-        self.num_sinks = min(sizes.num_sinks, end)
-        self.oldest = self.num_sinks + self.num_dropped  # in sight, of those after the sinks
-        self._blocks: dict[int, list[Block]] = {}
-
-    def blocks(self, num_recalled: int) -> list["Block"]:
-        """Blocks whose queries' windows give up so many entries for what is recalled."""
-        if num_recalled not in self._blocks:
-            num_tokens, on_cpu = len(self.t), self.t.device.type == "cpu"
-            length = BLOCK_LEN if on_cpu else BLOCK_ON_GPU
-            starts = range(0, num_tokens, length)
-            blocks = [Block(self, x, min(x + length, num_tokens), num_recalled) for x in starts]
-            for before, block in pairwise(blocks):
-                if torch.equal(before.now, block.now):
-                    block.now = before.now
-            self._blocks[num_recalled] = blocks
-        return self._blocks[num_recalled]
-
-    def rotate(self, layer: int, x: Tensor) -> Tensor:
-        """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
-        rotation = self.rotation if self.rotates else None
-        return rotation.at(layer).shift(x, -self.behind) if rotation else x
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        recall: Recaller | None = None,
-    ) -> Tensor:
-        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first, and
-        over recalled ones: [B, T, H, D].
-        """
-        num_heads, tables, outputs = keys.shape[1], self.tables(layer), []
-        rotated, num_recalled = self.rotate(layer, query), (recall and self.sizes.num_recalled) or 0
-        is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
-        if is_plain and self.sizes.num_evicted == 1 and has_band_kernel(query):
-            of_sinks = self.num_sinks, max(self.sizes.num_sinks - self.num_seen, 0), self.t
-            of_window = self.sizes.window_size, scale
-            return band_and_sinks(query, rotated, keys, values, *of_sinks, *of_window)
-        if is_plain and self.rotates and self.num_sinks:
-            # A CPU is faster without its kernel than with one of twice the size.
-            is_plain = not on_cpu
-            if is_plain:
-                rotated, keys, values = both_forms(query, rotated, keys, values, self.num_sinks)
-        scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
-        for block in self.blocks(num_recalled):
-            ours = rotated[:, :, block.queries]
-            if is_plain:
-                k, v = block.entries(keys), block.entries(values)
-                if not on_cpu:  # whose fused kernels take as many heads of each
-                    k, v = (x.repeat_interleave(ours.shape[1] // num_heads, 1) for x in (k, v))
-                mask, gqa = block.mask(query.dtype), {"enable_gqa": True} if on_cpu else {}
-                out = scaled_dot_product_attention(ours, k, v, mask, scale=scale, **gqa)
-                outputs.append(out[..., : query.shape[-1]])
-                continue
-            # The sinks, and the tables, are where the query's place is, not where it is rotated to.
-            placed, ours = (
-                x.float().unflatten(1, (num_heads, -1)) * scale
-                for x in (query[:, :, block.queries], ours)
-            )
-            k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
-            recalled = recall(block, placed) if recall and block.has_lost else None
-            if tables is None:
-                weights, of_recalled = block.weights(*block.scores(placed, ours, k), recalled)
-                out = _by_head(weights, v) + of_recalled
-            else:
-                if id(block.now) not in scales:
-                    scales = {id(block.now): block.scales(tables)}
-                of_block = *scales[id(block.now)], recalled
-                out = block.read(placed, ours, k, v, tables, *of_block)
-            outputs.append(out.flatten(1, 2).to(query.dtype))
-        return torch.cat(outputs, 2).transpose(1, 2)
-
-    def alibi_mask(self, model: PreTrainedModel) -> Tensor:
-        """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among
-        the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
-        """
-        visible = Block(self, 0, len(self.t), 0).visible
-        return bloom_mask(model, visible, self.dropped - self.dropped[0], self.num_sinks)
+    num_sinks = min(step.sizes.num_sinks, keys.shape[2])
+    of_layer = step, reader, query, keys, values, scale, num_sinks
+    return (_attend_one if step.is_single else _attend_many)(*of_layer).to(query.dtype)
 
 
-class Block:
-    """Some queries of a segment, and the entries that any of them sees.
-
-    Attributes:
-        queries: their slice of the segment.
-        window: slice of its entries after the sinks.
-        visible: [T, S'] bool, entries (sinks first) that each query sees.
-        now: [T, S] int64, the position of each entry after the sinks for each query.
+def _attend_one(
+    step: Pass,
+    reader: Reader,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    num_sinks: int,
+) -> Tensor:
+    """Attention of one token of each row. Its keys run on, those of the sinks, too; the means of
+    tables do not.
     """
-
-    def __init__(self, segment: Segment, start: int, stop: int, num_recalled: int):
-        sizes, self.num_sinks = segment.sizes, segment.num_sinks
-        self.queries = slice(start, stop)
-        t, dropped, num_moved = (
-            x[self.queries, None] for x in (segment.t, segment.dropped, segment.num_moved)
+    rotation, tables, recall, found = reader.rotation, reader.tables, reader.recall, None
+    (sight,) = step.sights(0 if recall is None else step.sizes.num_recalled or 0)
+    if recall is not None and sight.has_lost:
+        found = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
+    at_means = query
+    if rotation is not None and tables is not None:
+        at_means = rotation.shift(query, step.behind_rows.to(query.device))
+    if step.by_kernel:
+        if rotation is not None and reader.angles is not None:  # which count from the first place
+            query = rotation.shift(query, step.behind_rows)
+        output, _ = kernel.attend(
+            sight.places_of_one,
+            query,
+            keys,
+            values,
+            scale,
+            angles=reader.angles,
+            bases=reader.bases,
+            tables=tables or (),
+            asking=at_means,
+            num_sinks=num_sinks,
+            beside=() if found is None else (found.output.flatten(1, 3), found.log_sum.flatten(1)),
         )
-        first = sizes.num_dropped(segment.num_seen + start) - segment.num_dropped
-        end = segment.num_seen + stop - segment.oldest
-        self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
-        j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
-        sinks = torch.arange(self.num_sinks, device=t.device)
-        # What is recalled takes the places of the window's oldest entries.
-        num_lost = dropped + num_recalled * (dropped > 0)
-        self.has_lost = bool(num_lost.any())
-        in_window = (j <= t) & (j - num_lost >= sizes.num_sinks)
-        self.visible = torch.cat([sinks <= t, in_window], 1)
-        self.num_positions = segment.last_position + 1
-        self.now = (j - num_moved).clamp(0, segment.last_position)  # anywhere, if it is not visible
-        self._mask: Tensor | None = None
+        return output
+    if tables is None and found is None:
+        return _as_they_lie(sight, query, query, keys, values, scale, num_sinks)
+    places = sight.places
+    placed = tables and tables.first(step.num_places).of_entries(places, num_sinks)
+    of_layer = query, query, at_means, keys, values, scale, num_sinks, places, placed, found
+    return placed_attention(*of_layer)[0]
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """Mask [T, S'], added to scores: 0 if visible, -inf elsewhere; the same for all layers."""
-        if self._mask is None or self._mask.dtype != dtype:
-            self._mask = self.visible.to(dtype).log()
-        return self._mask
 
-    def entries(self, x: Tensor) -> Tensor:
-        """Return the segment's entries [B, H, S', D] that the block sees, sinks first."""
-        window = x[:, :, self.window]
-        return torch.cat([x[:, :, : self.num_sinks], window], 2) if self.num_sinks else window
-
-    def scales(self, tables: Tables) -> tuple[Tensor, Tensor]:
-        """Return the scales of keys and values at their positions for each query: [H, 1, T, S]."""
-        return tables.key_scales[:, None, self.now], tables.value_scales[:, None, self.now]
-
-    def read(
-        self,
-        placed: Tensor,
-        rotated: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tables,
-        key_scales: Tensor,
-        value_scales: Tensor,
-        recalled: RecalledEntries | None,
-    ) -> Tensor:
-        """Attention of queries [B, H, G, T, D], in one form for the sinks and one for the window,
-        over entries [B, H, 1, S', D], each at its position for each query.
-        """
-        now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
-        of_sinks, of_window = self.scores(placed, rotated, keys)
-        key_means, value_means = (
-            x[:, None, : self.num_positions] for x in (tables.key_means, tables.value_means)
+def _attend_many(
+    step: Pass,
+    reader: Reader,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    num_sinks: int,
+) -> Tensor:
+    """Attention of a segment, whose window lies where it was before, and whose queries lie at their
+    places.
+    """
+    tables, recall, rotated = reader.tables, reader.recall, query
+    tables = tables and tables.first(step.num_places)
+    if step.rotates_queries and reader.rotation is not None:
+        behind = (step.told[0] - step.run_on).to(query.device)
+        rotated = reader.rotation.shift(query, behind)
+    is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
+    if is_plain and step.sizes.num_evicted == 1 and has_band_kernel(query):
+        of_sinks = num_sinks, max(step.sizes.num_sinks - step.seen[0], 0), step.tokens
+        return band_and_sinks(
+            query, rotated, keys, values, *of_sinks, step.sizes.window_size, scale
         )
-        of_position = placed @ key_means.mT  # [B, H, G, T, P]
-        of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
-        weights, of_recalled = self.weights(of_sinks, of_window, recalled)
-        of_sinks, of_window = weights.split(sizes, -1)
-        places = torch.zeros_like(of_position)
-        places.scatter_add_(-1, now.expand_as(of_window), of_window)
-        weights = torch.cat([of_sinks, of_window * value_scales], -1)
-        return _by_head(weights, values) + places @ value_means + of_recalled
+    # A CPU is faster without its kernel than with one of twice the size (`both_forms`).
+    lies = is_plain and (rotated is query or not num_sinks or not on_cpu)
+    outputs, places, placed = list[Tensor](), None, tables
+    for sight in step.sights(0 if recall is None else step.sizes.num_recalled or 0):
+        own = query[:, :, sight.queries]
+        window = own if rotated is query else rotated[:, :, sight.queries]
+        k, v = (_of_sight(x, num_sinks, sight.entries) for x in (keys, values))
+        if lies:
+            outputs.append(_as_they_lie(sight, own, window, k, v, scale, num_sinks))
+            continue
+        found = None
+        if recall is not None and sight.has_lost:
+            found = recall(sight, own.unflatten(1, (keys.shape[1], -1)) * scale)
+        if places is not sight.places:
+            places = sight.places
+            placed = tables and tables.of_entries(places, num_sinks)
+        of_block = own, window, own, k, v, scale, num_sinks, places, placed, found
+        outputs.append(placed_attention(*of_block)[0])
+    return torch.cat(outputs, 1)
 
-    def scores(self, placed: Tensor, rotated: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [B, H, G, T, S'] of sinks and of the window, of queries as of `read`."""
-        sinks, window = keys.tensor_split([self.num_sinks], -2)
-        return _by_head(placed, sinks.mT), _by_head(rotated, window.mT)
 
-    def weights(
-        self, of_sinks: Tensor, of_window: Tensor, recalled: RecalledEntries | None
-    ) -> tuple[Tensor, Tensor | float]:
-        """Weights [B, H, G, T, S'] of entries, and the output of recalled ones, as if one entry."""
-        own = () if recalled is None else (recalled.log_sum[..., None],)
-        scores, num = torch.cat([of_sinks, of_window, *own], -1), self.visible.shape[1]
-        scores[..., :num].masked_fill_(~self.visible, -torch.inf)
-        weights, own_weight = scores.softmax(-1).tensor_split([num], -1)
-        return weights, 0.0 if recalled is None else own_weight * recalled.output
+def placed_attention(
+    query: Tensor,
+    of_window: Tensor,
+    at_means: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    num_sinks: int,
+    places: Tensor,
+    tables: Tables | None = None,
+    found: Found | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over entries that are placed for each query, in float32: the reference.
+
+    Args:
+        query, of_window, at_means: [B, H, T, D], as it meets sinks, the entries behind them, and
+            the means of tables.
+        keys, values: [B, H_kv, S, D], sinks first, without their mean and scale if there are
+            tables.
+        places: [B or 1, T, S] int64, as of `Sight`.
+        tables: means of P places, and scales of the entries (`Tables.of_entries`).
+        found: what the queries take back, as if it were one more entry.
+
+    Returns:
+        the output [B, T, H, D], and the weights [B, H_kv, G, T, S] of the entries.
+    """
+    num_heads, num, places = keys.shape[1], keys.shape[2], places.to(keys.device)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.float().unflatten(1, (num_heads, -1)) * scale  # [B, H_kv, G, T, D]
+
+    own, keys, values = grouped(query), keys.float(), values.float()
+    window = own if of_window is query else grouped(of_window)
+    of_sinks, of_others = keys.tensor_split([num_sinks], 2)
+    sinks, others = _by_head(own, of_sinks.mT), _by_head(window, of_others.mT)
+    if tables is not None:
+        at = places[..., num_sinks:].clamp_min(0)  # [B or 1, T, W]
+        means = _by_head(own if at_means is query else grouped(at_means), tables.key_means.mT)
+        at_all = at[:, None, None].expand_as(others)
+        others = others * tables.key_scales + means.gather(-1, at_all)
+    of_found = () if found is None else (found.log_sum[..., None],)
+    scores = torch.cat([sinks, others, *of_found], -1)
+    scores[..., :num].masked_fill_((places < 0)[:, None, None], -torch.inf)
+    weights, of_memory = scores.softmax(-1).tensor_split([num], -1)
+    shares, output = weights, 0.0 if found is None else of_memory * found.output
+    if tables is not None:
+        sinks, others = weights.tensor_split([num_sinks], -1)
+        of_means = torch.zeros_like(means).scatter_add(-1, at_all, others)
+        output = output + _by_head(of_means, tables.value_means)
+        shares = torch.cat([sinks, others * tables.value_scales], -1)
+    output = output + _by_head(shares, values)
+    return output.flatten(1, 2).transpose(1, 2), weights
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, H, G, T, M] @ y [B, H, 1, M, N], a product for each head: broadcasting would copy y."""
-    return (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
+    """x [B, H, G, T, M] @ y [B, H, M, N] or [H, M, N]: [B, H, G, T, N], a product a head."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def _of_sight(x: Tensor, num_sinks: int, entries: slice) -> Tensor:
+    """Sinks and these of the entries behind them, of x [B, H, S, D]."""
+    window = x[:, :, num_sinks:][:, :, entries]
+    return torch.cat([x[:, :, :num_sinks], window], 2) if num_sinks else window
+
+
+def _as_they_lie(
+    sight: Sight,
+    query: Tensor,
+    rotated: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    num_sinks: int,
+) -> Tensor:
+    """Attention as of `placed_attention`, of entries that nothing places, by PyTorch's kernels."""
+    head_dim, on_cpu = query.shape[-1], query.device.type == "cpu"
+    if rotated is not query and num_sinks:
+        rotated, keys, values = both_forms(query, rotated, keys, values, num_sinks)
+    if not on_cpu:  # whose fused kernels take as many heads of each
+        keys, values = (
+            x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values)
+        )
+    mask = sight.mask(query.dtype).to(query.device)
+    out = scaled_dot_product_attention(rotated, keys, values, mask, scale=scale, enable_gqa=on_cpu)
+    return out[..., :head_dim].transpose(1, 2)
+
+
+def alibi_mask(step: Pass, model: PreTrainedModel) -> Tensor:
+    """Return a correction for BLOOM's scores [1, H, T, S] of a segment. BLOOM adds a bias by index
+    among the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
+    """
+    visible = step.sight(0, step.num_new).places[0] >= 0
+    num_sinks = min(step.sizes.num_sinks, visible.shape[1])
+    return bloom_mask(model, visible, step.dropped - step.dropped[0], num_sinks)
 
 
 def has_band_kernel(query: Tensor) -> bool:

@@ -2,7 +2,7 @@
 that are selected and joined, saving, and the interface to transformers. `streaming_cache.py` and
 `any_slot_cache.py` have one kind each.
 
-One `Step`, made before the first layer, holds everything that is the same for all layers. The model
+One `Pass`, made before the first layer, holds everything that is the same for all layers. The model
 needs no hook and no patch: it asks the cache for its next position.
 
 Rows of a batch are independent. Each has its own length and is right-aligned, so that a pass writes
@@ -24,9 +24,8 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.attention import Segment
 from kvalign.cache.layer import Form, Part, expect_tensor
-from kvalign.cache.passes import HOST, Step
+from kvalign.cache.passes import HOST, Pass
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
@@ -87,8 +86,8 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         self.bases, self.config = bases, config
         self.stores_bare = sizes.cache_dtype == "int8"
         self.frame = self.realigner.frame(sizes, spec.context_len)
-        self.step: Step | None = None
-        self.last_step: Step | None = None
+        self.step: Pass | None = None
+        self.last_step: Pass | None = None
         self._whole = Whole()
         self._counts_places = spec.family == "alibi"  # in the mask that uneven rows are told
         self._hold_in_order([])
@@ -119,13 +118,13 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """Return the positions in the stream of a row's entries, counted from 0."""
 
     @abstractmethod
-    def _prepare_entries(self, step: Step) -> Step:
-        """Evict entries, move the others to where a pass finds them, and return the pass."""
+    def _prepare_entries(self, step: Pass) -> None:
+        """Evict entries, and move the others to where a pass finds them."""
 
     def _hold(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen, self.num_gone = seen, num_gone or [0] * len(seen)
-        self._next: Step | None = None  # pass of one token a row, as `prepare` made it
+        self._next: Pass | None = None  # pass of one token a row, as `prepare` made it
 
     def _hold_in_order(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         """Same, with entries in the order of time."""
@@ -174,19 +173,22 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     @contextmanager
     def forward_pass(
-        self, num_rows: int, num_new: int, segment: Segment | None = None
-    ) -> Iterator[Step]:
+        self, num_rows: int, num_new: int, *, is_segment: bool = False, num_ahead: int = 0
+    ) -> Iterator[Pass]:
         """A pass of the model over `num_new` tokens of each row. Within it, call the model with
         this cache. It counts when it ends without an exception.
+
+        Args:
+            is_segment, num_ahead: as of `Pass`.
 
         Raises:
             UserError: more tokens than fit at once, another number of rows than the cache has, or a
                 failed pass before.
         """
-        self._check_takes(num_rows, num_new, segment)
+        self._check_takes(num_rows, num_new, is_segment)
         with self.changing():
             try:
-                self.step = step = self._begin(num_rows, num_new, segment)
+                self.step = step = self._begin(num_rows, num_new, is_segment, num_ahead)
                 yield step
                 self._end(step)
             finally:
@@ -219,7 +221,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.step = self._begin(num_rows, num_new)
         self.describe()
 
-    def describe(self) -> Step:
+    def describe(self) -> Pass:
         """Describe to layers the pass that the cache is in, once a pass."""
         assert self.step is not None
         return self.step
@@ -231,7 +233,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self.step = None
             self._whole.end()
 
-    def settle(self) -> Step | None:
+    def settle(self) -> Pass | None:
         """Bring all entries to where the next token finds them: a pass over no tokens. None if
         there are no entries, or within a pass.
         """
@@ -240,10 +242,10 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         with self.changing():
             return self._begin(len(self.seen), 0) if self.step is None else None
 
-    def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
+    def _check_takes(self, num_rows: int, num_new: int, is_segment: bool = False) -> None:
         """Raise UserError unless a pass can have so many tokens of so many rows."""
         most = self.sizes.first_input_len
-        if num_new > most and segment is None:
+        if num_new > most and not is_segment:
             raise UserError(
                 f"this cache takes at most cache_size + 1 = {most} tokens at once, got "
                 f"{num_new}: feed the others one by one, or use kvalign.stream_tokens"
@@ -264,16 +266,18 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         """
         return self.sizes.first_input_len - self.num_stored
 
-    def _begin(self, num_rows: int, num_new: int, segment: Segment | None = None) -> Step:
+    def _begin(
+        self, num_rows: int, num_new: int, is_segment: bool = False, num_ahead: int = 0
+    ) -> Pass:
         """A pass over so many tokens, with all entries where it finds them."""
         if not self.seen:
             self._hold_in_order([0] * num_rows)
         prepared, self._next = self._next, None
-        if prepared is not None and num_new == 1 and segment is None:
+        if prepared is not None and num_new == 1 and not is_segment:
             return prepared
-        return self._settled(num_new, segment)
+        return self._settled(num_new, is_segment, num_ahead)
 
-    def prepare(self) -> Step:
+    def prepare(self) -> Pass:
         """Prepare a pass of one token a row, which the next one will be if it has as many, while a
         device is busy with the last.
         """
@@ -281,34 +285,28 @@ class FixedSizeCache(NotPickled, Cache, ABC):
             self._next = self._settled(1)
         return self._next
 
-    def _settled(self, num_new: int, segment: Segment | None = None) -> Step:
-        positions, stored = self.positions(), [*map(self.sizes.num_stored, self.seen)]
-        device = self.attention[0].device if self.is_filled else HOST
-        behind = [*map(self.frame.num_behind, self.seen)]
-        births = stored if self.realigner.runs_on else positions  # there positions are no places
-        ends = [self.end] * len(stored)
-        of_rows = self.seen, stored, positions, births, behind, [0] * len(stored)
-        counts = torch.tensor([ends, *of_rows])
-        return self._prepare_entries(
-            Step(
-                sizes=self.sizes,
-                num_new=num_new,
-                device=device,
-                seen=self.seen,
-                stored=stored,
-                behind=behind,
-                positions=positions,
-                births=births,
-                end=self.end,
-                in_order=self._reads_in_order(stored, num_new),
-                counts=counts,
-                place_positions=self.realigner.place_positions,
-                is_static=self.is_static and num_new == 1,
-                segment=segment,
-            )
+    def _settled(self, num_new: int, is_segment: bool = False, num_ahead: int = 0) -> Pass:
+        stored = [*map(self.sizes.num_stored, self.seen)]
+        step = Pass(
+            sizes=self.sizes,
+            frame=self.frame,
+            num_new=num_new,
+            device=self.attention[0].device if self.is_filled else HOST,
+            seen=self.seen,
+            positions=self.positions(),
+            end=self.end,
+            rotates=self.realigner.rotation is not None,
+            runs_on=self.realigner.runs_on,
+            in_order=self._reads_in_order(stored, num_new),
+            place_positions=self.realigner.place_positions,
+            is_static=self.is_static and num_new == 1,
+            is_segment=is_segment,
+            num_ahead=num_ahead,
         )
+        self._prepare_entries(step)
+        return step
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: Pass) -> None:
         self.seen = [n + step.num_lasting for n in step.seen]
         self.end += step.num_lasting
         self.last_step = step if step.is_single else None

@@ -1,5 +1,4 @@
-"""Form of entries in 8 bits, and attention by our kernel, which reads all slots of a ring as they
-are stored, of 8 bits or of float32.
+"""Form of entries in 8 bits.
 
     int8    [ D numbers from -127 to 127 | 4 bytes: their scale in float32 ]    x = scale * number
 
@@ -14,26 +13,21 @@ bias. In some models (Qwen2) it is many times as large as the rest, which one sc
 beside it.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.layer import At, Form, expect_tensor
-from kvalign.cache.passes import HOST, Step
 from kvalign.cache.realigner import Realigner
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of
-from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
 from kvalign.models.wrapped import in_eval_mode, no_autograd_modes
 
@@ -158,39 +152,6 @@ def _of_zeros(
     return (torch.zeros_like(args[0]), *args[1:]), kwargs
 
 
-class InSight(NamedTuple):
-    """The entries that one query of each row sees.
-
-    Attributes:
-        places: [B, S] int64, the place of each slot's entry among those of its row; negative: it is
-            not there.
-        behind: [B, 1, 1] int64, the position of place 0.
-        angles: of as many places, as our kernel takes them; None: keys do not rotate.
-    """
-
-    places: Tensor
-    behind: Tensor
-    angles: Tensor | None
-
-    def attend(
-        self, form: Form, query: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
-        """Attention of queries [B, H, 1, D]: [B, 1, H, D]."""
-        rotation = form.rotation if isinstance(form, Int8) else None
-        if self.angles is not None and rotation is not None:  # which count from the first
-            query = rotation.shift(query, self.behind)
-        base = None if form.base is None else form.base[:, 0]
-        return kernel.attend(
-            self.places, query, keys, values, scale, angles=self.angles, bases=base
-        )
-
-
-def places_of(step: Step, num_slots: int) -> Tensor:
-    """Places of the entries of so many slots: [B, S] int64, negative where a row has none."""
-    places = step.places.expand(len(step.seen), -1)
-    return pad(places, (0, num_slots - step.size), value=-1).contiguous()
-
-
 def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
     """Return whether our kernel attends to such stored keys [B, H, S, D] instead of the model."""
     is_int8 = keys.dtype == torch.int8
@@ -203,23 +164,3 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
         and kernel.is_here()
         and (not is_int8 or kernel.can_rotate(rotation_of(model)))
     )
-
-
-def reader_of(
-    model: PreTrainedModel, sizes: CacheSizes, head_dim: int, rotation: Rotation | None
-) -> Callable[[Step, int], InSight] | None:
-    """Reader of a cache's entries of 8 bits, whose keys rotate so, in decode steps: of a step and
-    the number of slots. None: the model's attention reads them.
-    """
-    width = Int8(model.dtype).width(head_dim)
-    stored = torch.empty(1, 1, 1, width, dtype=torch.int8)
-    if model.device.type != "cpu" or not is_read_by_kernel(model, stored):
-        return None
-    install(model.config)
-    angles = None
-    if rotation is not None:
-        with no_autograd_modes():
-            places = slice(0, sizes.first_input_len)
-            of_places = rotation.angles_to(places, HOST)
-            angles = torch.stack([of_places.cos, of_places.sin])[None]
-    return lambda step, num: InSight(places_of(step, num), step.behind_rows, angles)

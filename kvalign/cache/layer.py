@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.passes import Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
@@ -165,7 +165,7 @@ class SinkKeys(Part):
         """Keys of a layer, [B, H, num_sinks, D]."""
         return self.by_device[device][layer]
 
-    def add(self, layer: int, step: Step, keys: Tensor) -> None:
+    def add(self, layer: int, step: Pass, keys: Tensor) -> None:
         """Add those of the sinks among new keys [B, H, T, D] of a layer."""
         own = self.of(layer, keys.device)
         for row, seen in enumerate(step.seen):
@@ -194,16 +194,20 @@ class Owner(Protocol):
     frame: CacheSizes
     seen: list[int]
     end: int
-    step: Step | None
+    step: Pass | None
 
     @property
     def num_stored(self) -> int: ...
     @property
     def rotates_sinks(self) -> bool: ...
+    @property
+    def reads_stored(self) -> bool: ...
+    @property
+    def angles(self) -> Tensor | None: ...
     def form(self, dtype: torch.dtype, layer_idx: int) -> Form: ...
     def enter(self, new: KV) -> None: ...
     def leave(self) -> None: ...
-    def settle(self) -> Step | None: ...
+    def settle(self) -> Pass | None: ...
     def get_seq_length(self) -> int: ...
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]: ...
 
@@ -257,11 +261,11 @@ class StreamingLayer(CacheLayerMixin, Part):
         self.is_initialized = False
 
     @abstractmethod
-    def take(self, step: Step, new: KV) -> KV:
+    def take(self, step: Pass, new: KV) -> KV:
         """Keep new entries [B, H, T, D] of a pass; return all that its attention sees."""
 
     @abstractmethod
-    def pieces(self, step: Step) -> list[KV]:
+    def pieces(self, step: Pass) -> list[KV]:
         """The entries before a pass, as the pass sees them, in parts to concatenate."""
 
     @abstractmethod
@@ -272,14 +276,18 @@ class StreamingLayer(CacheLayerMixin, Part):
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         """Restore `state` of rows that have been fed so many tokens."""
 
-    def without_position(self, step: Step, new: KV, realigner: Realigner | None = None) -> KV:
+    def without_position(self, step: Pass, new: KV, realigner: Realigner | None = None) -> KV:
         """New entries as `anchor` of the realigner, the cache's or another, returns them; sinks
         stay unchanged.
         """
         anchor = (realigner or self.realigner).anchor
-        num_sinks, segment, evicting = step.sizes.num_sinks, step.segment, step.evicting
-        if not step.is_alike and step.num_new == 1:
-            # One token a row: rows take the place of entries.
+        num_sinks, evicting = step.sizes.num_sinks, step.evicting
+        if step.is_decode and step.born is not None:  # the usual step
+            where: Birth = step.position_ids[:, None]
+            anchored = anchor(self.layer_idx, new, step.born, where, evicting)
+            return anchored.map(lambda x: x.to(self.dtype))
+        if step.is_single and not step.is_alike:
+            # Rows take the place of entries.
             birth, at = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
             of_rows = evicting.T if isinstance(evicting, torch.Tensor) else evicting
             rows = new.map(_transposed)
@@ -288,9 +296,9 @@ class StreamingLayer(CacheLayerMixin, Part):
             return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
         born: Birth = slice(step.births[0] + num_first, step.births[0] + step.num_new)
-        where: Birth = slice(step.positions[0] + num_first, step.positions[0] + step.num_new)
-        if segment is not None:
-            born, where = segment.birth[num_first:], segment.at[num_first:]
+        where = slice(step.positions[0] + num_first, step.positions[0] + step.num_new)
+        if step.is_segment:
+            born, where = (x[num_first:].to(self.device) for x in (step.told[0], step.run_on))
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
             where = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)

@@ -1,100 +1,99 @@
-"""Forward pass: what it adds to a cache, and where; the same for all layers."""
+"""Pass: what a forward pass of the model adds to a cache, and what its queries see; the same for
+all layers. Three kinds of input differ in nothing else:
+
+- One token of each row. It is written first, and then attention reads the slots as they lie.
+- A segment: many tokens, with the same results as feeding them one by one.
+- A chunk: many tokens that all see the same older entries, as the model's own attention does it.
+
+What a query sees is a number for each entry, its *place*: its rank among the entries of its row
+that the query sees. With E(t) entries evicted before token t, the entry of token j has place j if
+it is a sink, and j - E(t) if that lies behind the sinks; else the query does not see it.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Flags
-from kvalign.cache.attention import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
 
 HOST = torch.device("cpu")
+SEGMENT_LEN = 512  # tokens of a forward pass
+BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
+SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
+
+COUNTS = ("end", "seen", "stored", "positions", "births", "behind", "aside")
+"""Numbers of rows that differ from pass to pass, as of `Pass`; aside: tokens that a memory has
+taken in, 0 without one."""
 
 
-class InSight(Protocol):
-    """Entries that one query of each row sees, for our kernel (`kvalign.cache.int8`)."""
+class Sight:
+    """What some queries of a pass see.
 
-    def attend(
-        self, form: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
-        """Attention of queries [B, H, 1, D] over slots of this `Form`: [B, 1, H, D]."""
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """Usual pass: one token in rows that have their sinks. It is a function of the pass's `counts`,
-    and nothing but tensors changes from one to the next in a full cache. So its layers do the same
-    in every step, and it can be compiled and captured.
+    Args:
+        queries: their slice of the pass.
+        entries: slice of the entries after the sinks that any of them sees.
+        places: [B or 1, T, S] int64, row of a table for each entry, sinks first: its place, further
+            on where entries were written at later positions; negative: the query does not see it.
+        has_lost: whether the window of any has lost entries.
 
     Attributes:
-        slot: [1] int64, the slot that it writes.
-        read: slots that attention gets, in the order of time; None: as they lie.
-        position_ids: [B, 1] int64, its position.
-        at: [B, 1, 1] int64, the same in another shape.
-        behind: [B, 1, 1] int64, `Step.behind_rows`.
-        birth: the token's place, a tensor [1] while a static cache fills; None if those of rows
-            differ.
-        evicting: as of `Step.evicting`.
-        places: as of `Step.places`; None if attention does not ask for them.
-        order: [W] int64, `Step.window_order`; None if attention does not ask for it.
-        all_at: positions of what attention gets, as of `Step.at_places`; None if keys are not bare.
-        reading: what the realigner needs in all layers, as its `describe` says.
-        in_sight: these entries for our kernel, where it reads them as they are stored.
+        places_of_one: [B or 1, S] int64, those of the first query.
     """
 
-    slot: Tensor
-    read: slice | Tensor | None
-    position_ids: Tensor
-    at: Tensor
-    behind: Tensor
-    birth: slice | Tensor | None
-    evicting: Flags
-    places: Tensor | None
-    order: Tensor | None
-    all_at: slice | Tensor | None
-    reading: Any
-    in_sight: InSight | None
+    def __init__(self, queries: slice, entries: slice, places: Tensor, has_lost: bool):
+        self.queries, self.entries, self.places = queries, entries, places
+        self.has_lost = has_lost
+        self.places_of_one = places[:, 0]
+        self._mask: Tensor | None = None
 
-
-class Counts(NamedTuple):
-    """Numbers of rows, [B] int64 each, as of `Step`."""
-
-    end: Tensor
-    seen: Tensor
-    stored: Tensor
-    positions: Tensor
-    births: Tensor
-    behind: Tensor
-    aside: Tensor  # tokens that a memory has taken in, 0 without one
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Mask [B or 1, 1, T, S], added to scores: 0 where an entry is seen, -inf elsewhere; the
+        same for all layers.
+        """
+        if self._mask is None or self._mask.dtype != dtype:
+            self._mask = (self.places >= 0)[:, None].to(dtype).log()
+        return self._mask
 
 
 @dataclass(eq=False)
-class Step:
+class Pass:
     """Forward pass over `num_new` tokens of each row.
 
+    What layers ask of a pass of one token in rows that have their sinks (`is_decode`) is a function
+    of its `counts`, and nothing but tensors changes from one to the next in a full cache. So it can
+    be compiled and captured.
+
     Attributes:
+        frame: the sizes by which positions run (`Realigner.frame`).
         device: of the first layer, where the tensors for all layers are made.
         seen: tokens of each row before the pass.
-        stored: entries of each row before the pass.
-        behind: number by which each row's positions have run on.
         positions: position of each row's first new token.
-        births: place of each row's first new token.
         end: entries that the longest row has written, as `CacheSizes.slot` counts them.
+        rotates: whether keys rotate.
+        runs_on: whether keys keep their original positions, as of `Realigner`.
         in_order: whether attention gets entries in the order of time, right-aligned; else it gets
             slots as they lie.
         place_positions: as of `Realigner`.
-        counts: [7, B] int64, the numbers of rows that change from pass to pass (`Counts`).
         is_static: whether it has the shapes of a full cache, if it is of one token.
-        segment: positions of each token, if the tokens count as fed one by one.
-        decode: description of the usual pass, once a layer asks for it.
-        is_single: whether it has one token per row, and no segment.
-        num_lasting: tokens of each row that count; the others are guesses.
+        is_segment: whether its tokens count as fed one by one; rows then have equal lengths.
+        num_ahead: last tokens of a segment that do not count: they are guesses.
+        counts: [7, B] int64 (`COUNTS`).
+        by_kernel: whether our kernel attends for its one token.
+        ahead: entries of the guesses, as each layer with attention stores them.
+        num_places: rows of a table that its queries may ask for.
+        stored: entries of each row before the pass.
+        behind: number by which each row's positions have run on.
+        births: place of each row's first new token.
+        is_single: whether it has one token per row, and is no segment.
+        num_lasting: tokens of each row that count.
         num_before: entries that the longest row finds.
         num_visible: entries that the longest row's last new token sees.
         size: slots that are in use after the pass; in a static one all.
@@ -102,30 +101,38 @@ class Step:
         hides: whether some of these are not of its row.
         is_even: whether rows have equally many entries.
         is_alike: whether the entries of rows have equal positions, too.
-        is_decode: whether it can be the usual pass: one token in rows that have their sinks.
+        is_decode: whether it is of one token in rows that have their sinks.
         position: position of the longest row's first new token.
     """
 
     sizes: CacheSizes
+    frame: CacheSizes
     num_new: int
     device: torch.device
     seen: list[int]
-    stored: list[int]
-    behind: list[int]
     positions: list[int]
-    births: list[int]
     end: int
+    rotates: bool
+    runs_on: bool
     in_order: bool
-    counts: Tensor
     place_positions: Tensor | None = None
     is_static: bool = False
-    segment: Segment | None = None
-    decode: DecodeStep | None = None
+    is_segment: bool = False
+    num_ahead: int = 0
 
     def __post_init__(self) -> None:
         sizes, num_new = self.sizes, self.num_new
-        self.is_single = num_new == 1 and self.segment is None
-        self.num_lasting = num_new - (self.segment.num_ahead if self.segment else 0)
+        self.stored = [*map(sizes.num_stored, self.seen)]
+        self.behind = [*map(self.frame.num_behind, self.seen)]
+        self.births = self.stored if self.runs_on else self.positions  # there they are no places
+        num_rows = len(self.seen)
+        of_rows = self.seen, self.stored, self.positions, self.births, self.behind
+        self.counts = torch.tensor([[self.end] * num_rows, *of_rows, [0] * num_rows])
+        self.ahead: list[Any] = []
+        self.is_described = self.by_kernel = False  # the cache says so, once a layer begins
+        self.num_places = (sizes if self.rotates else self.frame).last_position + 1
+        self.is_single = num_new == 1 and not self.is_segment
+        self.num_lasting = num_new - self.num_ahead
         self.num_before, self.position = max(self.stored), max(self.positions)
         self.num_visible = self.num_before + num_new
         most = sizes.first_input_len
@@ -136,89 +143,131 @@ class Step:
         self.is_even = len(set(self.stored)) == 1
         self.is_alike = self.is_even and len(set(self.births)) == 1
         self.is_decode = self.is_single and min(self.seen) >= sizes.num_sinks
+        self._sights: dict[int, list[Sight]] = {}
+
+    def of_rows(self, name: str) -> Tensor:
+        """Numbers of rows of this name (`COUNTS`), [B] int64 on the device of the first layer."""
+        return self._counts[COUNTS.index(name)]
 
     @cached_property
-    def count(self) -> Counts:
-        """`counts`, on the device of the first layer."""
+    def _counts(self) -> Tensor:
         # A copy that does not wait may read the numbers after they are gone.
-        return Counts(*self.counts.to(self.device).unbind())
+        return self.counts.to(self.device)
+
+    # Tokens.
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The new tokens, counted from the first of the stream, [T] int64; rows are alike."""
+        return torch.arange(self.seen[0], self.seen[0] + self.num_new, device=self.device)
+
+    @cached_property
+    def dropped(self) -> Tensor:
+        """Entries evicted before each token, [T] int64; rows are alike."""
+        return self.sizes.num_dropped(self.tokens)
+
+    @cached_property
+    def told(self) -> Tensor:
+        """Place of each new token, which is its position but for keys that run on in a pass that is
+        no segment, [B or 1, T] int64.
+        """
+        if self.is_segment:
+            moved = self.dropped if self.rotates else self.frame.num_moved(self.tokens)
+            return (self.tokens - moved)[None]
+        first = self.of_rows("positions")[:, None]
+        return (
+            first if self.num_new == 1 else first + torch.arange(self.num_new, device=self.device)
+        )
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """What the model is told of the new tokens, [B or 1, T] int64."""
+        table = self.place_positions
+        return self.told if table is None else table.to(self.device)[self.told]
+
+    @cached_property
+    def run_on(self) -> Tensor:
+        """Positions of the tokens of a segment, in the frame of the entries before, [T] int64."""
+        return self.tokens - self.frame.num_moved(self.seen[0]) if self.rotates else self.told[0]
 
     @property
-    def behind_rows(self) -> Tensor:
-        """`behind`, [B, 1, 1] int64."""
-        return self.count.behind[:, None, None] if self.decode is None else self.decode.behind
+    def rotates_queries(self) -> bool:
+        """Whether queries of a segment must be rotated to the frame of the entries before."""
+        last = self.sizes.num_dropped(self.seen[0] + self.num_new - 1)
+        return self.is_segment and self.rotates and last > self.frame.num_moved(self.seen[0])
 
     @property
     def first_place(self) -> int:
-        """Position of the first entry after the sinks, in rows that are alike."""
+        """Row of a table for the first entry after the sinks, in rows that are alike."""
         return self.sizes.num_sinks + self.births[0] - self.stored[0]
 
-    @property
-    def places(self) -> Tensor:
-        """Place among its row's entries of each that attention gets for one new token, [B, S]
-        int64, or [1, S] if rows are even; negative: it is not of the row.
+    @cached_property
+    def behind_rows(self) -> Tensor:
+        """`behind`, [B, 1, 1] int64."""
+        return self.of_rows("behind")[:, None, None]
+
+    @cached_property
+    def born(self) -> slice | Tensor | None:
+        """Place of one new token: a slice, a tensor [1] while a static cache fills; None if those
+        of rows differ.
         """
-        if self.decode is not None and self.decode.places is not None:
-            return self.decode.places
-        stored = self.count.stored[:, None]
-        visible = (stored[:1] if self.is_even else stored) + self.num_new
-        slots = torch.arange(self.length, device=self.device)
-        if not self.is_single or self.in_order:
-            return slots + visible - self.length
-        num_sinks = self.sizes.num_sinks
-        ages = (self._slot - slots) % max(self.size - num_sinks, 1)
-        of_window = visible - 1 - ages
-        of_window = of_window.masked_fill(of_window < num_sinks, -1)
-        of_sinks = slots.expand_as(of_window).masked_fill(slots >= visible, -1)
-        return torch.where(slots < num_sinks, of_sinks, of_window)
+        if not self.is_alike:
+            return None
+        is_filling = self.is_static and self.hides
+        return (
+            self.of_rows("births")[:1] if is_filling else slice(self.births[0], self.births[0] + 1)
+        )
+
+    @cached_property
+    def evicting(self) -> Flags:
+        """Return which of the new tokens come after something was evicted."""
+        least = self.sizes.first_input_len
+        if not self.is_static:
+            if min(self.seen) >= least:
+                return True
+            if max(self.seen) + self.num_new <= least:
+                return False
+        return (
+            self.of_rows("seen")[:, None] + torch.arange(self.num_new, device=self.device) >= least
+        )
 
     @property
-    def rows(self) -> Tensor:
-        """Row of a table for each slot that attention gets, [B or 1, S] int64: its place, further
-        on where entries were written at later positions; negative: it is not of the row.
+    def evicts(self) -> bool:
+        """Return whether an entry is evicted before the next pass."""
+        dropped = self.sizes.num_dropped
+        return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
+
+    # Slots.
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """Slot that one new token is written to: [1] int64, or [B, 1] in rows without their
+        sinks.
         """
-        places = self.places
-        if self.births == self.stored:
-            return places
-        further = (self.count.births - self.count.stored)[:, None]
-        return torch.where(places < self.sizes.num_sinks, places, places + further)
+        if self.is_decode:
+            return self._newest
+        newest = self.sizes.slot(self.end)
+        slots = [n if n < self.sizes.num_sinks else newest for n in self.seen]
+        return torch.tensor(slots, device=self.device)[:, None]
 
-    @property
-    def window_order(self) -> Tensor:
-        """Number among the slots after the sinks of the i-th oldest entry there, in even rows, [W]
-        int64; in a static pass those of the slots without one behind them.
-        """
-        num_sinks = self.sizes.num_sinks
-        num = max(self.stored[0] + 1 - num_sinks, 0)
-        if self.in_order:
-            return torch.arange(num, device=self.device)
-        first = self.count.end[:1] - self.count.stored[:1]  # after the sinks
-        num = self.size - num_sinks if self.is_static else num
-        return (first + torch.arange(num, device=self.device)) % self.sizes.num_window_slots
-
-    @property
-    def visible(self) -> Tensor:
-        """Return which of what attention gets are of the row, [B or 1, S] bool."""
-        return self.places >= 0
-
-    @property
-    def _slot(self) -> Tensor:
+    @cached_property
+    def _newest(self) -> Tensor:
         """Slot [1] that is written next in rows that have their sinks."""
         num_sinks, sizes = self.sizes.num_sinks, self.sizes
-        return (self.count.end[:1] - num_sinks) % sizes.num_window_slots + num_sinks
+        return (self.of_rows("end")[:1] - num_sinks) % sizes.num_window_slots + num_sinks
+
+    @cached_property
+    def read(self) -> slice | Tensor | None:
+        """Slots that attention gets for one new token, in the order of time; None: as they lie."""
+        if not self.in_order:
+            return None
+        stored = [n + 1 for n in self.stored]
+        slots = order_of(self.sizes, stored, self.end + 1, self.length, self.device)
+        return None if isinstance(slots, slice) and slots.start == 0 else slots
 
     def order(self, num: int) -> slice | Tensor:
         """Slots of the newest entries before the pass (see `order_of`)."""
         return order_of(self.sizes, self.stored, self.end, num, self.device)
-
-    def oldest(self, num: int) -> Tensor:
-        """Slots [num] of the oldest entries after the sinks in the longest row, of those that one
-        new token sees.
-        """
-        if self.decode is not None and self.decode.order is not None:
-            return self.decode.order[:num] + self.sizes.num_sinks
-        num_window = self.num_visible - self.sizes.num_sinks
-        return slots_of(self.sizes, self.end + 1 - num_window, num, self.device)
 
     def at(self, num: int, num_new: int = 0) -> slice | Tensor:
         """Positions of `num` entries in the order of time, of which so many are new: a slice, or
@@ -230,39 +279,100 @@ class Step:
         ends = torch.tensor(self.positions, device=self.device)[:, None, None] + num_new
         return ends + torch.arange(-num, 0, device=self.device)
 
-    def at_places(self, places: Tensor | None) -> slice | Tensor:
-        """Positions of what attention gets for one new token, at these places, [B or 1, 1, S]; a
-        slice if it is in the order of time.
+    @cached_property
+    def at_slots(self) -> slice | Tensor:
+        """Positions of what attention gets for one new token, [B or 1, 1, S] int64; a slice if it
+        is in the order of time.
         """
         if self.in_order:
             return self.at(self.length, 1)
-        first = self.count.positions - self.count.stored
-        assert places is not None
-        return (places.clamp_min(0) + first[:, None])[:, None]
+        first = self.of_rows("positions") - self.of_rows("stored")
+        return (self.places.clamp_min(0) + first[:, None])[:, None]
 
-    @property
-    def evicting(self) -> Flags:
-        """Return which of the new tokens come after something was evicted."""
-        least = self.sizes.first_input_len
-        if not self.is_static:
-            if min(self.seen) >= least:
-                return True
-            if max(self.seen) + self.num_new <= least:
-                return False
-        return self.count.seen[:, None] + torch.arange(self.num_new, device=self.device) >= least
+    # What queries see.
 
-    @property
-    def evicts(self) -> bool:
-        """Return whether an entry is evicted before the next pass."""
-        dropped = self.sizes.num_dropped
-        return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
+    @cached_property
+    def places(self) -> Tensor:
+        """Place among its row's entries of each that attention gets for one new token, [B, S]
+        int64, or [1, S] if rows are even; negative: it is not of the row.
+        """
+        stored = self.of_rows("stored")[:, None]
+        visible = (stored[:1] if self.is_even else stored) + self.num_new
+        slots = torch.arange(self.length, device=self.device)
+        if not self.is_single or self.in_order:
+            return slots + visible - self.length
+        num_sinks = self.sizes.num_sinks
+        ages = (self._newest - slots) % max(self.size - num_sinks, 1)
+        of_window = visible - 1 - ages
+        of_window = of_window.masked_fill(of_window < num_sinks, -1)
+        of_sinks = slots.expand_as(of_window).masked_fill(slots >= visible, -1)
+        return torch.where(slots < num_sinks, of_sinks, of_window)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Return which of what attention gets are of the row, [B or 1, S] bool."""
+        return self.places >= 0
+
+    def sights(self, num_recalled: int = 0) -> list[Sight]:
+        """What the queries of a pass see, in blocks; windows give up so many of their oldest
+        entries for what a memory gives back, once they have lost any.
+        """
+        if num_recalled not in self._sights:
+            if not self.is_segment:
+                sights = [self._sight_of_all(num_recalled)]
+            else:
+                length = BLOCK_LEN if self.device.type == "cpu" else BLOCK_ON_GPU
+                starts = range(0, self.num_new, length)
+                sights = [
+                    self.sight(x, min(x + length, self.num_new), num_recalled) for x in starts
+                ]
+            for before, sight in pairwise(sights):  # what is made of places is made once
+                if torch.equal(before.places, sight.places):
+                    sight.places = before.places
+            self._sights[num_recalled] = sights
+        return self._sights[num_recalled]
+
+    def _sight_of_all(self, num_recalled: int) -> Sight:
+        """What one token of each row sees; or a chunk, of entries in the order of time."""
+        num_sinks, places, least = self.sizes.num_sinks, self.places, self.sizes.first_input_len
+        has_lost, rows = max(self.seen) >= least, places
+        if self.births != self.stored:
+            further = (self.of_rows("births") - self.of_rows("stored"))[:, None]
+            rows = torch.where(places < num_sinks, places, places + further)
+        if num_recalled and has_lost:
+            gone = (places >= num_sinks) & (places < num_sinks + num_recalled)
+            if min(self.seen) < least:
+                gone = gone & (self.of_rows("seen") >= least)[:, None]
+            rows = rows.masked_fill(gone, -1)
+        rows = rows[:, None]
+        if not self.is_single:
+            rows = torch.where(rows > rows[..., -self.num_new :].mT, -1, rows)
+        entries = slice(0, self.length - num_sinks)
+        return Sight(slice(0, self.num_new), entries, rows, has_lost)
+
+    def sight(self, start: int, stop: int, num_recalled: int = 0) -> Sight:
+        """What the queries of a segment from `start` to before `stop` see."""
+        sizes, end = self.sizes, self.seen[0] + self.num_new
+        num_dropped, num_sinks = sizes.num_dropped(self.seen[0]), min(sizes.num_sinks, end)
+        oldest = num_sinks + num_dropped  # of the entries after the sinks that lie there
+        first = sizes.num_dropped(self.seen[0] + start) - num_dropped
+        last = max(first, self.seen[0] + stop - oldest)
+        t, dropped, born = (x[start:stop, None] for x in (self.tokens, self.dropped, self.told[0]))
+        j = oldest + torch.arange(first, last, device=self.device)
+        sinks = torch.arange(num_sinks, device=self.device)
+        # What is recalled takes the places of the window's oldest entries.
+        num_lost = dropped + num_recalled * (dropped > 0)
+        of_window = (j - t + born).masked_fill((j > t) | (j - num_lost < sizes.num_sinks), -1)
+        of_sinks = sinks.expand(stop - start, -1).masked_fill(sinks > t, -1)
+        has_lost = sizes.num_dropped(self.seen[0] + stop - 1) > 0
+        places = torch.cat([of_sinks, of_window], 1)[None]
+        return Sight(slice(start, stop), slice(first, last), places, has_lost)
 
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model's extra inputs: positions, and a mask over what shorter rows lack."""
         inputs: dict[str, Any] = {}
         if self.place_positions is not None or len(set(self.positions)) > 1 or not self.is_even:
-            places = torch.tensor(self.positions)[:, None] + torch.arange(self.num_new)
-            inputs["position_ids"] = position_ids(places.to(model.device), self.place_positions)
+            inputs["position_ids"] = self.position_ids.to(model.device)
         if not self.is_even and self.in_order:
             visible, before = self.visible.to(model.device), self.position - self.num_before
             mask: Any = rows_mask(model, spec, visible, before)
@@ -270,49 +380,6 @@ class Step:
                 mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
             inputs["attention_mask"] = mask
         return inputs
-
-    def as_decode(
-        self,
-        asks_for_places: bool,
-        are_bare: bool = False,
-        in_sight: InSight | None = None,
-        asks_for_order: bool = False,
-    ) -> DecodeStep:
-        """The usual pass, described for attention that asks where entries are, or in which order
-        they were written, for keys that are stored bare, or for our kernel.
-        """
-        positions = position_ids(self.count.positions[:, None], self.place_positions)
-        read = None
-        birth: slice | Tensor | None = None
-        places = self.places if asks_for_places else None
-        if self.in_order:
-            stored = [n + 1 for n in self.stored]
-            read = order_of(self.sizes, stored, self.end + 1, self.length, self.device)
-            if isinstance(read, slice) and read.start == 0:  # it lies in order
-                read = None
-        if self.is_alike:
-            birth = slice(self.births[0], self.births[0] + 1)
-            if self.is_static and self.hides:
-                birth = self.count.births[:1]
-        return DecodeStep(
-            slot=self._slot,
-            read=read,
-            position_ids=positions,
-            at=positions[:, None],
-            behind=self.behind_rows,
-            birth=birth,
-            evicting=self.evicting,
-            places=places,
-            order=self.window_order if asks_for_order and self.is_even else None,
-            all_at=self.at_places(places) if are_bare else None,
-            reading=None,
-            in_sight=in_sight,
-        )
-
-
-def position_ids(places: Tensor, place_positions: Tensor | None) -> Tensor:
-    """Return what a model is told of tokens at these places."""
-    return places if place_positions is None else place_positions.to(places.device)[places]
 
 
 def slots_of(sizes: CacheSizes, first: int, num: int, device: torch.device) -> Tensor:

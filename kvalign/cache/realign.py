@@ -14,7 +14,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TABLES, Tables
-from kvalign.cache.passes import DecodeStep, Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
@@ -118,22 +117,6 @@ def realigner_of(
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
 
 
-class _Alike(NamedTuple):
-    """Order of the entries after the sinks in rows with the same places.
-
-    Attributes:
-        ranks: [S - num_sinks] int64, of each slot its entry's number in the order of time; 0 where
-            none is.
-        order: as of `Step.window_order`.
-        key_scales, value_scales: of the slots in all layers, [L, H, S - num_sinks].
-    """
-
-    ranks: Tensor
-    order: Tensor
-    key_scales: Tensor
-    value_scales: Tensor
-
-
 class OnRead(Realigner):
     """Tables on architectures whose attention is a function in transformers' registry.
 
@@ -176,22 +159,6 @@ class OnRead(Realigner):
                 self._networks = [self.table.network_of(layer) for layer in layers]
             self.version = version
 
-    def describe(self, step: Step, decode: DecodeStep, dtype: torch.dtype) -> DecodeStep:
-        """Add rows of the tables for our kernel (`Step.rows`), or how entries lie (`_Alike`)."""
-        table = self.table
-        if kernel.attends(table.key, dtype):
-            return replace(decode, reading=step.rows)
-        if decode.birth is None or not step.is_even:
-            return decode
-        assert decode.places is not None
-        num_sinks = step.sizes.num_sinks
-        ranks = (decode.places[0, num_sinks:] - num_sinks).clamp_min(0)
-        order = step.window_order if decode.order is None else decode.order
-        places = ranks + step.first_place
-        of_all = (table.key_scale, table.value_scale)
-        scales = (x.index_select(-1, places.to(x.device)) for x in of_all)
-        return replace(decode, reading=_Alike(ranks, order, *scales))
-
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
         keys, which stay there.
@@ -204,16 +171,15 @@ class OnRead(Realigner):
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
 
-    def write(self, step: Step, layer: int, ring: KV, new: KV) -> bool:
-        decode = step.decode
-        is_ours = decode is not None and isinstance(decode.reading, Tensor)
-        if not is_ours or self.rotation is not None or not kernel.writes(ring.keys, new.keys):
+    def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
+        is_ours = step.is_decode and step.by_kernel and self.rotation is None
+        if not is_ours or not kernel.writes(ring.keys, new.keys):
             return False
-        assert decode is not None
-        network = () if decode.evicting is False else self._networks[layer]
-        if network is None or isinstance(decode.evicting, Tensor):
+        network = () if step.evicting is False else self._networks[layer]
+        if network is None or isinstance(step.evicting, Tensor):
             return False
-        kernel.write(ring, decode.slot, new, step.count.births, self.tables(layer), network)
+        births = step.of_rows("births")
+        kernel.write(ring, step.slot, new, births, self.tables(layer), network)
         return True
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
@@ -233,158 +199,9 @@ class OnRead(Realigner):
         """
         return self._tables_of(layer) if torch.is_grad_enabled() else self._tables[layer]
 
-    def attend(
-        self,
-        step: Step,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Attention with sinks at their own positions; rows may have unequal lengths."""
-        tables, decode = self.tables(layer), step.decode
-        placed = None
-        if self.rotation is not None:
-            placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
-        num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-        reading = None if decode is None else decode.reading
-        if isinstance(reading, Tensor) and bias is None:
-            of_slots = reading, query, keys, values, scale
-            return kernel.attend(*of_slots, tables=tables, asking=placed, num_sinks=num_sinks)
-        of_both = query, placed, keys, values
-        if not isinstance(reading, _Alike):
-            return _read_uneven(*of_both, tables, num_sinks, scale, bias, step)
-        ranks, order = (x.to(keys.device) for x in (reading.ranks, reading.order))
-        places = slice(step.first_place, step.first_place + len(order))
-        hidden = ~step.visible[:, None, None].to(keys.device) if step.hides else None
-        means = tables.key_means[:, places], tables.value_means[:, places]
-        of_step = Tables(*means, reading.key_scales[layer], reading.value_scales[layer])
-        return read_alike(*of_both, of_step, ranks, order, num_sinks, scale, bias, hidden)
-
     def _tables_of(self, layer: int) -> Tables:
         table, means = self.table, self.table.key[layer]
         if self.rotation is not None:
             now = torch.arange(means.shape[1], device=means.device)
             means = self.rotation.at(layer).shift(means, -now)
         return Tables(means, table.value[layer], table.key_scale[layer], table.value_scale[layer])
-
-
-def read_alike(
-    query: Tensor,
-    placed: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tables,
-    ranks: Tensor,
-    order: Tensor,
-    num_sinks: int,
-    scale: float,
-    bias: Tensor | None,
-    hidden: Tensor | None,
-) -> Tensor:
-    """Attention [B, 1, H, D] of a query over entries [B, H_kv, S, D] in rows with the same places.
-    Positions are read and written in the order of time, and numbers go from there to the slots and
-    back: no table is copied.
-
-    Args:
-        query: [B, H, 1, D].
-        placed: the same at its place, where keys rotate; None: they do not.
-        tables: means of the places of the W entries after the sinks, and scales of the slots after
-            the sinks.
-        ranks, order: as of `_Alike`.
-        scale: of the query.
-        bias: [B, H_kv, S] float32, added to the scores; None: none.
-        hidden: [B or 1, 1, 1, S] bool, slots that are not of their row; None: none.
-    """
-    in_place = not torch.is_grad_enabled()  # scores are overwritten, unless gradients are recorded
-    mul, add = (Tensor.mul_, Tensor.add_) if in_place else (Tensor.mul, Tensor.add)
-    scores, placed = _scores(query, placed, keys, scale)
-    sinks, window = scores.tensor_split([num_sinks], -1)
-    window = mul(window, tables.key_scales[:, None])
-    of_position = _by_head(placed, tables.key_means.mT)
-    window = add(window, of_position.index_select(-1, ranks))
-    if not in_place:
-        scores = torch.cat([sinks, window], -1)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if bias is not None:
-        scores = add(scores, bias[:, :, None])
-    weights = scores.softmax(-1)
-    sinks, window = weights.tensor_split([num_sinks], -1)
-    out = _by_head(window.index_select(-1, order), tables.value_means)
-    window = mul(window, tables.value_scales[:, None])
-    weights = weights if in_place else torch.cat([sinks, window], -1)
-    return _output(weights, values, out, query)
-
-
-def _read_uneven(
-    query: Tensor,
-    placed: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tables,
-    num_sinks: int,
-    scale: float,
-    bias: Tensor | None,
-    step: Step,
-) -> Tensor:
-    """Same for rows whose entries have their own positions; tables of all positions."""
-    scores, placed = _scores(query, placed, keys, scale)
-    ranks = step.places.expand(len(scores), -1).to(scores.device)
-    births, stored = (
-        torch.tensor(x, device=scores.device)[:, None] for x in (step.births, step.stored)
-    )
-    inside, visible = ranks >= num_sinks, ranks >= 0
-    # [B, 1, 1, S] each; 0 at sinks and at what a row lacks.
-    places, inside, visible = (
-        x[:, None, None] for x in ((ranks + births - stored) * inside, inside, visible)
-    )
-
-    def of_slots(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S]
-        return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
-
-    of_position = _by_head(placed, tables.key_means.mT).gather(-1, places.expand_as(scores))
-    scores = torch.where(inside, scores * of_slots(tables.key_scales) + of_position, scores)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if bias is not None:
-        scores = scores + bias[:, :, None]
-    weights = scores.softmax(-1)
-    shares = weights.new_zeros(*weights.shape[:-1], tables.value_means.shape[1])
-    shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
-    out = _by_head(shares, tables.value_means)
-    weights = torch.where(inside, weights * of_slots(tables.value_scales), weights)
-    return _output(weights, values, out, query)
-
-
-def _scores(
-    query: Tensor, placed: Tensor | None, keys: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Scores [B, H_kv, G, S] of a query [B, H, 1, D], and the query at its place by the heads of
-    keys, scaled, [B, H_kv, G, D]; both float32.
-    """
-
-    def grouped(x: Tensor) -> Tensor:
-        return x.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale
-
-    query = grouped(query)
-    placed = query if placed is None else grouped(placed)
-    return (query @ keys.mT).float(), placed.float()
-
-
-def _output(weights: Tensor, values: Tensor, of_position: Tensor, query: Tensor) -> Tensor:
-    """Output [B, 1, H, D] for weights [B, H_kv, G, S] and the part that comes from positions, in
-    the query's dtype.
-    """
-    out = of_position + weights.to(values.dtype) @ values
-    return out.to(query.dtype).flatten(1, 2)[:, None]
-
-
-def _by_head(x: Tensor, table: Tensor) -> Tensor:
-    """x [B, H, G, M] @ table [H, M, N], shared by the rows of a batch: [B, H, G, N]. It is one
-    product for each head; with broadcasting the table would be copied for each row.
-    """
-    num_rows, num_heads, num_groups, _ = x.shape
-    product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]
-    return product.view(num_heads, num_rows, num_groups, -1).transpose(0, 1)

@@ -10,14 +10,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables
-from kvalign.cache.passes import DecodeStep, Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import MASKED, REGISTERED, window_of
 from kvalign.models.rope import Rotation
@@ -68,13 +67,7 @@ class Realigner:
         return sizes
 
     def prepare(self) -> None:
-        """Prepare `attend` before a pass begins."""
-
-    def describe(self, step: Step, decode: DecodeStep, dtype: torch.dtype) -> DecodeStep:
-        """Add to the description of a usual pass what `attend` needs in all layers, whose entries
-        it gets in this dtype.
-        """
-        return decode
+        """Prepare what attention reads before a pass begins."""
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed at
@@ -82,7 +75,7 @@ class Realigner:
         """
         return new
 
-    def write(self, step: Step, layer: int, ring: KV, new: KV) -> bool:
+    def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
         """Write the entries [B, H, 1, D] of a usual pass into a ring by our kernel, where it can;
         return whether it did.
         """
@@ -104,30 +97,8 @@ class Realigner:
         """
         return stored
 
-    def attend(
-        self,
-        step: Step,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one query [B, H, 1, D] over all entries that a layer stores, with a bias [B,
-        H_kv, S] float32 added to its scores: [B, 1, H, D].
-        """
-        mask = step.visible[:, None].to(keys.device) if step.hides else None
-        if bias is not None:
-            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-            mask = mask.to(query.dtype).repeat_interleave(query.shape[1] // mask.shape[1], 1)
-        if mask is not None:
-            mask = mask[:, :, None]
-        out = scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-
     def tables(self, layer: int) -> Tables | None:
-        """Means and scales with which attention in a segment places entries."""
+        """Means and scales with which attention places entries of a layer"""
         return None
 
 

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvalign.cache.attention import Segment
+from kvalign.aligners.entries import KV
+from kvalign.cache.attention import alibi_mask
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Part, SinkKeys
-from kvalign.cache.passes import Step, position_ids
+from kvalign.cache.passes import HOST, Pass
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec
+from kvalign.models import kernel
+from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install, own_mask
 from kvalign.models.wrapped import no_autograd_modes
 
@@ -43,13 +45,15 @@ class StreamingCache(FixedSizeCache):
             token comes; None: nothing.
         goes_by_order: whether attention needs entries in the order of time.
         takes_marks: whether it reads keys as their marks say (`mark`).
-        kernel: says what our kernel reads of stored entries in a decode step (`int8.py`);
-            None: the model's attention reads them.
+        guessed: entries of the guesses of the last pass, as each layer with attention stores them.
+        reads_stored: whether our kernel, where it attends, reads entries of 8 bits as they are
+            stored.
+        angles: of places, for such keys, as of `kernel.attend`; None if they do not rotate.
     """
 
     attention: list[WindowLayer]
     ahead: Any
-    kernel: Any = None
+    guessed: list[KV]
 
     def __init__(
         self,
@@ -61,9 +65,21 @@ class StreamingCache(FixedSizeCache):
         memory: Memories | None = None,
     ):
         self.memory, self.kept_sizes = memory, sizes if memory is None else memory.kept_sizes
+        self.head_dim = spec.head_dim
         super().__init__(spec, sizes, realigner, bases, config)
         if memory is not None and memory.frame is not None:
             self.frame = memory.frame
+        is_placed = self.realigner.strategy == "read" and self.realigner.rotation is not None
+        self.reads_stored = (
+            self.stores_bare
+            and config is not None
+            and self.takes_marks
+            and window_of(config) is None
+            and not is_placed
+            and kernel.can_rotate(self.realigner.rotation)
+        )
+        if self.reads_stored:
+            install(config)
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
@@ -160,7 +176,7 @@ class StreamingCache(FixedSizeCache):
         """Return whether the keys of sinks are rotated to follow the window."""
         return self.realigner.rotation is not None and not self.stores_bare
 
-    def _prepare_entries(self, step: Step) -> Step:
+    def _prepare_entries(self, step: Pass) -> None:
         self.ahead = None
         if self.memory is not None:
             self.memory.begin(step, self.attention, self._num_moved)
@@ -172,29 +188,46 @@ class StreamingCache(FixedSizeCache):
         self.realigner.prepare()
         if not self.is_decode(step):
             self._rotate_sinks(step)
-        return step
 
-    def is_decode(self, step: Step) -> bool:
-        """Return whether a pass of this cache is a usual one (`DecodeStep`)."""
+    def is_decode(self, step: Pass) -> bool:
+        """Return whether a pass of this cache is a usual one: one token in rows that have their
+        sinks.
+        """
         return step.is_decode and self.is_filled
 
-    def describe(self) -> Step:
+    def describe(self) -> Pass:
         step = super().describe()
-        if step.decode is not None or not self.is_decode(step):
-            return step
-        self._rotate_sinks(step)
-        in_sight = None
-        if self.kernel is not None:
-            in_sight = self.kernel(step, self.attention[0].entries.num_slots)
-        # Attention may ask for the places of the slots that it gets.
-        reads = self.realigner.strategy == "read" or self.memory is not None or self.stores_bare
-        asks = in_sight is None and (reads or step.hides)
-        are_bare = self.stores_bare and in_sight is None
-        decode = step.as_decode(asks, are_bare, in_sight, self.memory is not None)
-        step.decode = self.realigner.describe(step, decode, self.attention[0].dtype)
+        if not step.is_described:
+            step.is_described = True
+            if self.is_decode(step):
+                self._rotate_sinks(step)
+            if step.is_single:
+                layer = self.attention[0]
+                step.by_kernel = kernel.attends(self.head_dim, layer.device, layer.dtype)
         return step
 
-    def _move_back(self, step: Step) -> None:
+    def describe_all(self) -> Pass:
+        """Same, with all that layers ask of it made beforehand: for steps that are compiled."""
+        step, realigner = self.describe(), self.realigner
+        _ = step.slot, step.read, step.born, step.evicting, step.position_ids, step.behind_rows
+        if self.stores_bare and not (step.by_kernel and self.reads_stored):
+            _ = step.at_slots
+        if realigner.strategy == "read" or step.hides or self.stores_bare:
+            step.sights()
+        if self.memory is not None and not self.memory.finds_none:
+            step.sights(self.sizes.num_recalled or 0)
+        return step
+
+    @cached_property
+    def angles(self) -> Tensor | None:
+        rotation = self.realigner.rotation
+        if rotation is None:
+            return None
+        with no_autograd_modes():
+            of_places = rotation.angles_to(slice(0, self.sizes.first_input_len), HOST)
+            return torch.stack([of_places.cos, of_places.sin])[None]
+
+    def _move_back(self, step: Pass) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""
         num_moved = [*map(sub, step.seen, step.positions)]
         shifts = [*map(sub, num_moved, self._num_moved)]
@@ -204,7 +237,7 @@ class StreamingCache(FixedSizeCache):
             for layer in self.attention:
                 layer.move(step, shifts)
 
-    def _rotate_sinks(self, step: Step) -> None:
+    def _rotate_sinks(self, step: Pass) -> None:
         """Rotate the keys of sinks, as far as the positions of the others have run on."""
         rotation, num = self.realigner.rotation, self.sizes.num_sinks
         is_moved = self.is_static or any(map(self.sizes.num_dropped, step.seen))
@@ -217,7 +250,8 @@ class StreamingCache(FixedSizeCache):
             own = [layer.entries.data.keys[:, :, :num] for layer in layers]
             torch._foreach_copy_(own, [rotated[layer.layer_idx] for layer in layers])
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: Pass) -> None:
+        self.guessed = step.ahead
         if self.memory is not None:
             self.memory.end()
         super()._end(step)
@@ -237,43 +271,30 @@ class StreamingCache(FixedSizeCache):
             self.memory.begin_restore(state)
         super()._restore(state, model)
 
-    def segment(self, num_tokens: int, device: torch.device, num_ahead: int = 0) -> Segment:
-        """Positions of the next tokens of rows of equal length, for feeding them as a segment, of
-        which the last do not count.
-        """
-        realigner, num_seen = self.realigner, self.seen[0] if self.seen else 0
-        of_cache = (self.sizes, self.frame, realigner.rotation, realigner.tables)
-        return Segment(*of_cache, num_seen, num_tokens, device, num_ahead)
-
     def feed_segment(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        logits_to_keep: int = 0,
-        segment: Segment | None = None,
+        self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int = 0, num_ahead: int = 0
     ) -> Tensor:
-        """Read ids [B, T] with the same results as feeding them one by one (`segments.py`); only if
-        `is_exact`. Memory grows with T * (C + T): cut long inputs.
+        """Read ids [B, T] with the same results as feeding them one by one (`attention.py`); only
+        if `is_exact`. Memory grows with T * (C + T): cut long inputs.
 
         Args:
-            segment: from `segment`; None: all of them count.
+            num_ahead: number of the last of them that are guesses: they do not count, and their
+                entries are in `guessed`.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        segment = segment or self.segment(ids.shape[1], ids.device)
-        positions = position_ids(segment.birth[None], self.realigner.place_positions)
         install(model.config)
         masked = model.config.model_type in MASKED
         with (
-            self.forward_pass(len(ids), ids.shape[1], segment),
-            own_mask(segment.alibi_mask(model)) if masked else nullcontext(),
+            self.forward_pass(*ids.shape, is_segment=True, num_ahead=num_ahead) as step,
+            own_mask(alibi_mask(step, model)) if masked else nullcontext(),
         ):
             return model(
                 input_ids=ids,
                 # Attention knows what is visible: no mask is made.
                 attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
-                position_ids=positions,
+                position_ids=step.position_ids.to(ids.device),
                 past_key_values=self,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.attention import Reader, Recaller, attend
 from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
-from kvalign.cache.passes import DecodeStep, Step, order_of, slots_of
+from kvalign.cache.passes import Pass, order_of, slots_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.attention import mark
 
@@ -63,76 +64,65 @@ class WindowLayer(StreamingLayer):
             self.sinks.make(key_states)
         self.is_initialized = True
 
-    def take(self, step: Step, new: KV) -> KV:
-        decode = step.decode
-        if decode is None:
-            if self.cache.rotates_sinks and min(step.seen) < self.sizes.num_sinks:
-                self.sinks.add(self.layer_idx, step, new.keys)
-            if step.is_single:
-                for ring in self.rings:
-                    ring.grow(step.size)
-                decode = step.as_decode(True, self.entries.form.is_int8)
-        entries = (
-            self._take_many(step, new) if decode is None else self._take_one(step, decode, new)
-        )
-        return entries if self.memory is None else self.memory.take(self, step, new, entries)
+    def take(self, step: Pass, new: KV) -> KV:
+        recall = None if self.memory is None else self.memory.take(self, step, new)
+        if step.is_single:
+            return self._take_one(step, new, recall)
+        if self.cache.rotates_sinks and min(step.seen) < self.sizes.num_sinks:
+            self.sinks.add(self.layer_idx, step, new.keys)
+        return self._take_many(step, new, recall)
 
-    def _take_one(self, step: Step, decode: DecodeStep, new: KV) -> KV:
+    def _take_one(self, step: Pass, new: KV, recall: Recaller | None) -> KV:
         """Write one token of each row, and return what its attention gets."""
-        realigner, form = self.realigner, self.entries.form
-        slot = decode.slot.to(self.device) if step.decode is not None else self._slots(step)
+        if not step.is_decode and self.cache.rotates_sinks:
+            self.sinks.add(self.layer_idx, step, new.keys)
+        if self.entries.num_slots < step.size:
+            for ring in self.rings:
+                ring.grow(step.size)
+        realigner, form, slot = self.realigner, self.entries.form, step.slot.to(self.device)
         if not realigner.write(step, self.layer_idx, self.entries.data, new):
             stored = new
             if realigner.strategy == "read" or self.sources is not self.entries:
-                anchored = self._anchored(step, new)
+                anchored = self.without_position(step, new)
                 if realigner.strategy == "read":
                     stored = anchored
                 else:
                     self.sources.data.put_at(slot, anchored)
-            if form.is_int8:
-                stored = form.encode_at(stored, decode.at)
+            stored = form.encode_at(stored, step.position_ids[:, None])
             self.entries.data.put_at(slot, stored)
         data = self.entries.data
-        if decode.in_sight is not None:
-            attend = partial(decode.in_sight.attend, form)
-            return KV(mark(data.keys.detach(), attend), data.values)
-        if decode.read is not None:
-            data = data.at(decode.read)
+        if step.read is not None:
+            data = data.at(step.read)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
-        by_kernel = isinstance(decode.reading, Tensor) and self.memory is None
-        if decode.all_at is not None and not (by_kernel and realigner.rotation is None):
-            data = form.decode_at(data, decode.all_at)
-        if realigner.strategy == "read" or (step.hides and not step.in_order):
-            attend = partial(realigner.attend, step, self.layer_idx)
-            return KV(mark(data.keys.detach(), attend), data.values)
+        reader = self._reader(recall)
+        is_raw = form.is_int8 and step.by_kernel and self.cache.reads_stored
+        if is_raw:
+            base = None if form.base is None else form.base[:, 0]
+            reader = reader._replace(angles=self.cache.angles, bases=base)
+        elif form.is_int8:
+            data = form.decode_at(data, step.at_slots)
+        is_asked = is_raw or reader.tables is not None or recall is not None
+        if is_asked or (step.hides and not step.in_order):
+            return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
         return data
 
-    def _slots(self, step: Step) -> Tensor:
-        """Slots that a token of each row is written to, [B, 1], in rows without their sinks."""
-        num_sinks, newest = self.sizes.num_sinks, self.sizes.slot(step.end)
-        slots = [n if n < num_sinks else newest for n in step.seen]
-        return torch.tensor(slots, device=self.device)[:, None]
+    def _reader(self, recall: Recaller | None) -> Reader:
+        rotation = self.realigner.rotation
+        of_layer = None if rotation is None else rotation.at(self.layer_idx)
+        return Reader(of_layer, self.realigner.tables(self.layer_idx), recall=recall)
 
-    def _anchored(self, step: Step, new: KV) -> KV:
-        """One new token of each row, as `anchor` returns it."""
-        decode = step.decode
-        if decode is None or decode.birth is None:
-            return self.without_position(step, new)
-        where = decode.birth, decode.at
-        return self.realigner.anchor(self.layer_idx, new, *where, decode.evicting)
-
-    def _take_many(self, step: Step, new: KV) -> KV:
-        """Write the tokens of a prefill chunk or a segment, and return all that was there, and all
-        of them.
+    def _take_many(self, step: Pass, new: KV, recall: Recaller | None) -> KV:
+        """Write the tokens of a chunk or a segment, and return all that was there, and all of
+        them.
         """
-        realigner, form, segment = self.realigner, self.entries.form, step.segment
-        at = step.at(step.num_new, step.num_new)
-        if segment is not None:
-            new, at = KV(segment.rotate(self.layer_idx, new.keys), new.values), segment.at
+        realigner, form = self.realigner, self.entries.form
+        at = step.run_on if step.is_segment else step.at(step.num_new, step.num_new)
+        if step.is_segment:
+            new = self.in_frame(step, new)
         anchored = self.without_position(step, new) if realigner.strategy == "read" else new
         stored = form.encode_at(anchored, at)
-        if segment is not None:
+        if step.is_segment:
             num_sinks = min(self.sizes.num_sinks, step.seen[0])
             num = step.stored[0] - num_sinks
             sinks = self.stored_sinks(num_sinks)
@@ -146,11 +136,21 @@ class WindowLayer(StreamingLayer):
                 )
             )
             entries = cat([sinks, window, own])
-            mark(entries.keys, partial(segment.attend, self.layer_idx))
+            mark(entries.keys, partial(attend, step, self._reader(recall)))
         else:
             entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
         self._write(step, stored, new)
         return entries
+
+    def in_frame(self, step: Pass, new: KV) -> KV:
+        """New entries of a segment, whose keys are at their places, in the frame of those before
+        it.
+        """
+        rotation = self.realigner.rotation
+        if rotation is None or not step.rotates_queries:
+            return new
+        behind = (step.told[0] - step.run_on).to(self.device)
+        return KV(rotation.at(self.layer_idx).shift(new.keys, behind), new.values)
 
     def stored_sinks(self, num: int) -> KV:
         """Sinks as they are stored, keys at their own positions."""
@@ -159,7 +159,7 @@ class WindowLayer(StreamingLayer):
             keys = self.sinks.of(self.layer_idx, self.device)[:, :, :num]
         return KV(keys, values)
 
-    def _write(self, step: Step, stored: KV, new: KV) -> None:
+    def _write(self, step: Pass, stored: KV, new: KV) -> None:
         """Write the entries that stay after a pass of several tokens; if they move, also their
         source.
         """
@@ -179,11 +179,10 @@ class WindowLayer(StreamingLayer):
         put(self.entries, stored)
         if self.sources is not self.entries:
             put(self.sources, self.without_position(step, new))
-        if step.segment is not None and step.segment.num_ahead:
-            guessed = stored.slots(num_new, step.segment.num_ahead)
-            step.segment.ahead.append(guessed.map(Tensor.clone))
+        if step.num_ahead:
+            step.ahead.append(stored.slots(num_new, step.num_ahead).map(Tensor.clone))
 
-    def pieces(self, step: Step) -> list[KV]:
+    def pieces(self, step: Pass) -> list[KV]:
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the
         positions to which the new ones have run on.
         """
@@ -192,7 +191,7 @@ class WindowLayer(StreamingLayer):
         entries = self.entries.form.decode_at(stored, step.at(num))
         return self._as_read(step, entries, min(num, step.sizes.num_sinks), first)
 
-    def _new_pieces(self, step: Step, new: KV, stored: KV) -> list[KV]:
+    def _new_pieces(self, step: Pass, new: KV, stored: KV) -> list[KV]:
         """Return the new entries of a pass in parts, as attention will find them stored."""
         form, num = self.entries.form, step.num_new
         if not form.is_int8:  # it is the same but for the last digits
@@ -201,7 +200,7 @@ class WindowLayer(StreamingLayer):
         num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
         return self._as_read(step, entries, num_sinks, step.births[0] + num_sinks)
 
-    def _as_read(self, step: Step, entries: KV, num_sinks: int, first: int) -> list[KV]:
+    def _as_read(self, step: Pass, entries: KV, num_sinks: int, first: int) -> list[KV]:
         """Return sinks, and the entries behind them from the place `first` on, as attention
         sees them.
         """
@@ -211,7 +210,7 @@ class WindowLayer(StreamingLayer):
         window = realigner.read(self.layer_idx, entries.slots(num_sinks, num), now, at)
         return [entries.slots(0, num_sinks), window.map(lambda x: x.to(self.dtype))]
 
-    def move(self, step: Step, shifts: list[int]) -> None:
+    def move(self, step: Pass, shifts: list[int]) -> None:
         """Move the entries after the sinks by `shifts`, row by row if rows differ."""
         realigner, num_sinks = self.realigner, step.sizes.num_sinks
         alike = len(set(zip(shifts, step.stored, step.behind, strict=True))) == 1

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.passes import Step, order_of
+from kvalign.cache.passes import Pass, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.as_encoded import Reencoding
@@ -247,7 +247,7 @@ def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, 
     return {name: x.to(device) for name, x in load(written).items()}
 
 
-def by_time(step: Step, entries: KV) -> KV:
+def by_time(step: Pass, entries: KV) -> KV:
     """Entries that attention got for one new token, in the order of time, right-aligned."""
     if step.in_order or not step.is_single:
         return entries

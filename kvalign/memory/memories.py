@@ -18,21 +18,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Block, RecalledEntries
+from kvalign.cache.attention import Found, Recaller
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
 from kvalign.cache.memory_sizes import loudness_of
-from kvalign.cache.passes import HOST, Counts, Step
+from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import has_room, is_on_card
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
-from kvalign.memory.recall import Matches, QueryBatch, Recall
+from kvalign.memory.recall import Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
-from kvalign.models.attention import install, mark
+from kvalign.models.attention import install
 from kvalign.models.rope import RotationByLayer
 
 _OF_LAYER = 0x5851F42D4C957F2D  # a factor of Knuth's for numbers of 64 bits
@@ -113,7 +113,7 @@ class Memories(Part):
     def _first(self) -> Memory | None:
         return next(iter(self.of.values()), None)
 
-    def begin(self, step: Step, layers: Sequence[WindowLayer], num_moved: Sequence[int]) -> None:
+    def begin(self, step: Pass, layers: Sequence[WindowLayer], num_moved: Sequence[int]) -> None:
         """A pass begins. Entries still lie where the last pass left them, in rows that have been
         moved by so many positions.
         """
@@ -126,18 +126,18 @@ class Memories(Part):
                 for layer in layers:
                     if layer.layer_idx in self.of:
                         self._put_newest(layer, seen, num, at.to(layer.device))
-        Counts(*step.counts).aside.copy_(torch.tensor(step.seen if first is None else first.seen))
+        step.counts[COUNTS.index("aside")] = torch.tensor(
+            step.seen if first is None else first.seen
+        )
         self.ask(step)
 
-    def ask(self, step: Step) -> None:
+    def ask(self, step: Pass) -> None:
         """The queries of this pass are next."""
         self.recall.begin(step)
         if batch := self.recall.of_step:
-            asked = [x for i, x in self.of.items() if i in self.recall.loudness]
-            for memory in asked:
-                memory.prepare(batch)
-            if asked and asked[0].sketch is not None:
-                self.recall.prepare(step, batch)
+            for i, memory in self.of.items():
+                if i in self.recall.loudness:
+                    memory.prepare(batch)
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -154,30 +154,23 @@ class Memories(Part):
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         memory.write(seen, entries)
 
-    def take(self, layer: WindowLayer, step: Step, new: KV, entries: KV) -> KV:
-        """Take in new entries [B, H, T, D] of a layer. Return what its attention sees: the
-        entries of its window, with a mark on the keys that takes others back (`mark`).
+    def take(self, layer: WindowLayer, step: Pass, new: KV) -> Recaller | None:
+        """Take in new entries [B, H, T, D] of a layer. Return what says what its queries take
+        back; None: nothing.
         """
         if layer.layer_idx not in self._storing:
-            return entries
+            return None
         # 1. Tokens that come together are taken in at once, single ones some time later.
         memory = self._of_layer(layer)
         if not step.is_single:
-            if step.segment is not None:
-                new = KV(step.segment.rotate(layer.layer_idx, new.keys), new.values)
+            if step.is_segment:
+                new = layer.in_frame(step, new)
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
-        if layer.layer_idx not in self.recall.loudness:
-            return entries
         # 2. The rest is for its queries to say, once anything is lost.
-        if step.segment is not None:
-            recall = partial(self._recall, layer.layer_idx)
-            attend = partial(step.segment.attend, layer.layer_idx, recall=recall)
-            return entries._replace(keys=mark(entries.keys, attend))
-        if (batch := self.recall.of_step) is None:
-            return entries
-        # A tensor of its own: the ring keeps the keys, and would keep the mark.
-        keys = mark(entries.keys.detach(), partial(self._attend, layer, step, batch))
-        return entries._replace(keys=keys)
+        is_asked = step.is_segment or self.recall.of_step is not None
+        if layer.layer_idx not in self.recall.loudness or not is_asked:
+            return None
+        return partial(self._recall, layer.layer_idx)
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
@@ -196,63 +189,14 @@ class Memories(Part):
             )
         return self.of[layer.layer_idx]
 
-    def _recall(self, layer: int, block: Block, query: Tensor) -> RecalledEntries:
-        """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
-        back, each as it would alone.
+    def _recall(self, layer: int, sight: Sight, query: Tensor) -> Found:
+        """Return what the scaled queries [B, H, G, T, D] of a sight take back, each as it would
+        alone.
         """
-        batch = self.recall.of_block(block)
-        queries = self.recall.rotate_queries(query, batch)
+        batch = self.recall.of_sight(sight)
+        queries = self.recall.rotate_queries(query.float(), batch)
         matches = self.of[layer].find(queries, batch)
         return self.recall.as_seen(layer, queries, batch, matches)
-
-    def _attend(
-        self,
-        layer: WindowLayer,
-        step: Step,
-        batch: QueryBatch,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """Attention of one query a row [B, H, 1, D] over the entries of a step, with the recalled
-        ones instead of the window's oldest: [B, 1, H, D].
-        """
-        number, realigner = layer.layer_idx, layer.realigner
-        queries = self.recall.rotate_queries(query.unflatten(1, (keys.shape[1], -1)) * scale, batch)
-        matches = self.of[number].find(queries, batch)
-        is_read = realigner.strategy == "read"
-        if batch.kept is not None and not is_read and self.recall.has_kernel(query):
-            of_query = query, KV(keys, values), scale, queries
-            return self.recall.attend(number, batch, *of_query, matches)
-        stored = self.recall.as_stored(number, realigner, step, batch, matches)
-        slots = step.oldest(stored.keys.shape[2]).to(keys.device)
-        seen, bias = KV(keys, values), self._bias(number, batch, matches, keys, slots)
-        if torch.is_grad_enabled():  # which keeps what attention sees
-            seen = seen.map(torch.clone)
-        own = seen.at(slots)
-        if batch.has_lost is not None:
-            stored = own.unless(batch.has_lost[:, 0].to(keys.device), stored)
-        seen.put_at(slots, stored)
-        out = realigner.attend(step, number, query, *seen, scale, bias)
-        if not torch.is_grad_enabled():
-            seen.put_at(slots, own)
-        return out
-
-    def _bias(
-        self, layer: int, batch: QueryBatch, matches: Matches, keys: Tensor, slots: Tensor
-    ) -> Tensor | None:
-        """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
-        None: nothing.
-        """
-        of_matches = self.recall.bias(layer, matches)
-        if of_matches is None:
-            return None
-        of_matches = of_matches[:, :, 0]
-        if batch.has_lost is not None:
-            of_matches = of_matches.masked_fill(~batch.has_lost[:, :1, None].to(keys.device), 0.0)
-        bias = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        return bias.index_copy(2, slots, of_matches)
 
     @property
     def is_on_card(self) -> bool:

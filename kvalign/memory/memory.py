@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import SEGMENT_LEN
 from kvalign.cache.layer import Form
-from kvalign.cache.passes import HOST
+from kvalign.cache.passes import HOST, SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Block, RecalledEntries
-from kvalign.cache.passes import HOST, Counts, Step
-from kvalign.cache.realigner import Realigner, rotated
+from kvalign.aligners.entries import KV
+from kvalign.cache.attention import Found
+from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel
@@ -135,11 +135,7 @@ class QueryBatch:
 
     Attributes:
         has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
-        kept: places [B, S] of the entries of a step for our kernel, negative where one is not seen,
-            as those that give way; None: PyTorch attends.
     """
-
-    kept: Tensor | None = None
 
     def __init__(
         self,
@@ -197,7 +193,7 @@ class Recall:
         self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
         self._has_kernel = False
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Pass) -> None:
         """Another pass: other queries."""
         self._step, self._batches = step, {}
         # Asked here, outside of what is compiled.
@@ -210,57 +206,31 @@ class Recall:
         """The pass has ended: let go of its queries."""
         self._batches, self.of_step = {}, None
 
-    def of_block(self, block: Block) -> QueryBatch:
-        """The queries of a block of this pass, for whichever layer."""
-        first = block.queries.start
+    def of_sight(self, sight: Sight) -> QueryBatch:
+        """These queries of this pass, for whichever layer."""
+        if self.of_step is not None:
+            return self.of_step
+        first = sight.queries.start
         if first not in self._batches:
-            self._batches[first] = self._of_pass(self._step, block)
+            self._batches[first] = self._of_pass(self._step, sight)
         return self._batches[first]
 
-    def _of_pass(self, step: Step, block: Block | None) -> QueryBatch:
-        count = Counts(*step.counts.unbind())  # on the host, but in a step that is recorded
+    def _of_pass(self, step: Pass, sight: Sight | None) -> QueryBatch:
+        # On the host, but in a step that is recorded.
         rows, least = slice(1 if len(set(step.seen)) == 1 else None), min(step.seen)
-        seen, end = count.seen[rows, None], count.aside[rows]
-        if block is not None:
-            assert step.segment is not None
-            seen = seen + torch.arange(block.queries.start, block.queries.stop)
-            end, least = end + step.num_new, least + block.queries.start
-            positions = step.segment.birth[block.queries]
+        seen, end = (step.counts[COUNTS.index(name), rows] for name in ("seen", "aside"))
+        seen = seen[:, None]
+        if sight is not None:
+            seen = seen + torch.arange(sight.queries.start, sight.queries.stop)
+            end, least = end + step.num_new, least + sight.queries.start
+            positions = step.told[0, sight.queries]
         else:
             rows = slice(1 if len(set(step.positions)) == 1 else None)
-            positions = step.count.positions[rows, None, None, None]
+            positions = step.of_rows("positions")[rows, None, None, None]
         angles, rotation = None, self.placer.rotation
         if rotation is not None:
             angles = rotation.angles(positions - self.places.near)
         return QueryBatch(self.places, seen, end, least, positions, angles)
-
-    def prepare(self, step: Step, batch: QueryBatch) -> None:
-        """Prepare attention of one query a row by our kernel, if it can do it."""
-        rotates = self.placer.rotation is not None
-        if self._has_kernel and self.places.by_age and rotates and batch.has_lost is None:
-            gone = step.oldest(self.slots.stop - self.slots.start)
-            places = step.places.expand(len(step.seen), -1)
-            batch.kept = places.index_fill(1, gone, -1)
-            _ = self._far, self._angles
-
-    def attend(
-        self,
-        layer: int,
-        batch: QueryBatch,
-        query: Tensor,
-        entries: KV,
-        scale: float,
-        queries: Tensor,
-        matches: Matches,
-    ) -> Tensor:
-        """Return attention of one query a row [B, H, 1, D] by our kernel, over the entries of a
-        step and over the matches of the same queries: [B, 1, H, D] float32.
-        """
-        assert batch.kept is not None
-        placed = self.place_without_rotation(layer, batch, matches).map(Tensor.float)
-        seen = batch.kept, query.float(), *entries
-        found = queries.float(), self._beyond(matches), *placed, self._angles
-        return kernel.attend_recalling(seen, found, scale, self.loudness[layer])
 
     def rotate_queries(self, query: Tensor, batch: QueryBatch) -> Tensor:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
@@ -291,12 +261,8 @@ class Recall:
         of_rows = len(matches.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
-    def as_seen(
-        self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches
-    ) -> RecalledEntries:
-        """Return what the queries [B, H, G, T, D] float32 of a segment take back, as each sees
-        it.
-        """
+    def as_seen(self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches) -> Found:
+        """Return what queries [B, H, G, T, D] float32 take back, as each sees it."""
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )
@@ -305,8 +271,18 @@ class Recall:
         if self.has_kernel(queries):
             bias = self._added(layer, matches.ages)
             angles = None if rotation is None else self._angles
-            places = self._beyond(matches)
-            output, log_sum = kernel.attend_found(queries, keys, values, places, bias, angles)
+            # To the kernel, each token and head of keys is a row.
+            output, log_sum = kernel.attend(
+                self._beyond(matches).flatten(0, -2),
+                queries.flatten(0, 2)[:, :, None],
+                keys.flatten(0, 2)[:, None],
+                values.flatten(0, 2)[:, None],
+                1.0,
+                angles=angles,
+                bias=None if bias is None else bias.flatten(0, 2),
+            )
+            of_rows = queries.shape[:3]
+            output, log_sum = output[:, 0].unflatten(0, of_rows), log_sum.unflatten(0, of_rows)
         else:
             if rotation is not None:
                 keys = rotation.shift(keys, self.places.beyond(matches.ages))
@@ -314,7 +290,7 @@ class Recall:
             scores = scores if bias is None else scores + bias[:, :, :, None]
             log_sum = scores.logsumexp(-1)
             output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
-        return RecalledEntries(output.transpose(2, 3), log_sum.transpose(2, 3))
+        return Found(output.transpose(2, 3), log_sum.transpose(2, 3))
 
     def has_kernel(self, queries: Tensor) -> bool:
         """Return whether our kernel can rotate such queries, or attend for them."""
@@ -340,14 +316,15 @@ class Recall:
     @cached_property
     @no_autograd_modes()
     def _angles(self) -> Tensor:
-        """Angles that move keys as far as they may lie beyond the window, [2, P, pairs]."""
+        """Angles that move keys as far as they may lie beyond the window, as of
+        `kernel.attend`."""
         assert self.placer.rotation is not None
         num, places = self.slots.stop - self.slots.start, self.places
         most = num
         if places.by_age:
             most = min(places.room, int(self._far[-1]) + 1 + num * places.most_apart(num))
         angles = self.placer.rotation.angles(torch.arange(most + 1))
-        return torch.stack([angles.cos, angles.sin])
+        return torch.stack([angles.cos, angles.sin])[None]
 
     def bias(self, layer: int, matches: Matches) -> Tensor | None:
         """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is
@@ -367,29 +344,3 @@ class Recall:
         if bias is None and loudness:
             bias = torch.zeros_like(ages, dtype=torch.float32)
         return None if bias is None else bias + loudness
-
-    def as_stored(
-        self, layer: int, realigner: Realigner, step: Step, batch: QueryBatch, matches: Matches
-    ) -> KV:
-        """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
-        has it stored in the slots of the entries that give way.
-        """
-        if realigner.strategy == "read" and not (self.places.by_age or self.places.is_free):
-            # They lie where the entries lie that give way, and attention gives slots their places.
-            return matches.entries.map(lambda x: x.squeeze(2))
-        placed = self.place_without_rotation(layer, batch, matches)
-        if self.placer.rotation is not None:
-            away = self.places.beyond(matches.ages) + self.places.near
-            placed = rotated(self.placer.rotation, layer, placed, away - batch.positions)
-        placed = placed.map(lambda x: x.squeeze(2))
-        if realigner.strategy != "read":
-            return placed
-        parts = []
-        each = [slice(i, i + 1) for i in range(len(step.seen))]
-        for rows in [slice(None)] if step.is_alike else each:  # those with equal positions
-            first = self.slots.start + step.births[rows][0] - step.stored[rows][0]
-            places = slice(first, first + placed.keys.shape[2])
-            at = torch.arange(first, places.stop, device=placed.keys.device)
-            at = at + step.behind_rows[rows].to(placed.keys.device)  # [B, 1, R]
-            parts.append(realigner.anchor(layer, placed.rows(rows), places, at))
-        return cat(parts, dim=0)

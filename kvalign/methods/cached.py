@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import often
-from kvalign.cache import attention as segments
-from kvalign.cache.attention import Segment
+from kvalign.cache import passes
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.realigner import Realigner, is_exact
@@ -71,11 +70,6 @@ class Cached(Method):
 
             bases = key_bases(self.model)
         cache = StreamingCache(*of_model, bases, config, memory)
-        if cache.stores_bare and memory is None and cache.realigner.strategy != "read":
-            of_keys = self.spec.head_dim, cache.realigner.rotation
-            from kvalign.cache.int8 import reader_of
-
-            cache.kernel = reader_of(self.model, self.sizes, *of_keys)
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         if cache.is_static:  # marks hide slots that have no entry yet
             install(config)
@@ -204,11 +198,12 @@ class Cached(Method):
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()
-    def feed_segment(
-        self, ids: Tensor, logits_to_keep: int = 0, segment: Segment | None = None
-    ) -> Tensor:
+    def feed_segment(self, ids: Tensor, logits_to_keep: int = 0, num_ahead: int = 0) -> Tensor:
         """Read ids [B, T] with the same results as feeding them one by one; only if the relative
         form is exact.
+
+        Args:
+            num_ahead: as of `StreamingCache.feed_segment`.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
@@ -216,7 +211,7 @@ class Cached(Method):
         self._before_edit = None
         assert isinstance(self.cache, StreamingCache)
         with self.in_eval_mode():
-            return self.cache.feed_segment(self.model, ids, logits_to_keep, segment)
+            return self.cache.feed_segment(self.model, ids, logits_to_keep, num_ahead)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted
@@ -233,7 +228,7 @@ class Cached(Method):
         stored = self.cache.num_stored
         if self.is_exact and not self._fits_at_once(num_left):
             on_cpu = self.model.device.type == "cpu" or self.sizes.memory  # which is there
-            return segments.SEGMENT_LEN if on_cpu else segments.SEGMENT_ON_GPU
+            return passes.SEGMENT_LEN if on_cpu else passes.SEGMENT_ON_GPU
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         if not self.sizes.is_oldest or self.sizes.memory:

@@ -211,9 +211,8 @@ struct Attention {
   int64_t num_pairs;
   const float* asking = nullptr;  // the queries as they meet the means of tables
   Tables tables{};
+  const float *beside = nullptr, *of_beside = nullptr;  // other attention of each query, and what `of_all` is there; or none
   int64_t row_of_places = 0, row_of_slots = 0, head_of_slots = 0;  // from one to the next; 0: all are alike, or side by side
-
-  void lie_side_by_side() { row_of_places = num_slots, head_of_slots = num_slots, row_of_slots = num_heads * num_slots; }
 
   template <int VECTORS>
   void place(const float* base, int64_t at, float* key) const {  // at its place among those of its row
@@ -309,6 +308,17 @@ struct Attention {
         }
         for (int i = 0; i < VECTORS; i++) store(to + r * dim + 16 * i, x[i]);
       }
+    if (beside)
+      for (int64_t r = h * num_queries; r < (h + 1) * num_queries; r++) merge<VECTORS>(r);
+  }
+
+  template <int VECTORS>
+  void merge(int64_t r) const {  // as if both had been one attention
+    const float share = 1 / (1 + std::exp(of_all[r] - of_beside[r]));
+    for (int64_t i = 16 * VECTORS * r; i < 16 * VECTORS * (r + 1); i += 16) {
+      const Floats own = load(out + i);
+      store(out + i, fma(floats(share), load(beside + i) - own, own));
+    }
   }
 
   template <int VECTORS>
@@ -373,37 +383,6 @@ struct Writing {
             if (num_hidden) to[d] += product(part.weight + n * num_hidden, hidden.data(), num_hidden) + part.bias[n];
           }
         }
-    }
-  }
-};
-
-// Attention over what each row sees, and over what each of its heads of keys takes back, as if side by side.
-struct Recalling {
-  Attention seen, found;
-  float loudness;  // added to the scores of what is taken back
-
-  template <int VECTORS>
-  void run(int64_t num_rows) {
-    auto heads = [](int64_t begin, int64_t end, void* self) {
-      auto& both = *(Recalling*)self;
-      for (int64_t h = begin; h < end; h++) {
-        both.seen.head<VECTORS>(h);
-        both.found.head<VECTORS>(h);
-        both.merge<VECTORS>(h);
-      }
-    };
-    torch_parallel_for(0, num_rows * seen.num_heads, 1, heads, this);
-  }
-
-  template <int VECTORS>
-  void merge(int64_t h) const {
-    const int64_t num = seen.num_queries;
-    for (int64_t r = h * num; r < (h + 1) * num; r++) {
-      const float share = 1 / (1 + std::exp(seen.of_all[r] - found.of_all[r] - loudness));
-      for (int64_t i = 16 * VECTORS * r; i < 16 * VECTORS * (r + 1); i += 16) {
-        const Floats own = load(seen.out + i);
-        store(seen.out + i, fma(floats(share), load(found.out + i) - own, own));
-      }
     }
   }
 };
@@ -752,13 +731,14 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
   return AOTI_TORCH_SUCCESS;
 }
 
-// Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
+// Of what kernel.py says of `attend`, in its order: [B, 1, H, D] and [B, H].
 SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, AtenTensorHandle keys,
                            AtenTensorHandle values, AtenTensorHandle angles, AtenTensorHandle bases,
                            AtenTensorHandle asking, AtenTensorHandle key_means, AtenTensorHandle value_means,
-                           AtenTensorHandle key_scales, AtenTensorHandle value_scales, double scale, int64_t num_sinks,
-                           AtenTensorHandle* result) {
-  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales}) {
+                           AtenTensorHandle key_scales, AtenTensorHandle value_scales, AtenTensorHandle bias,
+                           AtenTensorHandle beside, AtenTensorHandle of_beside, double scale, int64_t num_sinks,
+                           AtenTensorHandle* result, AtenTensorHandle* of_all) {
+  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales, bias, beside, of_beside}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
@@ -768,8 +748,9 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, Aten
       if (stride_of(tensor, d) != (d == 2 ? size_of(keys, 3) : d == 3 ? 1 : stride_of(keys, d))) return AOTI_TORCH_FAILURE;
   const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 3);
   *result = made({rows, 1, queries, dim}, aoti_torch_dtype_float32());
+  *of_all = made({rows, queries}, aoti_torch_dtype_float32());
   Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
-  attention.out = data_of(*result), attention.scale = scale;
+  attention.out = data_of(*result), attention.of_all = data_of(*of_all), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
   attention.num_slots = size_of(keys, 2);
   attention.row_of_slots = stride_of(keys, 0) / size_of(keys, 3);
@@ -778,6 +759,8 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, Aten
   attention.kind = kind_of(keys), attention.num_pairs = size_of(angles, 3);
   attention.cosines = data_of(angles), attention.sines = attention.cosines + size_of(angles, 2) * attention.num_pairs;
   attention.bases = is_none(bases) ? nullptr : data_of(bases);
+  attention.bias = is_none(bias) ? nullptr : data_of(bias);
+  if (!is_none(beside)) attention.beside = data_of(beside), attention.of_beside = data_of(of_beside);
   const int64_t num_places = is_none(key_means) ? 0 : size_of(key_means, 1);
   if (num_places) {
     attention.asking = data_of(asking);
@@ -808,35 +791,15 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void attend(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 11;
-  AtenTensorHandle x[GIVEN], result = nullptr;
+  constexpr int GIVEN = 14;
+  AtenTensorHandle x[GIVEN], result = nullptr, of_all = nullptr;
   for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
   double scale;
   std::memcpy(&scale, stack + GIVEN, sizeof scale);
-  const auto error = aoti_torch_cpu_attend(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], scale,
-                                           (int64_t)stack[GIVEN + 1], &result);
+  const auto error = aoti_torch_cpu_attend(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
+                                           x[13], scale, (int64_t)stack[GIVEN + 1], &result, &of_all);
   give(stack, GIVEN, error, result);
-}
-
-// Of what kernel.py says of `attend_found`, in its order.
-void attend_found(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 6;
-  AtenTensorHandle given[GIVEN];
-  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [places, query, keys, values, angles, bias] = given;
-  const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 2);
-  AtenTensorHandle found[] = {made({rows, queries, dim}, aoti_torch_dtype_float32()),
-                              made({rows, queries}, aoti_torch_dtype_float32())};
-  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(places)};
-  attention.out = data_of(found[0]), attention.of_all = data_of(found[1]), attention.scale = 1;
-  attention.num_heads = 1, attention.num_queries = queries, attention.num_slots = size_of(keys, 1);
-  attention.kind = FLOAT32, attention.bases = nullptr, attention.lie_side_by_side();
-  attention.bias = is_none(bias) ? nullptr : data_of(bias);
-  attention.num_pairs = size_of(angles, 2), attention.cosines = data_of(angles);
-  attention.sines = attention.cosines + size_of(angles, 1) * attention.num_pairs;
-  const auto error = run_for(dim, attention, rows);
-  give(stack, GIVEN, error, found[0]);
-  stack[1] = (StableIValue)found[1];
+  stack[1] = (StableIValue)of_all;
 }
 
 // Of what kernel.py says of `write`, in its order.
@@ -887,32 +850,6 @@ void beyond(StableIValue* stack, uint64_t, uint64_t) {
     }
   }
   give(stack, 3, AOTI_TORCH_SUCCESS, result);
-}
-
-// Of what kernel.py says of `attend_recalling`, in its order.
-void attend_recalling(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 9;
-  AtenTensorHandle given[GIVEN];
-  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [at, query, keys, values, asking, places, found_keys, found_values, angles] = given;
-  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), queries = size_of(query, 1) / heads;
-  const int64_t dim = size_of(query, 3), num_found = size_of(places, 3);
-  AtenTensorHandle result = made({rows, 1, heads * queries, dim}, aoti_torch_dtype_float32());
-  double scale, loudness;
-  std::memcpy(&scale, stack + GIVEN, sizeof scale);
-  std::memcpy(&loudness, stack + GIVEN + 1, sizeof loudness);
-  std::vector<float> found_out(rows * heads * queries * dim), of_seen(rows * heads * queries), of_found(of_seen);
-  Attention seen{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(at)};
-  seen.out = data_of(result), seen.of_all = of_seen.data(), seen.scale = scale, seen.kind = kind_of(keys);
-  seen.num_heads = heads, seen.num_queries = queries, seen.num_slots = size_of(keys, 2);
-  seen.bases = nullptr, seen.num_pairs = 0, seen.lie_side_by_side();
-  Attention found{data_of(asking), (char*)data_of(found_keys), (char*)data_of(found_values), (int64_t*)data_of(places)};
-  found.out = found_out.data(), found.of_all = of_found.data(), found.scale = 1, found.kind = FLOAT32;
-  found.num_heads = 1, found.num_queries = queries, found.num_slots = num_found, found.bases = nullptr, found.lie_side_by_side();
-  found.num_pairs = size_of(angles, 2), found.cosines = data_of(angles);
-  found.sines = found.cosines + size_of(angles, 1) * found.num_pairs;
-  Recalling both{seen, found, (float)loudness};
-  give(stack, GIVEN, run_for(dim, both, rows), result);
 }
 
 // Of what kernel.py says of `rotate`, in its order.
@@ -970,8 +907,6 @@ struct Registered {
     aoti_torch_library_init_impl("kvalign", "CPU", __FILE__, __LINE__, &library);
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
-    aoti_torch_library_impl(library, "attend_found", attend_found);
-    aoti_torch_library_impl(library, "attend_recalling", attend_recalling);
     aoti_torch_library_impl(library, "write", write);
     aoti_torch_library_impl(library, "beyond", beyond);
     aoti_torch_library_impl(library, "rotate", rotate_rows);

@@ -33,10 +33,14 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h"
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": f"{'AtenTensorHandle, ' * 11}double, int64_t, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 14}double, int64_t, AtenTensorHandle*, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _TABLES = ("key_means", "value_means", "key_scales", "value_scales")
+_ATTENDED = (
+    *("places", "query", "keys", "values", "angles", "bases", "asking", *_TABLES),
+    *("bias", "beside", "of_beside"),
+)
 _WRITTEN = (
     *("slot", "new_keys", "new_values", "places", *_TABLES, "hidden_weight", "hidden_bias"),
     *("key_weight", "key_bias", "value_weight", "value_bias"),
@@ -44,10 +48,6 @@ _WRITTEN = (
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "sketch", "scales"),
     *("worths", "newest", "since", "oldest", "added"),
-)
-_RECALLED = (
-    *("places", "query", "keys", "values", "asking"),
-    *("found_places", "found_keys", "found_values", "angles"),
 )
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
@@ -120,18 +120,14 @@ def _build(file: Path, needed: Sequence[str]) -> None:
 def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
-    of_attention = "Tensor places, Tensor query, Tensor keys, Tensor values, Tensor angles"
-    of_tables = ", ".join(f"Tensor {name}" for name in ("asking", *_TABLES))
+    of_attention = ", ".join(f"Tensor {name}" for name in _ATTENDED)
     of_writing = ", ".join(f"Tensor {name}" for name in _WRITTEN)
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
-    of_recalling = ", ".join(f"Tensor {name}" for name in _RECALLED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
-        f"attend({of_attention}, Tensor bases, {of_tables}, float scale, int num_sinks) -> Tensor",
-        f"attend_found({of_attention}, Tensor bias) -> (Tensor, Tensor)",
+        f"attend({of_attention}, float scale, int num_sinks) -> (Tensor, Tensor)",
         f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
-        f"attend_recalling({of_recalling}, float scale, float loudness) -> Tensor",
         f"write(Tensor(a!) keys, Tensor(b!) values, {of_writing}) -> ()",
         "beyond(Tensor ages, Tensor visible, Tensor far, int most_apart, int room) -> Tensor",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
@@ -141,11 +137,9 @@ def _define() -> torch.library.Library:
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)
 
-    def attend(places: Tensor, query: Tensor, *others: Any) -> Tensor:
-        return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
-
-    def attend_found(places: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(query), query.new_empty(query.shape[:2])
+    def attend(places: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        num_rows, num_heads, _, head_dim = query.shape
+        return query.new_empty(num_rows, 1, num_heads, head_dim), query.new_empty(query.shape[:2])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
         shape = (*keys.shape[:2], queries.shape[3], others[-2])
@@ -155,16 +149,12 @@ def _define() -> torch.library.Library:
     def rotate(x: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(x)
 
-    def attend_recalling(*tensors: Any) -> Tensor:
-        return attend(*tensors)
-
     def write(*tensors: Tensor) -> None: ...
 
     def beyond(ages: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(ages)
 
-    attentions = attend, attend_found, attend_recalling
-    for shape_of in (packed_product, *attentions, write, find, beyond, rotate):
+    for shape_of in (packed_product, attend, write, find, beyond, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -192,14 +182,14 @@ def _none(like: Tensor) -> Tensor:
     return like.new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
 
 
-def attends(like: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `attend` takes queries of this dtype, of the numbers [..., D] of a head and on
-    the device of these, on this machine.
+def attends(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `attend` takes queries of such heads, on this device and of this dtype, on
+    this machine.
     """
     return (
         dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and like.shape[-1] in DIMS
-        and like.device.type == "cpu"
+        and head_dim in DIMS
+        and device.type == "cpu"
         and not torch.is_grad_enabled()
         and is_here()
     )
@@ -217,7 +207,9 @@ def attend(
     tables: Sequence[Tensor] = (),
     asking: Tensor | None = None,
     num_sinks: int = 0,
-) -> Tensor:
+    bias: Tensor | None = None,
+    beside: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
     """Attention of one query of each row.
 
     Args:
@@ -233,15 +225,21 @@ def attend(
             entry at place p is mean[p] + scale[p] * (what is stored). Empty: as it is stored.
         asking: [B, H, 1, D], the query as it meets the means of keys; None: as it is.
         num_sinks: entries at the first places, which are stored as they are.
+        bias: [B, S] float32, added to the scores of each slot; None: 0.
+        beside: what this function returned of the same queries and other entries, [B, H, D] and
+            [B, H] float32: the output is as if those were slots, too. Empty: there are none.
 
     Returns:
-        [B, 1, H, D] float32.
+        [B, 1, H, D] float32, 0 where no entry is seen, and of these slots alone the logarithm of
+        the sum of the exponentials, [B, H] float32.
     """
     query, none = query.float().contiguous(), _none(query)
     asking = query if asking is None else asking.float().contiguous()
-    angles, bases = (none if x is None else x for x in (angles, bases))
-    of_query = query, keys, values, angles, bases, asking, *(tables or [none] * 4)
-    return torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
+    angles, bases, bias = (none if x is None else x for x in (angles, bases, bias))
+    others = *(tables or [none] * 4), bias, *(beside or [none] * 2)
+    of_query = query, keys, values, angles, bases, asking, *others
+    output, log_sum = torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
+    return output, log_sum
 
 
 def writes(ring: Tensor, new: Tensor) -> bool:
@@ -273,58 +271,8 @@ def write(
     torch.ops.kvalign.write.default(*ring, *of_new)
 
 
-def attend_found(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
-    bias: Tensor | None = None,
-    angles: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of scaled queries over entries of their own.
-
-    Args:
-        query: [..., G, D] float32; D is one of `DIMS`.
-        keys, values: [..., R, D] float32.
-        places: [..., R] int64, by which of P angles a key is rotated first; negative: not visible.
-        bias: [..., R] float32, added to scores.
-        angles: [2, P, pairs] float32, as of `attend`; None: keys are not rotated.
-
-    Returns:
-        [..., G, D] float32, 0 where no entry is visible; and of each query the logarithm of the sum
-        of its exponentials, [..., G].
-    """
-    angles = query.new_empty(2, 0, 0) if angles is None else angles
-    tensors = [x.flatten(0, -3).contiguous() for x in (query, keys, values)]
-    added = query.new_empty(0, 0) if bias is None else bias.flatten(0, -2).contiguous()
-    places = places.flatten(0, -2).contiguous()
-    found = torch.ops.kvalign.attend_found(places, *tensors, angles, added)
-    output, log_sum = (x.unflatten(0, query.shape[:-2]) for x in found)
-    return output, log_sum
-
-
-def attend_recalling(
-    seen: Sequence[Tensor], found: Sequence[Tensor], scale: float, loudness: float
-) -> Tensor:
-    """Attention of one query of each row over what it sees and over what it takes back.
-
-    Args:
-        seen: places and query as of `attend`; keys and values [B, H_kv, S, D] in floats.
-        found: the same queries, scaled, that see keys right before the window at position 0,
-            [B, H_kv, G, 1, D] float32; of what they find places [B, H_kv, 1, R] int64, and keys and
-            values [B, H_kv, 1, R, D] float32, without a position; and angles as of `attend_found`.
-        scale: of the query of what is seen.
-        loudness: added to the scores of what is found.
-
-    Returns:
-        [B, 1, H, D] float32.
-    """
-    tensors = [x.contiguous() for x in (*seen, *found)]
-    return torch.ops.kvalign.attend_recalling(*tensors, scale, loudness)
-
-
 def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:
-    """Places [..., R] int64 of what is taken back, as of `attend_found`: by age, as
+    """Places [..., R] int64 of what is taken back, as of `attend`: by age, as
     `kvalign.memory.recall_places` says.
 
     Args:

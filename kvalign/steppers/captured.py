@@ -1,7 +1,7 @@
 """Captured step: the kernels of a decode step on CUDA, recorded once and replayed without Python.
 
 A CUDA graph runs the same kernels on the same addresses. In a ring nothing but tensors changes from
-step to step (`kvalign.cache.passes.DecodeStep`), so these are copied to where the graph reads them.
+step to step (`kvalign.cache.passes.Pass`), so these are copied to where the graph reads them.
 What differs otherwise has a graph of its own: another number of rows, a cache that is not full
 (whose slots without an entry are hidden), other buffers. A memory on the card is searched in the
 graph, once every query finds as much as it takes back; what it takes in is written between steps.
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners import entries, table
-from kvalign.cache import realign
+from kvalign.cache import attention
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.passes import Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method, Stepper, last_logits
 from kvalign.methods.cached import Cached
@@ -40,7 +40,7 @@ from kvalign.steppers.compiled import (
 log = logging.getLogger(__name__)
 
 _ROTATION = "apply_rotary_pos_emb"  # of queries and keys, in the file of a model
-_OURS = (entries.write, table.standardised, realign.read_alike)
+_OURS = (entries.write, table.standardised, attention.placed_attention)
 MOST_SHAPES = 64  # of inputs and weights that a region is compiled for
 _OF_PRODUCTS = {"coordinate_descent_tuning": True}  # with it products of one row are fused, too
 
@@ -73,7 +73,7 @@ class Regions:
         functions = [(sys.modules[one.__module__], one.__name__) for one in _OURS]
         functions += [(file, _ROTATION) for file in files if hasattr(file, _ROTATION)]
         for file, name in functions:
-            self._calls.append((vars(file), name, compiled(getattr(file, name), file is realign)))
+            self._calls.append((vars(file), name, compiled(getattr(file, name), file is attention)))
 
     @contextmanager
     def called(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
     """Tensors of a step that change from one to the next."""
 
     ids: Tensor  # [B, 1] int64
-    counts: Tensor  # as of `Step`
+    counts: Tensor  # as of `Pass`
 
 
 class Graph(NamedTuple):
@@ -181,7 +181,7 @@ class Captured(Stepper):
         self.graphs: OrderedDict[Any, Graph | None] = OrderedDict()  # None: seen once
         self.is_refused = False  # something in a step cannot be recorded
         self._is_on_host = False  # a memory was
-        self._next: tuple[Step | None, Graph | None] = None, None  # with its counts
+        self._next: tuple[Pass | None, Graph | None] = None, None  # with its counts
         self._snapshot, self._num, self._modules = Snapshot(model), 0, [*model.modules()]
 
     @classmethod
@@ -226,7 +226,7 @@ class Captured(Stepper):
             _copy_counts(step, graph)
             self._next = step, graph
 
-    def _graph_for(self, ids: Tensor, step: Step, cache: FixedSizeCache) -> Graph | None:
+    def _graph_for(self, ids: Tensor, step: Pass, cache: FixedSizeCache) -> Graph | None:
         """Graph of a step; None if it is not captured, or comes for the first time: what never
         comes again is not worth one.
         """
@@ -260,15 +260,14 @@ class Captured(Stepper):
     def _captured(self, inputs: Inputs, cache: StreamingCache) -> Graph:
         step = cache.step
         assert step is not None
-        step = replace(step, decode=None)
 
         def run(buffers: Inputs) -> Tensor:
-            cache.step = replace(step, counts=buffers.counts)
+            cache.step = replace(step)
+            cache.step.counts = buffers.counts
             if cache.memory is not None:
                 cache.memory.ask(cache.step)
-            decode = cache.describe().decode
-            assert decode is not None
-            return last_logits(self.model, buffers.ids, cache, position_ids=decode.position_ids)
+            position_ids = cache.describe_all().position_ids
+            return last_logits(self.model, buffers.ids, cache, position_ids=position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)
         compiled = nullcontext() if self.regions is None else self.regions.called()
@@ -302,7 +301,7 @@ def not_captured(method: Cached) -> str | None:
     return None
 
 
-def _copy_counts(step: Step, graph: Graph) -> None:
+def _copy_counts(step: Pass, graph: Graph) -> None:
     """Copy them to where the graph reads them. Nobody waits for it: pinned memory is not used again
     before the copy was made.
     """
@@ -311,7 +310,7 @@ def _copy_counts(step: Step, graph: Graph) -> None:
     there.copy_(counts, non_blocking=True)
 
 
-def _key_of(step: Step, cache: StreamingCache) -> tuple[Any, ...]:
+def _key_of(step: Pass, cache: StreamingCache) -> tuple[Any, ...]:
     """All that a captured step depends on, beside the contents of tensors."""
     rings = (ring for layer in cache.attention for ring in layer.rings)
     stored = [x for ring in rings for x in ring.data]

@@ -151,10 +151,9 @@ class Compiled(Stepper):
         sizes = cache.sizes
         if not is_usual(cache) or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
             return None
-        decode = cache.describe().decode
-        assert decode is not None
+        position_ids = cache.describe_all().position_ids
         with in_eval_mode(self._modules):
-            return last_logits(self, ids, cache, position_ids=decode.position_ids)
+            return last_logits(self, ids, cache, position_ids=position_ids)
 
     @functools.cached_property
     def _snapshot(self) -> Snapshot:
@@ -200,7 +199,7 @@ def stays(cache: StreamingCache) -> bool:
     return layer.sources is layer.entries and is_kept
 
 
-def is_usual(cache: Any) -> bool:
+def is_usual(cache: Any) -> TypeGuard[StreamingCache]:
     """Return whether the layers do the same in the pass that a cache is in as in every step of a
     full cache.
     """

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from torch.backends.cpu import get_cpu_capability
 from torch.export import Dim
+from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -32,7 +33,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache import int8
 from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.int8 import InSight, Int8, is_read_by_kernel, key_bases, places_of
+from kvalign.cache.int8 import Int8, is_read_by_kernel, key_bases
 from kvalign.cache.layer import Form
 from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
@@ -51,10 +52,10 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 """Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the places [B, S] of the
-entries that they see (`InSight`), and keys and values as each layer stores them, [B, H, S, width of
-the form]: logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may
-change; other attention is of one row, with a full cache. Where the kernel rotates keys of 8 bits,
-it is given their angles behind all others (`kvalign.models.kernel.attend`).
+entries that they see, and keys and values as each layer stores them, [B, H, S, width of the form]:
+logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may change; other
+attention is of one row, with a full cache. Where the kernel rotates keys of 8 bits, it is given
+their angles behind all others (`kvalign.models.kernel.attend`).
 """
 
 NUM_KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -156,13 +157,12 @@ class Stored(Stepper):
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
-        decode, entries = cache.describe().decode, [layer.entries for layer in cache.attention]
-        assert decode is not None
-        angles = None
-        if isinstance(decode.in_sight, InSight):
-            places, _, angles = decode.in_sight
-        elif is_read_by_kernel(self.model, entries[0].data.keys):
-            places = places_of(step, entries[0].num_slots)
+        entries, angles = [layer.entries for layer in cache.attention], None
+        step = cache.describe()
+        if is_read_by_kernel(self.model, entries[0].data.keys):
+            places = step.places.expand(len(ids), -1)
+            places = pad(places, (0, entries[0].num_slots - step.size), value=-1).contiguous()
+            angles = cache.angles if cache.reads_stored else None
         elif (
             len(ids) == 1
             and cache.sizes.num_evicted == 1
@@ -175,7 +175,7 @@ class Stored(Stepper):
         seen = [x for ring in entries for x in ring.data]
         if angles is not None:
             seen.append(angles)
-        return [ids, decode.position_ids, decode.slot, places, *seen]
+        return [ids, step.position_ids, step.slot, places, *seen]
 
     def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, if there is one for the model as it is now."""
@@ -213,7 +213,7 @@ def is_empty() -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """Given slots, one of which is written; `seen` is for our kernel."""
+    """Given slots, one of which is written; `read` is attention by our kernel."""
 
     def __init__(
         self,
@@ -221,12 +221,12 @@ class _Layer(CacheLayerMixin):
         form: Form,
         slot: Tensor,
         position_ids: Tensor,
-        all_at: Tensor,
-        seen: InSight | None,
+        at_slots: Tensor,
+        read: Callable[..., Tensor] | None,
     ):
         self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
-        self.form, self.slot, self.seen = form, slot, seen
-        self.at, self.all_at = position_ids[:, None], all_at
+        self.form, self.slot, self.read = form, slot, read
+        self.at, self.at_slots = position_ids[:, None], at_slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -234,9 +234,9 @@ class _Layer(CacheLayerMixin):
         stored = self.form.encode_at(KV(key_states, value_states), self.at)
         for x, new in zip(self.entries, stored, strict=True):
             x.index_copy_(2, self.slot, new)
-        if self.seen is None:
-            return self.form.decode_at(self.entries, self.all_at)
-        attention.mark(self.entries[0], partial(self.seen.attend, self.form))
+        if self.read is None:
+            return self.form.decode_at(self.entries, self.at_slots)
+        attention.mark(self.entries[0], self.read)
         return self.entries
 
     def get_seq_length(self) -> int:
@@ -249,6 +249,23 @@ class _Layer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length
+
+
+def _attend(
+    places: Tensor,
+    behind: Tensor,
+    angles: Tensor | None,
+    form: Form,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of queries [B, H, 1, D] by our kernel: [B, 1, H, D]."""
+    if isinstance(form, Int8) and form.rotation is not None:  # angles count from the first
+        query = form.rotation.shift(query, behind)
+    bases = None if form.base is None else form.base[:, 0]
+    return kernel.attend(places, query, keys, values, scale, angles=angles, bases=bases)[0]
 
 
 class _Step(nn.Module):
@@ -281,10 +298,10 @@ class _Step(nn.Module):
         angles = entries[-1] if len(entries) % 2 else None
         behind = (position_ids - places.amax(1, keepdim=True))[:, None]
         is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
-        seen = InSight(places, behind, angles) if is_ours else None
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
-            at = position_ids, places[:, None] + behind
-            layers.append(_Layer(KV(*pair), self._form(i), slot, *at, seen))
+            form, at = self._form(i), (position_ids, places[:, None] + behind)
+            read = partial(_attend, places, behind, angles, form) if is_ours else None
+            layers.append(_Layer(KV(*pair), form, slot, *at, read))
         cache = Cache(layers=layers)
         inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits

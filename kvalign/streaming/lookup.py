@@ -100,9 +100,8 @@ def read_ahead(method: Cached, ids: Tensor) -> Tensor:
     """
     cache, num = method.cache, ids.shape[1]
     assert isinstance(cache, StreamingCache)
-    segment = cache.segment(num, ids.device, num_ahead=num - 1)
-    logits = method.feed_segment(ids, segment=segment).float()
-    cache.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:], segment.ahead)
+    logits = method.feed_segment(ids, num_ahead=num - 1).float()
+    cache.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:], cache.guessed)
     return logits[:, 0]
 
 

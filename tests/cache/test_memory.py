@@ -13,7 +13,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places
 from kvalign.memory.memory import BLOCK, Memory
-from kvalign.memory.recall import QueryBatch, Recall
+from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
@@ -119,8 +119,13 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
 def test_our_kernel_sees_what_pytorch_sees(ids, monkeypatch):
     """Of rows of unequal lengths, too."""
     model, uses = tiny_model("llama", vocab_size=VOCAB, head_dim=16), []
-    attend = kernel.attend_recalling
-    monkeypatch.setattr(kernel, "attend_recalling", lambda *x: uses.append(x) or attend(*x))
+    attend = kernel.attend
+
+    def noticed(*tensors, **others):
+        uses.extend([tensors] if others.get("beside") else [])
+        return attend(*tensors, **others)
+
+    monkeypatch.setattr(kernel, "attend", noticed)
     one = new(model, recall_layers="0:-1.5,1")
 
     def logits():
@@ -133,8 +138,8 @@ def test_our_kernel_sees_what_pytorch_sees(ids, monkeypatch):
         return stepped(method, others)
 
     found, num_uses = logits(), len(uses)
-    assert num_uses == 2 * 46  # once the shorter row has lost something, too
-    monkeypatch.setattr(Recall, "prepare", lambda *_: None)
+    assert num_uses == 2 * 50  # while the shorter row has lost nothing, too
+    monkeypatch.setattr(kernel, "attends", lambda *_: False)
     assert torch.allclose(found, logits(), atol=1e-4) and not uses
 
 

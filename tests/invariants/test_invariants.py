@@ -3,6 +3,7 @@ it belongs.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from inspect import getattr_static
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
 from kvalign.cache import edits
-from kvalign.cache.passes import Step
+from kvalign.cache.passes import Pass
 from kvalign.cache.realign import Rotating
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -158,16 +159,17 @@ PLANTED = {}
 
 
 def planted(place, name, *rows):
-    """Have a function stand in place of another, which is its first argument, or of a property."""
+    """Have a function stand in place of another, which is its first argument, or of a value."""
 
     def plant(wrong):
         there = getattr_static(place, name)
-        right = there.fget if isinstance(there, property) else there
+        is_value = isinstance(there, cached_property)
+        right = there.func if is_value else there
 
         def other(*args):
             return wrong(right, *args)
 
-        made = property(other) if isinstance(there, property) else other
+        made = property(other) if is_value else other
         PLANTED[wrong.__name__] = place, name, made, rows
 
     return plant
@@ -178,9 +180,9 @@ def shift_by_two(right, self, step, shifts):
     right(self, step, [shift + 2 for shift in shifts])
 
 
-@planted(Step, "_slot", "kept", "moves", "evicting-chunks", "save")
+@planted(Pass, "_newest", "kept", "moves", "evicting-chunks", "save")
 def sinks_lost(right, self):
-    return self.count.end[:1] % self.sizes.first_input_len
+    return self.of_rows("end")[:1] % self.sizes.first_input_len
 
 
 @planted(StreamingCache, "_rotate_sinks", "rows", "reorder", "evicting-chunks")
@@ -230,7 +232,7 @@ def rounded_at_each_move(right, self, sizes, context_len):
 @planted(WindowLayer, "take", "dense", "chunks", "evicting-chunks")
 def first_entry_missing(right, self, step, new):
     keys, values = right(self, step, new)
-    if step.decode is not None:
+    if step.is_decode:
         return keys, values
     return keys, torch.cat([0 * values[:, :, :1], values[:, :, 1:]], 2)
 

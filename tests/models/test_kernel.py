@@ -77,26 +77,25 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
 
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "rotates"), [(16, True), (80, True), (64, False)])
-def test_our_attention_over_found_entries_is_the_usual_one(head_dim, rotates):
+def test_our_attention_adds_a_bias_and_says_what_its_exponentials_add_up_to(head_dim, rotates):
     rng = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, 3, 2, head_dim, generator=rng)
-    keys, values = (torch.randn(2, 3, 21, head_dim, generator=rng) for _ in range(2))
-    visible = torch.rand(2, 3, 21, generator=rng) < 0.8
-    visible[0, 0] = False
-    bias = None if rotates else torch.randn(2, 3, 21, generator=rng)
-    at, angles, placed = torch.zeros_like(visible, dtype=torch.int64), None, keys
+    query = torch.randn(6, 2, 1, head_dim, generator=rng)
+    keys, values = (torch.randn(6, 1, 21, head_dim, generator=rng) for _ in range(2))
+    hidden = torch.rand(6, 21, generator=rng) < 0.2
+    hidden[0] = True
+    bias = None if rotates else torch.randn(6, 21, generator=rng)
+    at, angles, placed = torch.zeros_like(hidden, dtype=torch.int64), None, keys
     if rotates:
         rotation = Rotation(1 / 100 ** torch.linspace(0, 1, 8))
-        moves = rotation.angles(torch.arange(50))
-        at, angles = torch.randint(50, (2, 3, 21), generator=rng), torch.stack(moves[:2])
-        placed = rotation.shift(keys, at)
-    found, log_sum = kernel.attend_found(
-        queries, keys, values, at.masked_fill(~visible, -1), bias, angles
-    )
-    scores = queries @ placed.mT + (0 if bias is None else bias[:, :, None])
-    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+        angles = torch.stack(rotation.angles(torch.arange(50))[:2])[None]
+        at = torch.randint(50, (6, 21), generator=rng)
+        placed = rotation.shift(keys, at[:, None])
+    of_slots = at.masked_fill(hidden, -1), query, keys, values, 0.5
+    found, log_sum = kernel.attend(*of_slots, angles=angles, bias=bias)
+    scores = (query[:, :, 0] @ placed[:, 0].mT * 0.5) + (0 if bias is None else bias[:, None])
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
     assert_close(log_sum, scores.logsumexp(-1))
-    assert_close(found, scores.softmax(-1).nan_to_num(0.0) @ values)
+    assert_close(found[:, 0], scores.softmax(-1).nan_to_num(0.0) @ values[:, 0])
 
 
 @needs_kernel
@@ -126,7 +125,7 @@ def test_our_attention_reads_tables_as_a_softmax_over_placed_entries_does(head_d
         expected = weights @ (mean_values + value_scales[..., None] * ring[1].float())
         with torch.no_grad():
             of_tables = dict(tables=[*means, *scales], asking=asking, num_sinks=4)
-            found = kernel.attend(at, query, *ring, 1 / 4, **of_tables)
+            found, _ = kernel.attend(at, query, *ring, 1 / 4, **of_tables)
         assert_close(found, expected.flatten(1, 2)[:, None])
 
 
@@ -188,14 +187,17 @@ def test_our_attention_over_a_step_and_what_it_takes_back_is_the_usual_one(
     visible[1, 0] = False
     seen = torch.arange(21).expand(2, -1).masked_fill(torch.arange(21) % 5 == 1, -1)
     far, beyond = places.far(torch.arange(1000)), places.beyond(ages)
-    angles = torch.stack(rotation.angles(torch.arange(int(beyond.max()) + 1))[:2])
+    angles = torch.stack(rotation.angles(torch.arange(int(beyond.max()) + 1))[:2])[None]
     moved = rotation.angles(torch.tensor([3.0, 5.0])[:, None, None, None])
     queries = kernel.rotate(query.unflatten(1, (3, 2)) * 0.2, moved)
     assert_close(queries, moved.rotate(query.unflatten(1, (3, 2)) * 0.2))
     at = kernel.beyond(ages, visible, far, places.most_apart(7), places.room)
     assert torch.equal(at, beyond.long().masked_fill(~visible, -1))
-    found = queries, at, *entries, angles
-    output = kernel.attend_recalling((seen, query, *held), found, 0.2, -0.5)
+    of_found = at.flatten(0, 2), queries.flatten(0, 1), *(x.flatten(0, 1) for x in entries), 1.0
+    bias = torch.full((6, 7), -0.5)
+    found, log_sum = kernel.attend(*of_found, angles=angles, bias=bias)
+    beside = found.view(2, 6, head_dim), log_sum.view(2, 6)
+    output, _ = kernel.attend(seen.contiguous(), query, *held, 0.2, beside=beside)
     own = query.unflatten(1, (3, 2))[:, :, :, 0] @ held[0].float().mT * 0.2
     of_found = queries[:, :, :, 0] @ rotation.shift(entries[0], beyond)[:, :, 0].mT - 0.5
     own = own.masked_fill((seen < 0)[:, None, None], -torch.inf)
