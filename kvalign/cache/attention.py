@@ -41,7 +41,7 @@ Recaller = Callable[[Sight, Tensor], Found]
 
 
 class Reader(NamedTuple):
-    """How attention reads the entries of a layer, beside what its pass says.
+    """Facts by which attention reads a layer's entries, beside its pass.
 
     Attributes:
         rotation: of the layer's keys; None: they do not rotate.

@@ -35,7 +35,7 @@ taken in, 0 without one."""
 
 
 class Sight:
-    """What some queries of a pass see.
+    """Entries that some queries of a pass see.
 
     Args:
         queries: their slice of the pass.
@@ -181,7 +181,7 @@ class Pass:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """What the model is told of the new tokens, [B or 1, T] int64."""
+        """Return what the model is told of the new tokens, [B or 1, T] int64."""
         table = self.place_positions
         return self.told if table is None else table.to(self.device)[self.told]
 
@@ -192,7 +192,7 @@ class Pass:
 
     @property
     def rotates_queries(self) -> bool:
-        """Whether queries of a segment must be rotated to the frame of the entries before."""
+        """Return whether queries of a segment must be rotated to the frame of earlier entries."""
         last = self.sizes.num_dropped(self.seen[0] + self.num_new - 1)
         return self.is_segment and self.rotates and last > self.frame.num_moved(self.seen[0])
 
@@ -314,7 +314,7 @@ class Pass:
         return self.places >= 0
 
     def sights(self, num_recalled: int = 0) -> list[Sight]:
-        """What the queries of a pass see, in blocks; windows give up so many of their oldest
+        """Return what the queries of a pass see, in blocks; windows give up so many of their oldest
         entries for what a memory gives back, once they have lost any.
         """
         if num_recalled not in self._sights:
@@ -333,7 +333,7 @@ class Pass:
         return self._sights[num_recalled]
 
     def _sight_of_all(self, num_recalled: int) -> Sight:
-        """What one token of each row sees; or a chunk, of entries in the order of time."""
+        """Return what one token of each row sees; or a chunk, of entries in the order of time."""
         num_sinks, places, least = self.sizes.num_sinks, self.places, self.sizes.first_input_len
         has_lost, rows = max(self.seen) >= least, places
         if self.births != self.stored:
@@ -351,7 +351,7 @@ class Pass:
         return Sight(slice(0, self.num_new), entries, rows, has_lost)
 
     def sight(self, start: int, stop: int, num_recalled: int = 0) -> Sight:
-        """What the queries of a segment from `start` to before `stop` see."""
+        """Return what the queries of a segment from `start` to before `stop` see."""
         sizes, end = self.sizes, self.seen[0] + self.num_new
         num_dropped, num_sinks = sizes.num_dropped(self.seen[0]), min(sizes.num_sinks, end)
         oldest = num_sinks + num_dropped  # of the entries after the sinks that lie there
