@@ -10,7 +10,7 @@ them there. So a piece fits every stream of its model: any method, aligner, size
 cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +70,9 @@ class Piece:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
     def __getitem__(self, part: slice) -> "Piece":
         start, stop, step = typed("part", part, slice).indices(len(self))
         if step != 1:
@@ -96,11 +99,6 @@ class Piece:
         each = enumerate(self.entries)
         tensors = {f"{i}.{j}": x.cpu().contiguous() for i, kv in each for j, x in enumerate(kv)}
         write_whole(file, lambda partial: write_saved(self.info, tensors, partial))
-
-
-def ids_of(part: list[int] | Piece) -> Sequence[int]:
-    """The tokens of a part of an edit."""
-    return part.ids if isinstance(part, Piece) else part
 
 
 def first_of(parts: Sequence[list[int] | Piece], num: int) -> list[list[int] | Piece]:

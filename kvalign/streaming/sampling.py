@@ -72,24 +72,22 @@ class Sampling:
     )
     temperature: float = option(
         1.0,
-        help="divides the logits before drawing; 0 takes the most likely token",
+        help="divides the logits before a draw; 0: the most likely token",
         at_least=0,
         at_most=HOTTEST,
     )
     top_k: int = option(
-        20,
-        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all",
-        at_least=0,
+        20, help="draw from the k most likely tokens; 1: the most likely, 0: all", at_least=0
     )
     top_p: float = option(
         1.0,
-        help="draw from the fewest tokens whose probabilities add up to this; 1: all",
+        help="draw from the fewest tokens whose probabilities reach this; 1: all",
         above=0,
         at_most=1,
     )
     min_p: float = option(
         0.0,
-        help="draw from tokens with at least this share of the highest probability; 0: all",
+        help="draw from tokens of at least this share of the best one; 0: all",
         at_least=0,
         at_most=1,
     )
@@ -115,10 +113,7 @@ class Sampling:
         (), help="stop when this text has been generated"
     )
     seed: int | None = option(
-        None,
-        help="seed of the draws (default: a random one, which is printed)",
-        at_least=0,
-        at_most=MOST_SEED,
+        None, help="seed of the draws (default: random, and printed)", at_least=0, at_most=MOST_SEED
     )
     lookup: int = option(
         0,
@@ -155,10 +150,6 @@ class Sampling:
         return {name: values[name] for name in OF_MODEL if values.get(name) is not None}
 
     @property
-    def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1.0
-
-    @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
@@ -182,9 +173,9 @@ class Sampling:
         if unknown:
             processors.append(ours.KnownTokens(unknown))
         penalty, window = self.repetition_penalty, self.repetition_window
-        if self.has_penalty and window:
+        if self._differs("repetition_penalty") and window:
             processors.append(ours.RecentPenalty(penalty, window, num_before, earlier))
-        elif self.has_penalty:
+        elif self._differs("repetition_penalty"):
             processors.append(ours.RepetitionPenalty(penalty))
         if self.no_repeat_ngram_size:
             processors.append(ours.NoRepeatedNGrams(self.no_repeat_ngram_size))
@@ -211,7 +202,7 @@ class Sampling:
         self, device: torch.device, row: int = 0, unknown: Sequence[int] = ()
     ) -> dict[str, Any]:
         """Arguments of `Row` for row i of a batch; `unknown` as of `processors`."""
-        looks_back = self.has_penalty or self.no_repeat_ngram_size
+        looks_back = self._differs("repetition_penalty") or self.no_repeat_ngram_size
         draws = (self.is_greedy, *(getattr(self, name) for name in DRAWS))
         return {
             "processors": self.processors(unknown=unknown),
@@ -230,7 +221,11 @@ class Sampling:
             names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
             words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
-        names = [name for name in PENALTIES if name != "repetition_window" or self.has_penalty]
+        names = [
+            name
+            for name in PENALTIES
+            if name != "repetition_window" or self._differs("repetition_penalty")
+        ]
         penalties = filter(self._differs, names)
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
 

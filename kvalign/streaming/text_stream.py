@@ -33,7 +33,7 @@ from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.loop import stream_tokens
-from kvalign.streaming.pieces import Piece, first_of, ids_of
+from kvalign.streaming.pieces import Piece, first_of
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import Digests, SavedStream
 from kvalign.streaming.turns import end_ids
@@ -178,7 +178,7 @@ class TextStream(NotPickled):
             ids = ids[: len(ids) - self._answer.has_end_token]  # which has not been fed
             answers, num_new = [*answers, (begin, len(ids))], 0
             start, stop, end = (min(x, len(ids)) for x in (start, stop, end))
-        edited = [*ids[:start], *(x for part in new for x in ids_of(part)), *ids[end:]]
+        edited = [*ids[:start], *(x for part in new for x in part), *ids[end:]]
         if not edited:
             raise UserError("the edit leaves nothing of this stream: reset() it")
         num_more, num_lost = len(edited) - len(ids), 0

@@ -142,7 +142,7 @@ def test_what_a_kill_leaves_goes_on(loaded, undisturbed, tmp_path, monkeypatch):
         num = len({path.name for path in copy.glob("*.safetensors")} & names)
         assert num == (2 if copy == folder else 1)
         with running(loaded, sessions=copy, **stored) as service:
-            assert len(service.sessions) == num and not service.folder_notes()
+            assert len(service.sessions) == num and not service.sessions.store.notes
             if copy == folder:  # the edited talk was stored, and is told again
                 assert said(service, edited(messages)) == (undisturbed[2][0], 0)
             else:

@@ -89,7 +89,8 @@ def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
         assert num_cached(ask(server, talk)) > 0
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
         assert len(server.service.sessions) == 1 and len(files(tmp_path)) == 2
-        assert "1 conversation of requests without a session" in server.service.folder_notes()
+        (note,) = server.service.sessions.store.notes
+        assert "1 conversation of requests without a session" in note
 
 
 def test_a_session_that_had_to_go_says_so(loaded):
@@ -161,7 +162,7 @@ def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_
     shutil.copy(paths["b"], paths["d"])  # one session under two names
     (tmp_path / "notes.safetensors").write_text("nothing")
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:
-        said = server.service.folder_notes()
+        said = "\n".join(server.service.sessions.store.notes)
         for name in (paths["a"].name, paths["d"].name, "notes.safetensors"):
             assert name in said
         assert paths["b"].name not in said
@@ -193,7 +194,7 @@ def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp
         shutil.copytree(tmp_path, folder := tmp_path.with_name(word))
         change(folder / memory.name)
         with serving(loaded, **how | {"sessions": folder}) as server:
-            assert word in server.service.folder_notes()
+            assert word in " ".join(server.service.sessions.store.notes)
             is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
             assert forget(server, "s").status_code == 200 and files(folder) == []
     with serving(loaded, max_sessions=1, **how) as server:

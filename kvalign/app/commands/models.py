@@ -165,15 +165,9 @@ def compile(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.steppers.stored import folder
 
     loaded = load_model(settings.model, settings.device, weights=settings.weights)
-    method = make_method(
-        settings.method,
-        loaded.model,
-        cache_size=settings.cache_size,
-        num_sinks=settings.num_sinks,
-        aligner=settings.aligner,
-        compile=True,
-        **settings.sizes(),
-    )
+    sizes = {**settings.sizes(), "cache_size": settings.cache_size, "num_sinks": settings.num_sinks}
+    how: dict[str, Any] = dict(aligner=settings.aligner, compile=True, **sizes)
+    method = make_method(settings.method, loaded.model, **how)
     began, size = time.perf_counter(), method.sizes.cache_size
     if method.stepper is None or not method.stepper.prepare(method, 1):
         raise UserError(

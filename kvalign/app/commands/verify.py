@@ -65,14 +65,8 @@ class VerifySettings(MethodSettings, ModelSettings):
         check_name(self.method)
         from kvalign.methods import make_method
 
-        return partial(
-            make_method,
-            self.method,
-            cache_size=self.cache_size,
-            num_sinks=self.num_sinks,
-            aligner=self.aligner,
-            **self.sizes(),
-        )
+        sizes = dict(cache_size=self.cache_size, num_sinks=self.num_sinks, **self.sizes())
+        return partial(make_method, self.method, aligner=self.aligner, **sizes)
 
 
 def verify(settings: VerifySettings, as_json: bool) -> None:

@@ -60,13 +60,9 @@ class Prompts:
                     param="messages",
                     code="system_too_long",
                 )
-        return replace(
-            session,
-            messages_digest=request.opening,
-            tools=request.opening,
-            system=system,
-            num_sinks=num_sinks,
-        )
+        opening = request.opening
+        begun = replace(session, messages_digest=opening, tools=opening)
+        return replace(begun, system=system, num_sinks=num_sinks)
 
     def of_messages(
         self, session: Session, messages: Sequence[Message], request: Chat, tools: Tools | None
@@ -179,10 +175,8 @@ def session_for(session: Session, request: Chat) -> Session | None:
     if not (request.is_retry and is_same and turn == session.request):
         return session
     if request.num_top is not None:
-        raise RequestError(
-            "logprobs of an answer that was given before are not stored: leave them out",
-            param="logprobs",
-        )
+        what = "logprobs of an answer that was given before are not stored: leave them out"
+        raise RequestError(what, param="logprobs")
     return None
 
 

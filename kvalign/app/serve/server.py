@@ -150,8 +150,8 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket, url: str) ->
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
     note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
-    if notes := service.folder_notes():
-        print(notes, file=sys.stderr)
+    for one in service.sessions.store.notes:
+        print(f"not changed: {one}", file=sys.stderr)
     print(
         f"{service.method.spec.name} with {service.method.in_words}{note}"
         f"{of_template(service.tokenizer)}: {url}/v1 (Ctrl-C ends it)",

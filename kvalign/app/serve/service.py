@@ -69,13 +69,8 @@ class Service:
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = Store()
         if settings.sessions is not None:
-            store = InFolder(
-                settings.sessions,
-                self._method_for,
-                Digests.of(self.method, self.tokenizer),
-                self.sampling,
-                has_unnamed=settings.keep_unnamed,
-            )
+            of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
+            store = InFolder(settings.sessions, self._method_for, *of)
         unnamed = store if settings.keep_unnamed else Store()
         self.sessions = Sessions(store, settings.max_sessions, unnamed, settings.max_unnamed)
         self.metrics.streams.set_function(lambda: self.engine.num_rows)
@@ -101,10 +96,6 @@ class Service:
         """Stop all turns; sessions stay as they were after their last complete ones."""
         self.engine.stop()
         self._writer.shutdown()
-
-    def folder_notes(self) -> str:
-        """Return the ignored files in the folder of sessions, a line each; "" for none."""
-        return "\n".join(f"not changed: {one}" for one in self.sessions.store.notes)
 
     def chat(self, request: Chat, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.
@@ -242,15 +233,9 @@ class Service:
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
         own_sizes = {name: size for name, size in sizes if name not in own.ignored_settings()}
-        blank = make_method(
-            own.name,
-            own.model,
-            cache_size=own.sizes.cache_size,
-            num_sinks=num_sinks,
-            aligner=getattr(own, "aligner", None),
-            warn=False,
-            **own_sizes,
-        )
+        own_sizes |= {"cache_size": own.sizes.cache_size, "num_sinks": num_sinks}
+        aligner = getattr(own, "aligner", None)
+        blank = make_method(own.name, own.model, aligner=aligner, warn=False, **own_sizes)
         blank.stepper = own.stepper
         blank.reset()
         return blank

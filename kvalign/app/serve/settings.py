@@ -33,21 +33,17 @@ class ServeSettings(TalkSettings):
     )
     without_key: bool = option(False, help="let other machines connect without a key")
     allowed_hosts: tuple[str, ...] | None = option(
-        None,
-        help="values of a request's Host header that are allowed, besides localhost and addresses",
+        None, help="values of the Host header that are allowed, besides localhost and addresses"
     )
     allowed_origins: tuple[str, ...] | None = option(
-        None,
-        help="origins of pages that may connect, besides this server's own: chrome-extension://ID",
+        None, help="origins of pages that may connect, besides its own: chrome-extension://ID"
     )
     sessions: Path | None = option(
-        None,
-        help="folder that keeps sessions over a restart (default: only in memory)",
-        writes="folder",
+        None, help="folder for sessions, which outlive a restart (default: none)", writes="folder"
     )
     max_sessions: int = option(
         256,
-        help="most named sessions to keep; beyond that the least recently used one is dropped",
+        help="most named sessions to keep; then the least recently used one is dropped",
         at_least=1,
     )
     max_unnamed: int = option(

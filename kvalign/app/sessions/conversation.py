@@ -33,9 +33,7 @@ class TalkSettings(StreamSettings):
     """Base of the settings of conversations, with a kept opening and answers that end."""
 
     model: str = option(
-        "",
-        help="shipped name, hub id or folder of a causal LM (default: a fetched one that can "
-        "answer)",
+        "", help="shipped name, hub id or folder of a causal LM (default: a fetched one)"
     )
     num_sinks: str = option(
         "auto",
