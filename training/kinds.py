@@ -127,7 +127,7 @@ class TableSettings(TextSettings):
         "mse",
         help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
         "the LM that re-encodes at each step; context: divergence from the LM that sees its whole "
-        "context; projected: no training, the layers' projections of the position embeddings",
+        "context; projected: no training, the layers' projections of GPT-2's position embeddings",
         choices=("mse", "nll", "kl", "context", "projected"),
     )
     init: str = option(

@@ -2,7 +2,8 @@
 text, in one pass; with another objective, then tuned through the streaming language model, whose
 own weights stay frozen.
 
-The baseline `projected` needs no text. It uses each layer's projection of the position embeddings.
+The baseline `projected` needs no text. It uses each layer's projection of GPT-2's position
+embeddings.
 
     k <- k - A p_i + A p_j        A the layer's key (value) projection, p_i the embedding of i
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrize
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, TableAligner, TableNetworkAligner
 from kvalign.aligners.kinds import TARGETS
@@ -42,7 +43,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.recording import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import ModelSpec, spec_of
+from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training.kinds import TableSettings
 from kvalign.training.text import Text, val_sizes
@@ -71,7 +72,7 @@ def fit(
     progress.expect(num_tokens, "tokens computed")
     record: dict[str, Any] = {}
     if settings.objective == "projected":
-        project_positions(table, model, loaded.spec, settings.kvs)
+        project_positions(table, model, settings.kvs)
         record["objective"] = settings.objective
     elif settings.init == "means":
         standardise(table, model, text.chunks("train", chunk_len), settings.kvs)
@@ -123,48 +124,23 @@ def standardise(
 
 
 @torch.no_grad()
-def project_positions(
-    table: TableAligner, model: PreTrainedModel, spec: ModelSpec, kvs: tuple[str, ...]
-) -> None:
+def project_positions(table: TableAligner, model: PreTrainedModel, kvs: tuple[str, ...]) -> None:
     """Set the means of a table to the projected embeddings of its positions. They contain biases,
     which cancel in each move.
 
     Raises:
-        UserError: the model's positions are not learned.
+        UserError: the architecture is not GPT-2's.
     """
-    if spec.family != "learned":
-        raise UserError(f"--objective projected is for learned positions, not {spec.family} ones")
-    blocks = next(
-        module
-        for module in model.base_model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers
-    )
-    shape = 1, table.config.chunk_len, model.config.hidden_size
-    zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    embeddings: list[Tensor] = []
-
-    def see(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        embeddings.append(args[0] if args else kwargs["hidden_states"])
-
-    def project(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (embeddings[0], *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": embeddings[0]}
-
-    # The first block is given the sum of token and position; with tokens of zero, the positions.
-    hooks = [blocks[0].register_forward_pre_hook(see, with_kwargs=True)]
-    for block in blocks:
-        attention = next(x for x in block.modules() if type(x).__name__.endswith("Attention"))
-        hooks.append(attention.register_forward_pre_hook(project, with_kwargs=True))
-    cache = DynamicCache()
-    try:
-        model.base_model(inputs_embeds=zeros, past_key_values=cache, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for kv in kvs:
-        means = torch.cat([getattr(layer, f"{kv}s") for layer in cache.layers])  # [L, H, P, D]
-        getattr(table, kv).copy_(means)
+    if (kind := model.config.model_type) != "gpt2":
+        raise UserError(f"--objective projected is for gpt2 models, not {kind} ones")
+    gpt2: Any = model.base_model
+    embeddings = gpt2.wpe.weight[: table.config.chunk_len]  # [P, N]
+    for layer, block in enumerate(gpt2.h):
+        _, *keys_and_values = block.attn.c_attn(embeddings).chunk(3, -1)
+        for kv, x in zip(TARGETS, keys_and_values, strict=True):
+            if kv in kvs:
+                means = x.unflatten(1, (-1, table.config.head_dim)).transpose(0, 1)  # [H, P, D]
+                getattr(table, kv)[layer].copy_(means)
 
 
 ROW_LEN = 512  # tokens of a row at least, or three times the cache size if that is less

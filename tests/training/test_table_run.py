@@ -8,7 +8,7 @@ from helpers.methods import tables
 from helpers.other_weights import change, copy_of
 from helpers.smaller import ENOUGH_LABELS, INSIDE
 from helpers.tiny_corpus import TEXT, byte_tokenizer
-from helpers.tiny_models import CONTEXT_LEN, KINDS, VOCAB, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
@@ -19,7 +19,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.recording import encode
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import FAMILIES, spec_of
+from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run, train_table_network
 from kvalign.training.kinds import TableSettings
@@ -62,7 +62,7 @@ def test_moments_are_plain_moments(models):
 
 def projected(model) -> TableAligner:
     table = tables(model)
-    table_run.project_positions(table, model, spec_of(model.config, "tiny"), ("key", "value"))
+    table_run.project_positions(table, model, ("key", "value"))
     return table
 
 
@@ -79,17 +79,9 @@ def test_projected_means_are_the_layers_own_projections(models):
     assert (table.key_scale == 1).all()
 
 
-@pytest.mark.parametrize("arch", [kind for kind in KINDS if FAMILIES[kind] == "learned"])
-def test_every_layer_of_learned_positions_has_its_own(models, arch):
-    table = projected(models[arch])
-    moves = table.key - table.key[:, :, :1]
-    assert moves.isfinite().all() and (moves[:, :, 1:].abs().amax((1, 3)) > 0).all()
-    assert not torch.allclose(moves[0], moves[1])
-
-
-def test_other_positions_are_not_projected(models):
-    with pytest.raises(UserError, match="for learned positions, not rotary ones"):
-        projected(models["llama"])
+def test_other_models_are_not_projected(models):
+    with pytest.raises(UserError, match="for gpt2 models, not opt ones"):
+        projected(models["opt"])
 
 
 def test_moving_half_a_chunk_is_measured(models):
