@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import some_ids
@@ -40,7 +39,6 @@ from kvalign.foundation.files import locked
 from kvalign.foundation.settings import keywords_of
 from kvalign.methods import make_method
 from kvalign.methods.cached import StreamingLLM
-from kvalign.methods.choice import lack_of_aligner
 from kvalign.models.identity import has_fingerprint, identity
 from kvalign.models.input_ids import prefix_ids, with_prefix
 from kvalign.models.loading import LoadedModel, load_model
@@ -87,9 +85,8 @@ def judge(
         did not choose: `val_nll` of the choice; `tried`: `parts`, `num_sinks` and `val_nll` of the
         best set with parts, and `without`: the same of none with these sinks; `discard_half`: that
         method's loss with the chosen sinks; `against_discard_half`: by cache size the fields of
-        `kvalign.aligners.base.Verdict`, empty if nothing is used; `shipped`: `aligner` and
-        `val_nll` of the model's shipped aligner, None if there is none for these caches;
-        `num_labels`. And `cache_sizes`. Losses are in nats per token.
+        `kvalign.aligners.base.Verdict`, empty if nothing is used; `num_labels`. And
+        `cache_sizes`. Losses are in nats per token.
 
     Raises:
         UserError: only answers of the text count, and there are none.
@@ -135,7 +132,6 @@ def judge(
             _verdict(size, *both) for size, *both in zip(rest, tried, half, strict=True)
         ]
         * bool(choice[0]),
-        "shipped": _shipped(model, text, rest),
         "streams": [
             {
                 "parts": list(parts),
@@ -170,15 +166,6 @@ def by_label(losses: Tensor) -> Tensor:
     return means[~means.isnan()]
 
 
-def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dict[str, Any] | None:
-    """The shipped aligner of a model, and its loss on rows."""
-    name = checkpoints.default_aligner(model.config.name_or_path, max(rows))
-    if name is None or lack_of_aligner(model, max(rows)):
-        return None
-    losses = by_label(streamed(model, text, rows, "kvalign", aligner=name))
-    return {"aligner": name, "val_nll": losses.mean().item()}
-
-
 def _is_better(losses: Tensor, others: Tensor) -> bool:
     """Return whether the 95 % interval of the ratio of perplexities lies below 1; of labels too few
     for one, but at least 30, whether the mean difference lies three standard errors below 0.
@@ -198,7 +185,7 @@ def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
         sum(ids.numel() for ids in rows.values())
         for rows in excerpts(text, aligner.config.largest_cache)
     )
-    return 2 ** len(kvs) * 2 * choosing + 4 * rest
+    return 2 ** len(kvs) * 2 * choosing + 3 * rest
 
 
 def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Parts) -> None:

@@ -47,7 +47,9 @@ _SCALING = (".rope.scaling.type", ".rope.scale_linear")
 def config_of(name: str, source: str) -> PretrainedConfig:
     """The config of the model in a folder or a GGUF file, or of a hub id."""
     if file := gguf_file(source):
-        return _gguf_config(file)
+        check_gguf_readers()
+        with _explain_errors(name, str(file)):
+            return _gguf_config(file)
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
@@ -73,7 +75,8 @@ def read(
     how: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype)}
     if file := gguf_file(source):
         tokenizer = tokenizer_of(name, source)  # refused before the weights are read
-        return _read_gguf(file, **how), tokenizer
+        with _explain_errors(name, str(file)):
+            return _read_gguf(file, **how), tokenizer
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
@@ -133,7 +136,7 @@ def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
     if file := gguf_file(source):
         from kvalign.models.gguf_tokenizer import tokenizer_of_gguf
 
-        with _explain_gguf(file):
+        with _explain_errors(name, str(file)):
             return tokenizer_of_gguf(file)
     with _explain_errors(name, source):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
@@ -209,15 +212,17 @@ def _explain_errors(name: str, source: str) -> Iterator[None]:
 
 
 def _reason(name: str, source: str, error: BaseException) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if source.lower().endswith(GGUF):
+        return f"cannot read the GGUF file {source!r}: {reason:.{_LONGEST}}"
     if os.path.isdir(source):
-        reason = " ".join(str(error).split()) or type(error).__name__
         if "'NoneType' object" in reason:
             reason = "transformers has no class for its architecture"
         if isinstance(error, KeyError):
             reason = f"it lacks {reason}"
         return f"cannot load a model from folder {source!r}: {reason:.{_LONGEST}}"
     if not isinstance(error, OSError | ValueError):
-        return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
+        return f"cannot load {name!r}: {reason:.{_LONGEST}}"
     if name in fetched.MODELS:
         return f"{name} is not fetched yet: {fetched.how_to_fetch(name)}"
     if hub.is_path(name):
@@ -260,34 +265,38 @@ def check_gguf_readers() -> None:
 
 
 def _gguf_config(path: Path) -> PretrainedConfig:
-    check_gguf_readers()
     from gguf import GGUFReader
 
-    with _explain_gguf(path):
-        try:
-            file = GGUFReader(path)  # it goes to the end of the last weights
-        except Exception as error:
-            raise UserError(f"it was cut or damaged ({error})") from error
-        for name, field in file.fields.items():
-            if name.endswith(".block_count"):
-                check_layers(field.contents(), name)
-        scales = [name for name in file.fields if name.endswith(_SCALING)]
-        scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
-        scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
-        config = transformers.AutoConfig.from_pretrained(path.parent, **_in_gguf_folder(path))
-        ends = [file.fields[x].contents() for x in _ENDS if x in file.fields]
-        if len({*ends}) > 1:
-            config.eos_token_id = [*dict.fromkeys(ends)]
-        rope = getattr(config, "rope_parameters", None) or {}
-        if scaled and rope.get("rope_type", "default") == "default":
-            raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")
+    try:
+        file = GGUFReader(path)  # it goes to the end of the last weights
+    except Exception as error:
+        raise UserError(f"it was cut or damaged ({error})") from error
+    for name, field in file.fields.items():
+        if name.endswith(".block_count"):
+            check_layers(field.contents(), name)
+    scales = [name for name in file.fields if name.endswith(_SCALING)]
+    scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
+    scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
+    config = transformers.AutoConfig.from_pretrained(path.parent, **_in_gguf_folder(path))
+    ends = [file.fields[x].contents() for x in _ENDS if x in file.fields]
+    if len({*ends}) > 1:
+        config.eos_token_id = [*dict.fromkeys(ends)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")
     return config
 
 
 def _read_gguf(path: Path, **how: Any) -> PreTrainedModel:
-    with _explain_gguf(path):
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = reader.tqdm
+    reader.tqdm = lambda items, **_: items  # which `quiet` does not know
+    try:
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = _pretrained(path.parent, **how, **_in_gguf_folder(path))
+    finally:
+        reader.tqdm = bar
     # A plain model, which can be saved.
     model.hf_quantizer = model.quantization_method = None
     model.is_quantized = False
@@ -298,22 +307,3 @@ def _read_gguf(path: Path, **how: Any) -> PreTrainedModel:
 
 def _in_gguf_folder(path: Path) -> dict[str, Any]:
     return {"gguf_file": path.name, "local_files_only": True}
-
-
-@contextmanager
-def _explain_gguf(path: Path) -> Iterator[None]:
-    """Say in one line what is wrong with a file; keep the reader's own words and bar away."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    bar = getattr(reader, "tqdm", None)
-    reader.tqdm = lambda items, **_: items
-    try:
-        with quiet():
-            yield
-    except MemoryError:
-        raise
-    except Exception as error:  # a reader of bytes from anywhere raises anything
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise UserError(f"cannot read the GGUF file {str(path)!r}: {reason}") from error
-    finally:
-        reader.tqdm = bar

@@ -111,8 +111,6 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
 
     tried, own_sinks = judged["tried"], judged["num_sinks"]
     num_sinks = tried["num_sinks"]
-    shipped = judged.get("shipped")
-    beside = f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
     figures = f"{math.exp(tried['val_nll']):.4g} with "
     figures += " and ".join(f"{kv}s" for kv in tried["parts"]) + " realigned"
     without = judged["without"]["val_nll"]
@@ -120,7 +118,7 @@ def verdict_lines(judged: dict[str, Any]) -> list[str]:
         f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
         f"{', '.join(map(str, judged['cache_sizes']))} and {num_sinks} sinks: "
         f"{math.exp(without):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
-        f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}{beside}"
+        f"with discard-half{f' of {own_sinks} sinks' * (own_sinks != num_sinks)}"
     ]
     if not judged["parts"]:
         is_lower = tried["val_nll"] < without
