@@ -25,14 +25,7 @@ from kvalign.eval.protocol.statistics import (
     is_reference,
     verdict,
 )
-from kvalign.eval.protocol.tables import (
-    METHOD,
-    grouped,
-    identity_of,
-    label_of,
-    renamed,
-    table,
-)
+from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, renamed, table
 from kvalign.eval.report import Results, Sweep
 from kvalign.foundation.console import Entry
 

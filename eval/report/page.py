@@ -22,13 +22,7 @@ from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol import Panel, Section, Table
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
-from kvalign.eval.report.contents import (
-    MEANS,
-    first_screens,
-    panels,
-    sections,
-    summary,
-)
+from kvalign.eval.report.contents import MEANS, first_screens, panels, sections, summary
 from kvalign.foundation.console import (
     ROW_WIDTH,
     Heading,

@@ -59,10 +59,7 @@ SHAPES = {
 
 
 def random_model(
-    shape: str,
-    device: str = "cpu",
-    weights: str = "float32",
-    seed: int = 0,
+    shape: str, device: str = "cpu", weights: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
     """Random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
