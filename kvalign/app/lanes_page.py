@@ -22,8 +22,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError, escape_controls
-from kvalign.memory.recall import QueryBatch
-from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
@@ -238,11 +236,8 @@ def _of_method(method: Method) -> list[Frame]:
 def _of_memory(sizes: CacheSizes, token: int) -> Frame:
     """Frame of a cache with a memory. There are no queries: chance says which entries come back."""
     num_sinks, size, in_sight = sizes.num_sinks, sizes.cache_size, sizes.num_in_sight
-    places = RecallPlaces(sizes, 10**9, by_age=True, is_free=True)
-    asking = QueryBatch(places, torch.tensor([[token]]), torch.tensor([token + 1]), token)
-    slots = asking.evicted_slots(num_slots=NUM_TOKENS + 1)
-    tokens = token - slots.ages(torch.arange(NUM_TOKENS + 1))
-    lost = sorted(tokens[slots.worth.isfinite()].tolist())
+    gone = range(num_sinks, token - in_sight) if token > size else range(0)
+    lost = [*gone][-sizes.memory :]
     chance = random.Random(token)
     drawn = sorted(lost, key=lambda one: chance.random() ** (token - one))
     back = sorted(drawn[-(sizes.num_recalled or 0) :])

@@ -289,18 +289,32 @@ def slice_name(one: Row) -> str:
     return f"{one['from']:g}-{one['to']:g} C" if one["to"] else f"over {one['from']:g} C"
 
 
+def _judged(document: Document, name: str) -> tuple[str, list[Row]]:
+    """What is said of slices, the ratio to the reference or without one the perplexity; and rows
+    with this figure of each slice, y0, y1, ..., and low0, high0, ... where it has an interval.
+    """
+    is_ratio = document["settings"]["reference"] is not None
+    judged, ends = ("ratio", "ratio_") if is_ratio else ("perplexity", "")
+    rows = []
+    for row in (row for row in document["rows"] if row.get(name)):
+        slices = [*enumerate(row[name])]
+        figures = {f"y{i}": one[judged] for i, one in slices}
+        for end in ("low", "high"):
+            figures |= {f"{end}{i}": x[ends + end] for i, x in slices if x["high"] is not None}
+        rows.append(row | figures)
+    return judged, rows
+
+
 def slice_figure(document: Document, name: str) -> Drawing | None:
     """Ratio to the reference, or perplexity, by distance, of the slices of that name; None for a
     document without. A point without an interval has no bar.
     """
     from kvalign.eval.drawing import draw, panels_by
 
-    reference = document["settings"]["reference"]
-    rows = [row for row in document["rows"] if row.get(name)]
-    wide = [_wide(row, name, "ratio" if reference else "perplexity") for row in rows]
+    reference, (_, rows) = document["settings"]["reference"], _judged(document, name)
     points = [
         row | {"x": x, "y": y, "low": row.get(f"low{x}", y), "high": row.get(f"high{x}", y)}
-        for row in wide
+        for row in rows
         if not is_reference(row, reference)
         for x, one in enumerate(row[name])
         if (y := row[f"y{x}"]) is not None and one["num_labels"] >= MIN_POINT
@@ -318,46 +332,24 @@ def slice_figure(document: Document, name: str) -> Drawing | None:
 
 
 def slice_tables(document: Document, name: str) -> list[Table]:
-    """Return for each cache size a table of the perplexities of the slices of that name, and with a
-    reference one of ratios.
-    """
-    reference, model = document["settings"]["reference"], document["settings"]["model"]
-    rows = [row for row in document["rows"] if row.get(name)]
-    return [
-        _slice_table(f"{model}, C = {size}, {judged} by distance", group, name, judged, reference)
-        for size, group in grouped(rows, "cache_size").items()
-        for judged in (("perplexity", "ratio") if reference else ("perplexity",))
-    ]
-
-
-def _slice_table(
-    title: str, rows: list[Row], name: str, judged: str, reference: str | None
-) -> Table:
-    columns = {
-        f"y{i}": Column(
-            f"{slice_name(one)} ({one['num_labels']})",
-            2 if judged == "perplexity" else 3,
-            "lower",
-            "distance to the last occurrence, and labels",
-            ends=None if reference and judged == "perplexity" else (f"low{i}", f"high{i}"),
-            by_reference=True,
-        )
-        for i, one in enumerate(rows[0][name])
-    }
-    return table(title, [_wide(row, name, judged) for row in rows], columns, reference)
-
-
-def _wide(row: Row, name: str, judged: str) -> Row:
-    """Row with the figure of each slice, and the ends of its interval if there were enough labels,
-    by the slice's number.
-    """
-    low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
-    figures: Row = {}
-    for i, one in enumerate(row[name]):
-        figures[f"y{i}"] = one[judged]
-        if one["high"] is not None:
-            figures |= {f"low{i}": one[low], f"high{i}": one[high]}
-    return row | figures
+    """Table of the slices of that name for each cache size: ratios, or perplexities."""
+    settings, (judged, rows) = document["settings"], _judged(document, name)
+    tables = []
+    for size, group in grouped(rows, "cache_size").items():
+        columns = {
+            f"y{i}": Column(
+                f"{slice_name(one)} ({one['num_labels']})",
+                3 if judged == "ratio" else 2,
+                "lower",
+                "distance to the last occurrence, and labels",
+                ends=(f"low{i}", f"high{i}"),
+                by_reference=True,
+            )
+            for i, one in enumerate(group[0][name])
+        }
+        title = f"{settings['model']}, C = {size}, {judged} by distance"
+        tables.append(table(title, group, columns, settings["reference"]))
+    return tables
 
 
 EVALUATION = Perplexity()
