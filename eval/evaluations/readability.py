@@ -222,13 +222,14 @@ def _written(
 
     stream = TextStream(loaded.tokenizer, method, sampling)
     stream.feed(prompt)
-    prompt_ids, before = list(stream.ids), bar.n
+    prompt_ids, start = list(stream.ids), bar.n
     for _ in stream:
-        bar.update(before + len(stream.token_ids) - bar.n)
+        bar.update(start + len(stream.token_ids) - bar.n)
     text = loaded.tokenizer.decode(stream.token_ids, skip_special_tokens=True)
     span = min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
-    parts = (torch.tensor(x, device=loaded.model.device) for x in (prompt_ids, stream.token_ids))
-    perplexity = dense_perplexity(loaded.model, *parts, span)
+    device = loaded.model.device
+    before, passage = (torch.tensor(x, device=device) for x in (prompt_ids, stream.token_ids))
+    perplexity = dense_perplexity(loaded.model, before, passage, span)
     figures = {"num_tokens": len(stream.token_ids), "dense_perplexity": perplexity}
     return [figures | judged(text, load_words(), rule)]
 

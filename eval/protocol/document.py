@@ -21,7 +21,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
@@ -120,9 +120,10 @@ def environment(device: str | None = "cpu") -> dict[str, str | int | float]:
     the GPU, if that is the device, the load of the last minute, and threads; without a device no
     model has run, and torch is not asked.
     """
-    packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
+    packages = ("torch", "transformers") if device else ("nltk",)
     machine: dict[str, str | int | float] = {
-        **{name: _version(name) for name in packages},
+        "kvalign": kvalign.__version__,
+        **{name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit() or f"none: kvalign {kvalign.__version__}, installed",
         **_processor(),
@@ -138,14 +139,6 @@ def environment(device: str | None = "cpu") -> dict[str, str | int | float]:
     elif device != "cpu":
         machine["device"] = device
     return machine | {"threads": torch.get_num_threads()}
-
-
-def _version(name: str) -> str:
-    """Version of a package, or "" for a checkout that is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _processor() -> dict[str, str]:

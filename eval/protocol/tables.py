@@ -189,7 +189,7 @@ def _aligner_of(row: Row) -> Hashable:
 def _forms(row: Row) -> list[str]:
     """Names of a row's aligner, the short ones first."""
     label, path, revision = map(row.get, _FACTS)
-    if path is None:
+    if label is None or path is None:
         return [f"untrained {label}" if label else row["aligner"]]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
