@@ -64,7 +64,7 @@ class Cell:
         return replace(self, settings=replace(self.settings, **values))
 
     def output(self) -> str:
-        """What it prints, JSON, from a process that reads its settings.
+        """JSON that it prints, in a process that reads its settings.
 
         Raises:
             UserError: it was refused.

@@ -290,7 +290,7 @@ def slice_name(one: Row) -> str:
 
 
 def _judged(document: Document, name: str) -> tuple[str, list[Row]]:
-    """What is said of slices, the ratio to the reference or without one the perplexity; and rows
+    """Figure that is said of slices, ratio, or without a reference perplexity; and the rows
     with this figure of each slice, y0, y1, ..., and low0, high0, ... where it has an interval.
     """
     is_ratio = document["settings"]["reference"] is not None
