@@ -91,12 +91,11 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     check_model(store)
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
     partner = _partner(runs, out)
-    saved = read_checked(AlignerConfig, out / CONFIG) if (out / CONFIG).exists() else None
-    records = saved.training if saved else {}
+    records = networks_in(out)
     done = [kv for kv, run in runs.items() if _is_of(run, records.get(kv, {}), settings)]
-    if saved and not settings.overwrite:
+    if records and not settings.overwrite:
         if lost := [kv for kv in records if kv not in (*done, *partner)]:
-            what = f"a trained {' and '.join(lost)} {saved.kind}"
+            what = f"a trained {' and '.join(lost)} aligner"
             raise ExistsError(f"{out} already holds {what}: {OVERWRITE}")
         if done == [*runs]:
             progress.say(f"{out} already has this, finished: nothing to do")
@@ -106,10 +105,7 @@ def train(settings: NetworkSettings) -> NetworkAligner | None:
     torch.manual_seed(settings.seed)
     aligner = new_aligner(NetworkAligner, config_for(store, settings))
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
-    with (
-        locked(out, lambda: _summary(runs)),
-        keeping(lambda: _summary(runs)),
-    ):
+    with locked(out, lambda: _summary(runs)), keeping(lambda: _summary(runs)):
         for kv, run in runs.items():
             _begin(run, settings, kv in done)
         left = [kv for kv, run in runs.items() if not run.result()]
@@ -175,10 +171,9 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
 def describe_data(store: Store) -> dict[str, Any]:
     """Return the fields of a recording for an aligner's config and card."""
     names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
-    identity = store.config.identity
     return {
         "model": store.config.model.name,
-        **({IDENTITY: identity} if identity else {}),
+        IDENTITY: store.config.identity,
         **store.config.settings.model_dump(include=names),
         "num_rows": store.manifest.num_rows,
         "manifest_sha256": sha256(store.folder / MANIFEST),
@@ -252,8 +247,8 @@ def _partner(runs: dict[str, ResumableRun], out: Path) -> dict[str, ResumableRun
 def _shared(config: dict[str, Any]) -> dict[str, Any]:
     """Return what the networks of an aligner have in common."""
     data, sizes = config["data"], {name: config["settings"][name] for name in SHARED_SIZES}
-    names = {"model", IDENTITY, "chunk_len", "num_sinks"} & data.keys()
-    return {**{n: data[n] for n in names}, "num_evicted": min(data["num_evicted"]), **sizes}
+    same = {name: data[name] for name in ("model", IDENTITY, "chunk_len", "num_sinks")}
+    return {**same, "num_evicted": min(data["num_evicted"]), **sizes}
 
 
 def _result(

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.models import loading
-from kvalign.models.packed import PackedLinear, embedded
+from kvalign.models.packed import embedded
 
 FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
@@ -84,13 +84,10 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that a model saves, and packed weights, under all names."""
+    """All that a model saves, under all names."""
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
-        if isinstance(module, PackedLinear):
-            own = module._parameters | module._buffers
-        else:
-            module._save_to_state_dict(own, "", keep_vars=True)
+        module._save_to_state_dict(own, "", keep_vars=True)
         for name, x in own.items():
             if x is not None:
                 yield f"{path}.{name}", x

@@ -108,5 +108,5 @@ def test_a_network_is_judged_again_with_its_partner(recorded, tmp_path, monkeypa
     both = Aligner.from_pretrained(out)
     assert tried == [("key",), ("key", "value")] and both.label == "network-rollout"
     assert all(torch.equal(both.key.state_dict()[name], x) for name, x in weights.items())
-    with pytest.raises(FileExistsError, match="already holds a trained key network"):
+    with pytest.raises(FileExistsError, match="already holds a trained key aligner"):
         train_network(**small, target="key", out=out, judge=False)

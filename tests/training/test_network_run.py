@@ -184,7 +184,7 @@ def test_interrupted_and_resumed_ends_in_the_same_weights(
 def test_finished_is_not_overwritten_unless_asked(make_settings, monkeypatch):
     results = train_network(make_settings(max_steps=3))
     before = weights(Aligner.from_pretrained(make_settings().out))
-    with pytest.raises(FileExistsError, match="already holds a trained key and value network"):
+    with pytest.raises(FileExistsError, match="already holds a trained key and value aligner"):
         train_network(make_settings(max_steps=3, lr=1e-3))
     with monkeypatch.context() as patch:
         patch.setattr(network_run, "fit", None)  # the same once more trains nothing
