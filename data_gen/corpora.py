@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.data_gen.corpus import HUB, Corpus, sha256_of
+from kvalign.foundation import hub
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import Registry, unknown
 from kvalign.foundation.settings import typed
@@ -40,7 +41,6 @@ NAMES = tuple(SPECS)
 # A text can be cut after the last of these newlines: no tokenizer that splits words by one of the
 # usual patterns (GPT-2, Llama 3, o200k) has a token across it, or one that differs at a text's end.
 _CUT = re.compile(r"(?s).*(?:(?<=\S)\n(?=\w)|\n(?= \w))")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def texts(spec: str, split: str = "train") -> Iterator[str]:
@@ -155,7 +155,7 @@ def hub_datasets(specs: Sequence[str]) -> list[str]:
         spec = spec.removeprefix("marked:")
         kind, _, rest = spec.partition(":")
         name = HUB[spec].name if spec in HUB else rest.partition(":")[0] * (kind == "hub")
-        if _HUB_ID.fullmatch(name) and not Path(name).expanduser().exists():
+        if hub.is_id(name) and not Path(name).expanduser().exists():
             ids.add(name)
     return sorted(ids)
 

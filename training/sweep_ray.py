@@ -109,18 +109,12 @@ class Watch(tune.Callback):
 
 
 def line(trials: list[RayTrial], trial: RayTrial, state: str) -> str:
-    last, point = trial.last_result or {}, trial.config
+    last = trial.last_result or {}
     reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
     measured = "no val loss"
     if (lowest := _best_loss(trial)) < math.inf:
         measured = f"val loss {lowest:.4g} (best so far {min(map(_best_loss, trials)):.4g})"
-    start = f"trial {trial} {state}{reached}: "
-    if "lr" not in point:  # it failed before it was given any
-        return start + measured
-    return (
-        f"{start}hidden {point['hidden1']}, {point['hidden2']}; "
-        f"batch size {point['batch_size']}; lr {point['lr']:.3g}; {measured}"
-    )
+    return f"trial {trial} {state}{reached}: {measured}"
 
 
 def _best_loss(trial: RayTrial) -> float:

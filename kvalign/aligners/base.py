@@ -7,7 +7,6 @@ StreamingLLM.
 """
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -403,4 +402,4 @@ def _listing(values: dict[str, Any]) -> str:
 
 def _is_hub_id(name: str) -> bool:
     known_here = name in (*checkpoints.MODELS, *fetched.MODELS) or Path(name).exists()
-    return not known_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    return not known_here and hub.is_id(name)

@@ -20,11 +20,15 @@ def why_not() -> str:
     return "" if is_reachable() else ", which does not answer"
 
 
+def is_id(name: str) -> bool:
+    """Return whether a name has the form of a hub id."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
+
+
 def is_path(name: str) -> bool:
     """Return whether a name is no hub id, or begins with a folder that exists: it names a path."""
-    is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
     folder, slash, _ = name.partition("/")
-    return not is_id or (bool(slash) and Path(folder).is_dir())
+    return not is_id(name) or (bool(slash) and Path(folder).is_dir())
 
 
 @lru_cache(maxsize=1)
