@@ -3,10 +3,9 @@
     k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
 
 The stream is that of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is
-one token, and right if it is the most likely one. The result depends on the distance of the fact:
-the tokens from it to the question. Up to C the fact is in the cache of a method that keeps the last
-C entries. Beyond, only a memory has it, and one answer in eight is right by chance. A question does
-not count if a later answer has repeated its value.
+one token, and right if it is the most likely one. Its distance is that of its fact, in tokens to
+the question; beyond C only a memory has it. A question does not count if a later answer has
+repeated its value.
 
 All keys get new values equally often, so a fact is at most some 600 tokens old. With `--farthest`
 some keys get new values more rarely, and facts become as old as that.

@@ -3,12 +3,11 @@
     {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
      "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
 
-`--json` prints it, `--out` writes it, `--csv` its rows. `kvalign eval run` keeps one for each cell,
-with the flags and variables of the suite that it `changed`. `kvalign report` reads them.
+`kvalign eval run` keeps one for each cell, with what it `changed` of the suite.
 
-Parts of a long evaluation are kept as they end, so that a run that was interrupted does not begin
-anew: rows here, in JSON files; losses by `perplexity`. A file's name depends on everything that its
-numbers depend on, and it has a checksum: one that is damaged is measured again.
+Parts of a long evaluation are `kept` as they end: rows here, losses by `perplexity`. A file's name
+depends on everything that its numbers depend on, and it has a checksum: one that is damaged is
+measured again.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _FLAGS = r"avx|avx2|avx_vnni|avx512f|avx512_\w+|amx_\w+|asimd\w*|i8mm|sve\w*"
 def measures(
     cls: type[S],
 ) -> Callable[[Callable[[S, LoadedModel, list[Method]], Iterable[Row]]], Callable[..., Document]]:
-    """Decorator for a function that measures the rows of the evaluation of its name: from settings,
-    the model that they name, and every method at every size. It becomes the public function, of
-    settings or their fields as keywords and of a loaded model, which returns the document.
+    """Decorator for a function that measures the rows of the evaluation of its name. It becomes the
+    public function, of settings or their fields as keywords and of a loaded model, which returns
+    the document.
     """
 
     def decorate(

@@ -1,8 +1,5 @@
-"""A folder of results on one page, in a browser or in a terminal.
-
-The page in a browser is self-contained. It loads nothing and runs only its own script; text from
-models and users is data. In a terminal there are the tables, and every passage as a strip of its
-chunks.
+"""A folder of results on one page, in a browser or in a terminal. The page in a browser loads
+nothing and runs only its own script; text from models and users is data.
 """
 
 import base64

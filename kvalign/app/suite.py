@@ -1,10 +1,8 @@
 """Suites: a file of named commands. Each is a cell, and its result is one document in a folder.
 
-Each cell runs in its own process, so that its memory and its threads are measured alone. The
-process gets the settings as JSON and prints the document, with the command that does the same by
-hand. A cell is finished when its document exists, and is kept as long as its model has the same
-weights. An interrupted run continues with the next cell, and `eval perplexity --keep` within its
-cell.
+Each cell runs in its own process, so that its memory and its threads are measured alone. A cell is
+finished when its document exists, and is kept as long as its model has the same weights. An
+interrupted run continues with the next cell, and with `--keep` within its cell.
 """
 
 import json

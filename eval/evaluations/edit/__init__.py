@@ -4,10 +4,6 @@ again. How well does the stream go on, and what does it cost?
     before | middle | after | future        edited: the middle is cut, replaced or inserted;
                                                     `piece`: inserted, encoded alone
                                             scored: the future
-
-The same text is continued in other ways beside it: encoded anew, which is what the others are
-relative to; with the first tokens behind the edit encoded again; unedited; and without what stood
-behind.
 """
 
 from __future__ import annotations

@@ -106,14 +106,11 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     """Measure the bare step and every method at every cache size and batch size.
 
     Returns:
-        A document whose rows have the sizes, num_steps (timed calls, without the first tokens), and
-        `COLUMNS`. Rows of the bare step, method "bare", come before those of the methods with the
-        same cache and batch size. If any row has a memory, each method also has a row without one.
-        stored_bytes and stored_ratio are absent if prompts fill the memory (`generate`). Times per
-        token are those of a step divided by the batch size; ttft_ms, the median over the trials, is
-        of all streams together. peak_mb (10^6 bytes) covers an empty cache, a first input of
-        cache_size + 1 tokens and 3 steps; None if the device does not report it. "weights_mb" of
-        the document is what the weights take in memory, in 10^6 bytes.
+        A document whose rows have the sizes, num_steps (timed calls, without the first tokens) and
+        `COLUMNS`, as far as they apply: rows of the bare step first, and of each method without a
+        memory if any row has one. Times per token are those of a step divided by the batch size;
+        ttft_ms, the median over the trials, is of all streams together. "weights_mb" of the
+        document is what the weights take in memory, in 10^6 bytes.
 
     Raises:
         UserError: a method that ends before so many tokens.
@@ -192,7 +189,7 @@ COLUMNS = {
     ),
     "tokens_per_s": Column("tokens/s", 1, "higher", "of all streams together, from the mean"),
     "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
-    "peak_mb": Column("peak MB", 1, "lower", "most memory allocated beyond the weights"),
+    "peak_mb": Column("peak MB", 1, "lower", "10^6 bytes beyond the weights, as a cache fills"),
 }
 
 

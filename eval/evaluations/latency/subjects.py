@@ -3,7 +3,6 @@ bare step, which is the cost of a step without any work on the cache.
 """
 
 import itertools
-import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,8 +27,6 @@ from kvalign.models.loading import LoadedModel, check_device, precision_of
 from kvalign.models.packed import PACKED, pack
 from kvalign.steppers.captured import Graph, Inputs, Regions, record_cuda_graph, without_padding
 from kvalign.steppers.compiled import has_compiler
-
-log = logging.getLogger(__name__)
 
 DEFAULT_KINDS = ("table", "network")
 SHAPE_PREFIX = "shape:"
@@ -97,14 +94,11 @@ def load_with_prompts(
     is_random = settings.prompts == RANDOM
     texts = [] if is_random else [turns[0] for turns in conversations(settings.prompts)]
     settings, loaded = load(settings, loaded)
-    prompts = [random_ids(loaded.model, 1, settings.prompt_len, rng)] if is_random else []
-    for text in texts:
-        ids = torch.tensor([ids_of(text, loaded.tokenizer, prefix=True)])
-        if not ids.numel():
-            log.warning("no token in prompt %r: random tokens replace it", text[:40])
-            ids = random_ids(loaded.model, 1, settings.prompt_len, rng)
-        prompts.append(ids.to(loaded.model.device))
-    return settings, loaded.model, prompts
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if is_random:
+        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
+    prompts = [torch.tensor([ids_of(text, tokenizer, prefix=True)]) for text in texts]
+    return settings, model, [ids.to(model.device) for ids in prompts]
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:

@@ -3,10 +3,7 @@
     ids     0 1 ... C | C+1 ...      | first_label ... first_label+num_tokens-1
             first input  fed, no labels  labels, one at a time
 
-The result is exp(mean NLL) over the labels, which all methods have in common at all cache sizes: by
-default they begin after the first input of the largest cache. A smaller cache streams the text from
-its beginning, too. In the paper's protocol (`--protocol paper`) labels follow the first input at
-once, so each cache size has labels of its own.
+A smaller cache streams the text from its beginning, too.
 
 A method scores a text step by step, or in a faster way with the same result: batches of windows if
 it re-encodes clean ones, whole segments in the relative form if its realignment starts from the

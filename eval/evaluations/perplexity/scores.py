@@ -3,17 +3,12 @@ of labels by the distance to their last occurrence in the text:
 
     ... Ser na do ... Ser [na]      the label na ends the bigram "Ser na": distance to the last na
 
-`bigrams`: by the bigram that a label ends. A model that looks into its context finds what followed
-the last time; a model that has forgotten the place does not. These are the "AR hits" of Arora et
-al. 2023 (Zoology), who leave out bigrams that are frequent in the training text; here all count,
-since that text is not available. `tokens`: by the label's token alone, over longer distances. Rare
-tokens last occurred beyond the cache, where only a memory can find them.
+`bigrams` are the "AR hits" of Arora et al. 2023 (Zoology), who leave out bigrams that are frequent
+in the training text; here all count, since that text is not available. An entry d tokens back is
+still in the cache up to d = C less the sinks, since a step sees C + 1 entries.
 
 Losses of every scored token are kept in a Parquet file for each method and size, with all losses
 after the method's first input: so a longer run serves a shorter one, and one of other cache sizes.
-
-An entry d tokens back is still in the cache up to d = C less the sinks, since a step sees C + 1
-entries.
 """
 
 import hashlib
