@@ -343,8 +343,10 @@ class Readability(Evaluation):
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
         """Passages in colour, if a terminal shows them; the tables; the place of the page."""
         from kvalign.eval.report.page import PAGE, print_passages
+        from kvalign.foundation.console import console_for
 
-        print_passages(self.panels(document))
+        if (console := console_for()).is_terminal:
+            print_passages(self.panels(document), console)
         super().show(document, settings)
         if settings.page:
             print(f"report: {settings.page / PAGE}")

@@ -11,8 +11,7 @@ is undone here, and Punkt's parameters are shipped, so a text has the same token
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from nltk.stem.snowball import SnowballStemmer
 from nltk.tabdata import PunktDecoder
@@ -26,18 +25,14 @@ CHUNK_LEN = 10  # NLTK tokens
 _STEM = functools.lru_cache(maxsize=2**16)(SnowballStemmer("english").stem)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Chunk of a passage: text[start:end], and how many of its tokens the rule knows."""
 
     start: int
     end: int
     num_tokens: int
     num_known: int
-
-    @property
-    def is_readable(self) -> bool:
-        return 2 * self.num_known >= self.num_tokens
+    is_readable: bool
 
 
 def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
@@ -51,9 +46,10 @@ def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
     spans = [(*span, is_known(text[slice(*span)], words, rule)) for span in token_spans(text)]
     num_judged = len(spans) if rule.judges_rest else len(spans) // CHUNK_LEN * CHUNK_LEN
     parts = [spans[i : i + CHUNK_LEN] for i in range(0, num_judged, CHUNK_LEN)]
+    counts = [(len(part), sum(known for *_, known in part)) for part in parts]
     return [
-        Chunk(part[0][0], part[-1][1], len(part), sum(known for *_, known in part))
-        for part in parts
+        Chunk(part[0][0], part[-1][1], num, num_known, 2 * num_known >= num)
+        for part, (num, num_known) in zip(parts, counts, strict=True)
     ]
 
 
@@ -92,7 +88,7 @@ def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
         "distinct_2": distinct(tokens, 2),
         "repetition": 1 - distinct(tokens, 4),
         "text": text,
-        "chunks": [[*astuple(chunk), chunk.is_readable] for chunk in pieces],
+        "chunks": [[*chunk] for chunk in pieces],
     }
 
 

@@ -114,8 +114,7 @@ def show(folder: Path, console: Console | None = None) -> None:
         if tables:
             console.rule(Text(title))
         print_tables(tables, console)
-    for panel in panels(results):
-        _print_strips(panel, console)
+    print_passages(panels(results), console, as_strips=True)
 
 
 def print_tables(tables: list[Table], console: Console | None = None) -> None:
@@ -174,32 +173,19 @@ def print_meanings(tables: list[Table]) -> None:
             console.print(Text(f"{title}: {about}", "dim"))
 
 
-def print_passages(panels: list[Panel]) -> None:
-    """Print the passages, if this is a terminal: readable chunks green, others red and underlined.
-    A console without colours only underlines.
+def print_passages(panels: list[Panel], console: Console, *, as_strips: bool = False) -> None:
+    """Print passages: readable chunks green, others red and underlined; or as strips of full and
+    low blocks. Neither is by colour alone.
     """
-    console = console_for()
-    if not console.is_terminal:
-        return
     for panel in panels:
         console.rule(Text(escape_controls(panel.title)))
         for passage in panel.passages:
             share = f", {100 * passage.readable:.0f} % readable"
             console.print(Text(escape_controls(passage.label) + share, "bold"))
-            line = Text().append(escape_controls(panel.prompt + passage.head), "dim")
+            around = ("", "") if as_strips else (panel.prompt + passage.head, passage.tail)
+            line = Text().append(escape_controls(around[0]), "dim")
             for piece in passage.pieces:
-                style = "green" if piece.is_readable else "red underline"
-                line.append(escape_controls(piece.text), style)
-            console.print(line.append(escape_controls(passage.tail), "dim"), end="\n\n")
-
-
-def _print_strips(panel: Panel, console: Console) -> None:
-    """Readable chunks are full blocks, unreadable ones low: not by colour alone."""
-    console.rule(Text(escape_controls(panel.title)))
-    width = max(len(passage.method) for passage in panel.passages)
-    for passage in panel.passages:
-        line = Text(f"{escape_controls(passage.method):{width}} {100 * passage.readable:4.0f} % ")
-        for piece in passage.pieces:
-            line.append(*(("█", "green") if piece.is_readable else ("▂", "red")))
-        console.print(line)
-    console.print(Text("█ readable chunk of 10 tokens, ▂ unreadable", "dim"))
+                style, block = ("green", "█") if piece.is_readable else ("red", "▂")
+                style += " underline" * (not piece.is_readable and not as_strips)
+                line.append(block if as_strips else escape_controls(piece.text), style)
+            console.print(line.append(escape_controls(around[1]), "dim"))
