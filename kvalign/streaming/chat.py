@@ -137,9 +137,7 @@ class Chat:
     def _begins_to_edit(self, number: int) -> list[int]:
         begins = self.begins
         if EVICT in self.stream.notes:
-            raise UserError(
-                "with --evict turns the conversation is encoded again: it is not edited"
-            )
+            raise UserError("with --evict turns a conversation is encoded again, not edited")
         if not 1 <= typed("number", number, int) <= len(begins):
             raise UserError(f"this conversation has {len(begins)} turns, got {number}")
         return begins
@@ -291,9 +289,7 @@ def load_chat(
     compile: bool | None = None,
     **config: Unpack[SamplingConfig],
 ) -> Chat:
-    """Conversation that `Chat.save` or `kvalign chat --state` wrote; the rest as of
-    `kvalign.load_stream`.
-    """
+    """Conversation that `Chat.save` or `kvalign chat --state` wrote; as `kvalign.load_stream`."""
     from kvalign.streaming.text_stream import load_stream
 
     check_keywords(load_chat, config)

@@ -64,32 +64,20 @@ class Sampling:
         UserError: a value of another type or out of range.
     """
 
-    max_new_tokens: int | None = option(
-        None, help="most tokens to generate after an input", at_least=1
-    )
-    do_sample: bool = option(
-        True, help="draw each token, the default; otherwise the most likely one is taken"
-    )
+    max_new_tokens: int | None = option(None, help="most new tokens after an input", at_least=1)
+    do_sample: bool = option(True, help="draw each token, the default, or take the likeliest")
     temperature: float = option(
         1.0,
-        help="divides the logits before a draw; 0: the most likely token",
+        help="divides the logits before a draw; 0: the likeliest token",
         at_least=0,
         at_most=HOTTEST,
     )
-    top_k: int = option(
-        20, help="draw from the k most likely tokens; 1: the most likely, 0: all", at_least=0
-    )
+    top_k: int = option(20, help="draw from the k most likely tokens; 0: all", at_least=0)
     top_p: float = option(
-        1.0,
-        help="draw from the fewest tokens whose probabilities reach this; 1: all",
-        above=0,
-        at_most=1,
+        1.0, help="draw from the fewest tokens that add up to this; 1: all", above=0, at_most=1
     )
     min_p: float = option(
-        0.0,
-        help="draw from tokens of at least this share of the best one; 0: all",
-        at_least=0,
-        at_most=1,
+        0.0, help="drop tokens below this share of the best one; 0: none", at_least=0, at_most=1
     )
     repetition_penalty: float = option(
         1.0,
@@ -103,15 +91,9 @@ class Sampling:
         "tokens",
         at_least=0,
     )
-    no_repeat_ngram_size: int = option(
-        0, help="never repeat an n-gram of this size; 0: off", at_least=0
-    )
-    stop_at_end: bool = option(
-        False, help="stop at a token that ends a text or an answer of the model"
-    )
-    stop_strings: str | Sequence[str] | None = option(
-        (), help="stop when this text has been generated"
-    )
+    no_repeat_ngram_size: int = option(0, help="repeat no n-gram of this size; 0: off", at_least=0)
+    stop_at_end: bool = option(False, help="stop at a token that ends a text or an answer")
+    stop_strings: str | Sequence[str] | None = option((), help="stop when this text is generated")
     seed: int | None = option(
         None, help="seed of the draws (default: random, and printed)", at_least=0, at_most=MOST_SEED
     )

@@ -162,9 +162,7 @@ def score_windows(
 def no_token(logits: Tensor, method: Method) -> RunError:
     """Return the error for logits [B, V] from which no token can be chosen."""
     if logits.isfinite().all():
-        return RunError(
-            "no token is left to choose: penalties or no_repeat_ngram_size exclude all of them"
-        )
+        return RunError("no token is left to choose: penalties or no_repeat_ngram_size exclude all")
     return RunError(f"this stream has ended: {reason(method)}")
 
 

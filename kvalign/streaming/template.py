@@ -13,10 +13,7 @@ from kvalign.streaming.calls import FORMS, CallForm, as_text, form_in
 
 Tools = Sequence[Mapping[str, Any]] | None
 """Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-)  # Qwen3, DeepSeek-R1, SmolLM3; Magistral
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # Qwen3, SmolLM3; Magistral
 Arguments = Literal["mapping", "text"]
 _ABOUT_TOOLS = """\
 You may call these tools. To call one, write its name and its arguments as JSON, as here:

@@ -218,9 +218,7 @@ class TextStream(NotPickled):
                 yield torch.tensor([part], device=model.device)
 
     def undo_edit(self) -> None:
-        """Take the last edit back, and what became of `notes` since; UserError once the stream has
-        gone on.
-        """
+        """Take the last edit back, and what became of `notes` since; UserError without one."""
         self._whole.check()
         if self._before_edit is None:
             raise UserError("there is no edit to undo")

@@ -130,7 +130,7 @@ def test_what_is_kept_of_a_prompt_are_the_sinks(given, num_sinks, capsys):
     assert main([*argv, "--num-sinks", given]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["num_sinks"] == num_sinks
     assert main([*argv, "--num-sinks", "prompt", "--cache-size", "2"]) == 2
-    error = "--num-sinks prompt takes 2 entries, so --cache-size must be above that"
+    error = "--num-sinks prompt takes 2 entries: --cache-size must be above that"
     assert error in capsys.readouterr().err
     assert main([*argv, "--num-sinks", "all"]) == 2
     assert "--num-sinks must be prompt or a number, got 'all'" in capsys.readouterr().err

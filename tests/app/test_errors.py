@@ -48,9 +48,8 @@ def test_an_error_is_one_line_and_the_exit_code_says_whose_it_is(error, code, me
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("kvalign methods: error: ") and message in captured.err
-    assert captured.err.endswith(
-        "please open an issue with the output of the same command with --debug\n"
-    ) == (OURS in message)
+    ours = "please open an issue with the output of --debug\n"
+    assert captured.err.endswith(ours) == (OURS in message)
 
 
 @pytest.mark.parametrize("argv", [["--debug", "methods"], ["methods", "--debug"]])

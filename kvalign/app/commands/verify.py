@@ -43,12 +43,8 @@ class VerifySettings(MethodSettings, ModelSettings):
     cache: str | None = option(
         None, help="MODULE:NAME of a function that makes a cache for a model, instead of a method"
     )
-    num_steps: int = option(
-        NUM_STEPS, help="tokens of the long stream after the cache is full", at_least=1
-    )
-    half: str = option(
-        "bfloat16", help="precision to compare with float32", choices=("bfloat16", "float16")
-    )
+    num_steps: int = option(NUM_STEPS, help="tokens after the cache is full", at_least=1)
+    half: str = option("bfloat16", help="compared with float32", choices=("bfloat16", "float16"))
     invariants: tuple[str, ...] | None = option(
         None, help="invariants to test (default: all)", choices=tuple(INVARIANTS)
     )

@@ -32,18 +32,14 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=self.registry)
-        self.requests = counter(
-            "kvalign_requests", "requests by path and status", ("path", "status")
-        )
+        self.requests = counter("kvalign_requests", "requests by path, status", ("path", "status"))
         self.generated = counter("kvalign_generated_tokens", "tokens chosen")
         self.num_fed = counter("kvalign_prompt_tokens", "tokens of prompts fed")
         self.first = seconds(
             "kvalign_time_to_first_token_seconds",
             "from a request's place in the queue to its first token",
         )
-        self.between = seconds(
-            "kvalign_time_between_tokens_seconds", "between two tokens of an answer"
-        )
+        self.between = seconds("kvalign_time_between_tokens_seconds", "between tokens of an answer")
         self.streams = gauge("kvalign_streams", "answers being written")
         self.waiting = gauge("kvalign_waiting", "requests that wait")
         self.sessions = gauge("kvalign_sessions", "stored sessions")

@@ -178,9 +178,7 @@ class Constraints:
         added = self._own.get_added_vocab()
         marks = "|".join(re.escape(one) for one in sorted(added, key=len, reverse=True))
         pieces = re.split(f"({marks})", text) if marks else [text]
-        return " ".join(
-            f"<[{added[one]}]>" if one in added else json.dumps(one) for one in pieces if one
-        )
+        return " ".join(f"<[{added[x]}]>" if x in added else json.dumps(x) for x in pieces if x)
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer":

@@ -19,7 +19,11 @@ from kvalign.app.serve.wire import MOST_MESSAGES, Chat, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 _OF_CHATS = (
-    *("n", "session", "logprobs", "response_format", "max_completion_tokens"),
+    "n",
+    "session",
+    "logprobs",
+    "response_format",
+    "max_completion_tokens",
     "chat_template_kwargs",
 )
 _TEXT, _THOUGHTS = "message", "reasoning"  # items, and what their events are called

@@ -49,9 +49,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         reader.shutdown(wait=False)
         await run_in_threadpool(service.stop)
 
-    app = FastAPI(
-        title="kvalign", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    app = FastAPI(lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
 
     def check_model(model: str) -> None:
@@ -183,12 +181,8 @@ async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
     """The body of a request; RequestError if it is not JSON, too large or late."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise RequestError(
-            f"the body must be application/json, its Content-Type is {kind!r:.80}", 415
-        )
-    too_large = RequestError(
-        f"the body must be at most {most_bytes} bytes", 413, code="body_too_large"
-    )
+        raise RequestError(f"the body must be application/json, not {kind!r:.80}", 415)
+    too_large = RequestError(f"a body has at most {most_bytes} bytes", 413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > most_bytes:
         raise too_large
@@ -200,9 +194,7 @@ async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
                 if len(body) > most_bytes:
                     raise too_large
     except TimeoutError:
-        raise RequestError(
-            f"the body did not arrive within {timeout:g} seconds", 408, code="timeout"
-        ) from None
+        raise RequestError(f"no body came within {timeout:g} s", 408, code="timeout") from None
     return bytes(body)
 
 

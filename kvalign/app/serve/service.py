@@ -53,10 +53,7 @@ class Service:
         if type(self.method).join is Method.join:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
         if (num := self.method.tokens_left) is not None:
-            raise UserError(
-                "a server's streams must have no end, but with --positions keep they end after "
-                f"{num} tokens"
-            )
+            raise UserError(f"with --positions keep streams end after {num} tokens: leave it out")
         if settings.edit:
             self.method.edit(0, 0)  # refuses a method that cannot be edited
         if settings.compile:

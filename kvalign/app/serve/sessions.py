@@ -138,9 +138,7 @@ class Sessions:
         for name, is_named in (("--max-sessions", True), ("--max-unnamed", False)):
             num, most = sum(one.is_named is is_named for one in sessions), self._most(is_named)
             if num > most:
-                raise UserError(
-                    f"{name} must be at least {num}, the number of stored ones, got {most}"
-                )
+                raise UserError(f"{name} must be at least {num}, as many are stored, got {most}")
         for session in sessions:
             self._add(session)
 
@@ -212,9 +210,7 @@ class Sessions:
             self._by_id.pop(name, None)
             self._dropped.pop(name, None)
             if not self.store.drop(name) and not is_known:
-                raise RequestError(
-                    f"there is no session {name!r:.80}", 404, code="session_not_found"
-                )
+                raise RequestError(f"no such session: {name!r:.80}", 404, code="session_not_found")
 
     def _add(self, session: Session) -> None:
         self._by_id.pop(session.id, None)

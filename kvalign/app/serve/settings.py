@@ -22,12 +22,8 @@ class ServeSettings(TalkSettings):
         kvalign serve --model gpt2-mini --cache-size 128 --sessions talks
     """
 
-    host: str = option(
-        "127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines connect"
-    )
-    port: int = option(
-        8000, help="port to listen on; 0 chooses a free one", at_least=0, at_most=65535
-    )
+    host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0: for other machines, too")
+    port: int = option(8000, help="port to listen on; 0: a free one", at_least=0, at_most=65535)
     api_key: str | None = option(
         None, help="bearer token for requests; required if --host lets other machines connect"
     )
@@ -42,19 +38,12 @@ class ServeSettings(TalkSettings):
         None, help="folder for sessions, which outlive a restart (default: none)", writes="folder"
     )
     max_sessions: int = option(
-        256,
-        help="most named sessions to keep; then the least recently used one is dropped",
-        at_least=1,
+        256, help="most named sessions to keep; then the least recently used goes", at_least=1
     )
     max_unnamed: int = option(
-        64,
-        help="most conversations without a session to keep in memory; later requests find them "
-        "by their beginning",
-        at_least=0,
+        64, help="most unnamed conversations in memory, found by their beginning", at_least=0
     )
-    keep_unnamed: bool = option(
-        False, help="keep conversations without a session in --sessions, too"
-    )
+    keep_unnamed: bool = option(False, help="keep unnamed conversations in --sessions, too")
     edit: bool = option(
         False,
         help="a conversation without a session whose earlier messages were changed or left out "
@@ -64,18 +53,12 @@ class ServeSettings(TalkSettings):
         4, help="tokens behind each change of --edit that are encoded again", at_least=0, at_most=16
     )
     max_streams: int = option(64, help="most streams at the same time", at_least=1)
-    max_queue: int = option(
-        256, help="most requests that may wait; further ones get 429", at_least=0
-    )
+    max_queue: int = option(256, help="most requests that may wait; more get 429", at_least=0)
     max_new_tokens: int | None = like(Sampling, "max_new_tokens", more=" (default: 2048)")
     max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
     max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
-    seed: int | None = option(
-        None, help="random seed of requests without one (default: random)", at_least=0
-    )
-    timeout: float = option(
-        30.0, help="seconds for a client to send a request, and to receive a piece", above=0
-    )
+    seed: int | None = option(None, help="seed of requests without (default: random)", at_least=0)
+    timeout: float = option(30.0, help="seconds to send a request, or to receive a piece", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

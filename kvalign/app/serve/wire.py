@@ -123,9 +123,7 @@ class ResponseFormat(Form):
 class Chat(Request):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    ]
+    messages: Annotated[Several[Message], Field(max_length=MOST_MESSAGES)]
     session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: ResponseFormat | None = None
@@ -243,9 +241,7 @@ class Completion(Request):
 
 
 def parsed(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
-    """A request from its body and its headers, whose names are in lower case; RequestError, a line,
-    if it is invalid.
-    """
+    """A request from its body and headers, with names in lower case; RequestError if invalid."""
     ignored, session = list[str](), headers.get("x-session-id")
     try:
         values = read_json(body.decode())

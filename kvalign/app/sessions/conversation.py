@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 class TalkSettings(StreamSettings):
     """Base of the settings of conversations, with a kept opening and answers that end."""
 
-    model: str = option(
-        "", help="shipped name, hub id or folder of a causal LM (default: a fetched one)"
-    )
+    model: str = option("", help="shipped name, hub id or folder of a causal LM (default: fetched)")
     num_sinks: str = option(
         "auto",
         help="first entries that are never evicted; system: all before the user's first word; "
@@ -42,14 +40,11 @@ class TalkSettings(StreamSettings):
     )
     evict: str = option(
         "entries",
-        help="evicted when the cache is full; turns: the oldest whole turns, before a turn "
-        "that would not fit, and the rest is encoded again",
+        help="what a full cache evicts; turns: the oldest turns, and the rest is encoded again",
         choices=("entries", "turns"),
     )
     special_tokens: bool = option(
-        False,
-        help="special tokens in messages, such as <|im_end|>, act as special tokens; by "
-        "default they are plain text",
+        False, help="special tokens in messages, such as <|im_end|>, act as such, not as plain text"
     )
     temperature: float | None = like(
         Sampling, "temperature", more=f" (default: the model's, else {chat.CALM['temperature']:g})"
@@ -103,13 +98,11 @@ class ConversationSettings(TalkSettings):
         kvalign chat --model gpt2-mini --say "Who lived on the island?" --state talk.safetensors
     """
 
-    system: str | None = option(
-        None, help="instructions to the model before the first turn, never evicted"
-    )
+    system: str | None = option(None, help="instructions before the first turn, never evicted")
     max_new_tokens: int | None = like(
         Sampling,
         "max_new_tokens",
-        more=f" (default: {chat.MOST_OF_ANSWER}; without a chat template {MAX_NEW_TOKENS})",
+        more=f" (default: {chat.MOST_OF_ANSWER}, without a template {MAX_NEW_TOKENS})",
     )
     repetition_penalty: float | None = like(
         Sampling,
@@ -126,10 +119,7 @@ class ConversationSettings(TalkSettings):
         None, help="a turn, instead of reading turns; repeat it for more turns", repeats=True
     )
     state: Path | None = option(
-        None,
-        help="file of the conversation: resumed if it exists, with its model, and written after "
-        "each answer",
-        writes="file",
+        None, help="file of the conversation: read first, written after each answer", writes="file"
     )
 
     def __post_init__(self) -> None:

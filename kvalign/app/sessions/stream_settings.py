@@ -39,9 +39,7 @@ class MethodSettings(Settings):
         at_least=1,
     )
     num_evicted: str | None = like(
-        CacheSizes,
-        "num_evicted",
-        more=": a number, or half of the window (default: 1; discard-half: half)",
+        CacheSizes, "num_evicted", more="; half: of the window (default: 1; discard-half: half)"
     )
     realign_every: int | None = like(CacheSizes, "realign_every")
     policy: str | None = like(CacheSizes, "policy")
@@ -158,10 +156,7 @@ class StreamSettings(MethodSettings, ModelSettings):
     def check_sinks(self, what: str, num_sinks: int) -> None:
         """Raise UserError if the never evicted entries leave no room in the given cache."""
         if self.cache_size is not None and num_sinks >= self.cache_size:
-            raise UserError(
-                f"{what} takes {num_sinks} entries, so --cache-size must be above that, got "
-                f"{self.cache_size}"
-            )
+            raise UserError(f"{what} takes {num_sinks} entries: --cache-size must be above that")
 
     def values_of(self, stream: TextStream) -> dict[str, Any]:
         """Return the settings of a stream, as JSON values: its own, and the flags for the rest."""
