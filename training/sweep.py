@@ -165,7 +165,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         UserError: no such Ray cluster, or a trial that this machine is too small for.
         KeyboardInterrupt: stopped by the user.
     """
-    with _quiet(), ray_session(settings.ray_address) as ray, _locks_in(out / ".ray.partial"):
+    with _quiet(), ray_session(settings.ray_address) as ray:
         from kvalign.training.sweep_ray import trial_of, tuner
 
         needed, has = settings.gpus_per_trial, ray.cluster_resources().get("GPU", 0)
@@ -173,19 +173,6 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
             raise UserError(f"--gpus-per-trial {needed}: this machine has {has:g}")
         results = tuner(out / _TRIALS, settings, base).fit()
         return [trial_of(result, out / _TRIALS) for result in results]
-
-
-@contextmanager
-def _locks_in(folder: Path) -> Iterator[None]:
-    """Let Ray Tune, which leaves its lock files, make them where they are removed."""
-    before = {name: os.environ[name] for name in ("RAY_TMPDIR",) if name in os.environ}
-    os.environ["RAY_TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ["RAY_TMPDIR"]
-        os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

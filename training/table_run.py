@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
@@ -250,13 +251,8 @@ def hat_functions(num_positions: int) -> Tensor:
     knots = [0]
     while knots[-1] < num_positions - 1:
         knots.append(min(max(knots[-1] + 1, round(knots[-1] * KNOT_RATIO)), num_positions - 1))
-    positions = torch.arange(num_positions)
-    hats = torch.zeros(num_positions, len(knots), dtype=torch.float32)
-    for i in range(len(knots) - 1):
-        inside = positions[knots[i] : knots[i + 1] + 1]
-        share = (inside - knots[i]).float() / (knots[i + 1] - knots[i])
-        hats[inside, i], hats[inside, i + 1] = 1 - share, share
-    return hats
+    hats = [np.interp(range(num_positions), knots, one) for one in np.eye(len(knots))]
+    return torch.tensor(np.stack(hats, 1), dtype=torch.float32)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOK = ROOT / "examples" / "how_a_kv_cache_streams.ipynb"
 MARKS = {
-    **dict.fromkeys(("train_an_aligner", "other_caches"), pytest.mark.slow),
+    "other_caches": pytest.mark.slow,
     "serve_sessions": pytest.mark.slow,
     "serve_on_ray": pytest.mark.ray,
 }

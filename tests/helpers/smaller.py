@@ -52,7 +52,6 @@ SMALLER_PYTHON = {
     "max_new_tokens=600": "max_new_tokens=70",
     "range(600)": "range(70)",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
-    "num_tokens=2000": "num_tokens=60",
     "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
     '"sliding_window": 64': '"sliding_window": 16',
     "num_steps=1000": 'num_steps=20, invariants=["dense", "chunks", "save"]',
