@@ -69,8 +69,6 @@ def kinds_of_files(folder: Path) -> set[str]:
     paths = [path for path in folder.rglob("*") if not is_of_python(path)]
     names = (str(path.relative_to(folder)) for path in paths)
     return {re.sub(r"\d+", "#", name) for name in names if not re.search("tmp/_?ray", name)}
-        re.sub(r"\d+", "#", name) for name in names if "ray/" not in name and "_ray_" not in name
-    }
 
 
 def is_of_python(path: Path) -> bool:
