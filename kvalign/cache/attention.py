@@ -14,7 +14,7 @@ half precision on CUDA). No code here is for a single architecture (`kvalign.mod
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,8 @@ class Reader(NamedTuple):
     Attributes:
         rotation: of the layer's keys; None: they do not rotate.
         tables: that place entries when they are read; None: they are read as they are.
+        network: that corrects new entries, as `kernel.write` takes it; empty: none does; None: it
+            does not fit there.
         angles, bases: of keys that our kernel reads as they are stored, without their position, as
             `kernel.attend` takes them; None: keys do not rotate, or are as attention sees them.
         recall: of a memory; None: there is none.
@@ -53,6 +55,7 @@ class Reader(NamedTuple):
 
     rotation: Rotation | None = None
     tables: Tables | None = None
+    network: Sequence[Tensor] | None = ()
     angles: Tensor | None = None
     bases: Tensor | None = None
     recall: Recaller | None = None
@@ -71,28 +74,14 @@ def attend(
     Returns:
         [B, T, H, D].
     """
-    num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-    of_layer = step, reader, query, keys, values, scale, num_sinks
-    return (_attend_one if step.is_single else _attend_many)(*of_layer).to(query.dtype)
-
-
-def _attend_one(
-    step: Pass,
-    reader: Reader,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    num_sinks: int,
-) -> Tensor:
-    """Attention of one token of each row. Its keys run on, those of the sinks, too; the means of
-    tables do not.
-    """
+    if not step.is_single:
+        return _attend_many(step, reader, query, keys, values, scale).to(query.dtype)
+    # The keys of a step run on, those of its sinks, too; the means of tables do not.
     rotation, tables, recall, found = reader.rotation, reader.tables, reader.recall, None
-    (sight,) = step.sights(0 if recall is None else step.sizes.num_recalled or 0)
+    sight = step.sight_of_one if recall is None else step.sights(step.sizes.num_recalled or 0)[0]
+    num_sinks, at_means = min(step.sizes.num_sinks, keys.shape[2]), query
     if recall is not None and sight.has_lost:
         found = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
-    at_means = query
     if rotation is not None and tables is not None:
         at_means = rotation.shift(query, step.behind_rows.to(query.device))
     if step.by_kernel:
@@ -106,18 +95,19 @@ def _attend_one(
             scale,
             angles=reader.angles,
             bases=reader.bases,
-            tables=tables or (),
+            tables=tables,
             asking=at_means,
             num_sinks=num_sinks,
-            beside=() if found is None else (found.output.flatten(1, 3), found.log_sum.flatten(1)),
+            beside=None
+            if found is None
+            else (found.output.flatten(1, 3), found.log_sum.flatten(1)),
         )
         return output
     if tables is None and found is None:
         return _as_they_lie(sight, query, query, keys, values, scale, num_sinks)
-    places = sight.places
-    placed = tables and tables.first(step.num_places).of_entries(places, num_sinks)
-    of_layer = query, query, at_means, keys, values, scale, num_sinks, places, placed, found
-    return placed_attention(*of_layer)[0]
+    placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
+    of_layer = query, query, at_means, keys, values, scale, num_sinks, sight.places, placed, found
+    return placed_attention(*of_layer)[0].to(query.dtype)
 
 
 def _attend_many(
@@ -127,12 +117,12 @@ def _attend_many(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    num_sinks: int,
 ) -> Tensor:
     """Attention of a segment, whose window lies where it was before, and whose queries lie at their
     places.
     """
     tables, recall, rotated = reader.tables, reader.recall, query
+    num_sinks = min(step.sizes.num_sinks, keys.shape[2])
     tables = tables and tables.first(step.num_places)
     if step.rotates_queries and reader.rotation is not None:
         behind = (step.told[0] - step.run_on).to(query.device)

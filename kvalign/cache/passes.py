@@ -98,6 +98,7 @@ class Pass:
         num_visible: entries that the longest row's last new token sees.
         size: slots that are in use after the pass; in a static one all.
         length: entries or slots that attention gets.
+        grows: whether slots are used that were not before.
         hides: whether some of these are not of its row.
         is_even: whether rows have equally many entries.
         is_alike: whether the entries of rows have equal positions, too.
@@ -139,6 +140,7 @@ class Pass:
         self.size = most if self.is_static else min(self.end + num_new, most)
         as_they_lie = self.is_single and not self.in_order
         self.length = self.size if as_they_lie else self.num_visible
+        self.grows = self.end < most
         self.hides = min(self.stored) + num_new < self.length
         self.is_even = len(set(self.stored)) == 1
         self.is_alike = self.is_even and len(set(self.births)) == 1
@@ -200,6 +202,11 @@ class Pass:
     def first_place(self) -> int:
         """Row of a table for the first entry after the sinks, in rows that are alike."""
         return self.sizes.num_sinks + self.births[0] - self.stored[0]
+
+    @cached_property
+    def births_of_rows(self) -> Tensor:
+        """`births`, [B] int64."""
+        return self.of_rows("births")
 
     @cached_property
     def behind_rows(self) -> Tensor:
@@ -331,6 +338,11 @@ class Pass:
                     sight.places = before.places
             self._sights[num_recalled] = sights
         return self._sights[num_recalled]
+
+    @cached_property
+    def sight_of_one(self) -> Sight:
+        """Entries that one new token of each row sees, without a memory."""
+        return self.sights()[0]
 
     def _sight_of_all(self, num_recalled: int) -> Sight:
         """Return what one token of each row sees; or a chunk, of entries in the order of time."""

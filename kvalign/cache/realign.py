@@ -12,7 +12,6 @@
   key with its position is never computed.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +22,7 @@ from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TABLES, Tables
+from kvalign.cache.attention import Reader
 from kvalign.cache.passes import Pass
 from kvalign.cache.realigner import Realigner, is_short, positions_of, rotated, running
 from kvalign.cache.sizes import CacheSizes
@@ -130,8 +130,7 @@ class OnRead(Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
         self.place_positions = moving.place_positions
-        self._tables: list[Tables] = []
-        self._networks: list[Sequence[Tensor] | None] = []
+        self._readers: list[Reader] = []
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
@@ -149,14 +148,13 @@ class OnRead(Realigner):
     def prepare(self) -> None:
         """Take the tables of all layers as they are now."""
         install(self.config)
-        of_tables = (getattr(self.table, name) for name in TABLES)
-        # A tensor of inference mode counts no changes.
-        version = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in of_tables)
+        version: tuple[tuple[int, int], ...] = ()
+        for name in TABLES:  # a tensor of inference mode counts no changes
+            x: Tensor = getattr(self.table, name)
+            version += ((x.data_ptr(), 0 if x.is_inference() else x._version),)
         if self.version != version:
             with no_autograd_modes():
-                layers = range(len(self.table.key))
-                self._tables = [self._tables_of(layer) for layer in layers]
-                self._networks = [self.table.network_of(layer) for layer in layers]
+                self._readers = [*map(self._reader_of, range(len(self.table.key)))]
             self.version = version
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
@@ -172,15 +170,14 @@ class OnRead(Realigner):
         return KV(keys, table.anchor(layer, new, birth).values)
 
     def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
-        is_ours = step.is_decode and step.by_kernel and self.rotation is None
-        if not is_ours or not kernel.writes(ring.keys, new.keys):
+        if not (step.by_kernel and step.is_decode) or self.rotation is not None:
             return False
-        network = () if step.evicting is False else self._networks[layer]
-        if network is None or isinstance(step.evicting, Tensor):
+        reader, evicting = self._readers[layer], step.evicting
+        network = () if evicting is False else reader.network
+        if network is None or isinstance(evicting, Tensor):
             return False
-        births = step.of_rows("births")
-        kernel.write(ring, step.slot, new, births, self.tables(layer), network)
-        return True
+        assert reader.tables is not None
+        return kernel.write(ring, step.slot, new, step.births_of_rows, reader.tables, network)
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table
@@ -193,15 +190,16 @@ class OnRead(Realigner):
             torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
         )
 
-    def tables(self, layer: int) -> Tables:
-        """Tables of a layer, mean keys rotated to their positions: as `prepare` found them, unless
+    def reader(self, layer: int) -> Reader:
+        """As `prepare` found the tables, mean keys rotated to their places; or as they are now, if
         gradients are recorded.
         """
-        return self._tables_of(layer) if torch.is_grad_enabled() else self._tables[layer]
+        return self._reader_of(layer) if torch.is_grad_enabled() else self._readers[layer]
 
-    def _tables_of(self, layer: int) -> Tables:
+    def _reader_of(self, layer: int) -> Reader:
         table, means = self.table, self.table.key[layer]
-        if self.rotation is not None:
-            now = torch.arange(means.shape[1], device=means.device)
-            means = self.rotation.at(layer).shift(means, -now)
-        return Tables(means, table.value[layer], table.key_scale[layer], table.value_scale[layer])
+        rotation = self.rotation and self.rotation.at(layer)
+        if rotation is not None:
+            means = rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+        scales = table.key_scale[layer], table.value_scale[layer]
+        return Reader(rotation, Tables(means, table.value[layer], *scales), table.network_of(layer))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
-from kvalign.aligners.table import Tables
+from kvalign.cache.attention import Reader
 from kvalign.cache.passes import Pass
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import MASKED, REGISTERED, window_of
@@ -97,9 +97,9 @@ class Realigner:
         """
         return stored
 
-    def tables(self, layer: int) -> Tables | None:
-        """Means and scales with which attention places entries of a layer"""
-        return None
+    def reader(self, layer: int) -> Reader:
+        """All by which attention reads the entries of a layer."""
+        return Reader(self.rotation and self.rotation.at(layer))
 
 
 def rotated(rotation: Rotation | None, layer: int, entries: KV, shift: int | Tensor) -> KV:

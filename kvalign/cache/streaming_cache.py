@@ -46,6 +46,7 @@ class StreamingCache(FixedSizeCache):
         goes_by_order: whether attention needs entries in the order of time.
         takes_marks: whether it reads keys as their marks say (`mark`).
         guessed: entries of the guesses of the last pass, as each layer with attention stores them.
+        asks: whether layers need our attention, even if all slots are of their row.
         reads_stored: whether our kernel, where it attends, reads entries of 8 bits as they are
             stored.
         angles: of places, for such keys, as of `kernel.attend`; None if they do not rotate.
@@ -80,6 +81,7 @@ class StreamingCache(FixedSizeCache):
         )
         if self.reads_stored:
             install(config)
+        self.asks = self.realigner.strategy == "read" or self.stores_bare or memory is not None
 
     def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
         self.sinks = SinkKeys(spec.num_layers, self.sizes.num_sinks)
@@ -196,13 +198,14 @@ class StreamingCache(FixedSizeCache):
         return step.is_decode and self.is_filled
 
     def describe(self) -> Pass:
-        step = super().describe()
+        step, layer = self.step, self.attention[0]
+        assert step is not None
         if not step.is_described:
             step.is_described = True
             if self.is_decode(step):
                 self._rotate_sinks(step)
-            if step.is_single:
-                layer = self.attention[0]
+            # What needs no attention of ours asks for no kernel.
+            if step.is_single and self.asks:
                 step.by_kernel = kernel.attends(self.head_dim, layer.device, layer.dtype)
         return step
 

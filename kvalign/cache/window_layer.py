@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Reader, Recaller, attend
+from kvalign.cache.attention import Recaller, attend
 from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
 from kvalign.cache.passes import Pass, order_of, slots_of
 from kvalign.cache.sizes import CacheSizes
@@ -66,51 +66,50 @@ class WindowLayer(StreamingLayer):
 
     def take(self, step: Pass, new: KV) -> KV:
         recall = None if self.memory is None else self.memory.take(self, step, new)
-        if step.is_single:
-            return self._take_one(step, new, recall)
-        if self.cache.rotates_sinks and min(step.seen) < self.sizes.num_sinks:
-            self.sinks.add(self.layer_idx, step, new.keys)
-        return self._take_many(step, new, recall)
-
-    def _take_one(self, step: Pass, new: KV, recall: Recaller | None) -> KV:
-        """Write one token of each row, and return what its attention gets."""
         if not step.is_decode and self.cache.rotates_sinks:
             self.sinks.add(self.layer_idx, step, new.keys)
-        if self.entries.num_slots < step.size:
+        if not step.is_single:
+            return self._take_many(step, new, recall)
+        if step.grows:
             for ring in self.rings:
                 ring.grow(step.size)
-        realigner, form, slot = self.realigner, self.entries.form, step.slot.to(self.device)
-        if not realigner.write(step, self.layer_idx, self.entries.data, new):
-            stored = new
-            if realigner.strategy == "read" or self.sources is not self.entries:
-                anchored = self.without_position(step, new)
-                if realigner.strategy == "read":
-                    stored = anchored
-                else:
-                    self.sources.data.put_at(slot, anchored)
-            stored = form.encode_at(stored, step.position_ids[:, None])
-            self.entries.data.put_at(slot, stored)
-        data = self.entries.data
+        if not self.realigner.write(step, self.layer_idx, self.entries.data, new):
+            self._put(step, new)
+        return self._seen(step, recall)
+
+    def _put(self, step: Pass, new: KV) -> None:
+        """Write one token of each row into its slot."""
+        realigner, entries, slot = self.realigner, self.entries, step.slot.to(self.device)
+        if realigner.strategy == "read":
+            new = self.without_position(step, new)
+        elif self.sources is not entries:
+            self.sources.data.put_at(slot, self.without_position(step, new))
+        if entries.form.is_int8:
+            new = entries.form.encode_at(new, step.position_ids[:, None])
+        entries.data.put_at(slot, new)
+
+    def _seen(self, step: Pass, recall: Recaller | None) -> KV:
+        """Slots that attention gets for one token of each row: as they lie, but where it needs the
+        order of time. A mark leads to our attention, if the model's would not do.
+        """
+        data, form = self.entries.data, self.entries.form
         if step.read is not None:
             data = data.at(step.read)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
-        reader = self._reader(recall)
         is_raw = form.is_int8 and step.by_kernel and self.cache.reads_stored
+        is_read = self.realigner.strategy == "read" or recall is not None
+        if form.is_int8 and not is_raw:
+            data = form.decode_at(data, step.at_slots)
+        if not (is_raw or is_read or (step.hides and not step.in_order)):
+            return data
+        reader = self.realigner.reader(self.layer_idx)
+        if recall is not None:
+            reader = reader._replace(recall=recall)
         if is_raw:
             base = None if form.base is None else form.base[:, 0]
             reader = reader._replace(angles=self.cache.angles, bases=base)
-        elif form.is_int8:
-            data = form.decode_at(data, step.at_slots)
-        is_asked = is_raw or reader.tables is not None or recall is not None
-        if is_asked or (step.hides and not step.in_order):
-            return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
-        return data
-
-    def _reader(self, recall: Recaller | None) -> Reader:
-        rotation = self.realigner.rotation
-        of_layer = None if rotation is None else rotation.at(self.layer_idx)
-        return Reader(of_layer, self.realigner.tables(self.layer_idx), recall=recall)
+        return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
 
     def _take_many(self, step: Pass, new: KV, recall: Recaller | None) -> KV:
         """Write the tokens of a chunk or a segment, and return all that was there, and all of
@@ -136,7 +135,8 @@ class WindowLayer(StreamingLayer):
                 )
             )
             entries = cat([sinks, window, own])
-            mark(entries.keys, partial(attend, step, self._reader(recall)))
+            reader = self.realigner.reader(self.layer_idx)._replace(recall=recall)
+            mark(entries.keys, partial(attend, step, reader))
         else:
             entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
         self._write(step, stored, new)

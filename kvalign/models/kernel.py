@@ -177,11 +177,6 @@ def inductor_configs() -> dict[str, Any]:
     }
 
 
-def _none(like: Tensor) -> Tensor:
-    """Stand-in for a tensor that a kernel is not given."""
-    return like.new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
-
-
 def attends(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `attend` takes queries of such heads, on this device and of this dtype, on
     this machine.
@@ -204,11 +199,11 @@ def attend(
     *,
     angles: Tensor | None = None,
     bases: Tensor | None = None,
-    tables: Sequence[Tensor] = (),
+    tables: Sequence[Tensor] | None = None,
     asking: Tensor | None = None,
     num_sinks: int = 0,
     bias: Tensor | None = None,
-    beside: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query of each row.
 
@@ -227,25 +222,27 @@ def attend(
         num_sinks: entries at the first places, which are stored as they are.
         bias: [B, S] float32, added to the scores of each slot; None: 0.
         beside: what this function returned of the same queries and other entries, [B, H, D] and
-            [B, H] float32: the output is as if those were slots, too. Empty: there are none.
+            [B, H] float32: the output is as if those were slots, too. None: there are none.
 
     Returns:
         [B, 1, H, D] float32, 0 where no entry is seen, and of these slots alone the logarithm of
         the sum of the exponentials, [B, H] float32.
     """
-    query, none = query.float().contiguous(), _none(query)
-    asking = query if asking is None else asking.float().contiguous()
-    angles, bases, bias = (none if x is None else x for x in (angles, bases, bias))
-    others = *(tables or [none] * 4), bias, *(beside or [none] * 2)
-    of_query = query, keys, values, angles, bases, asking, *others
+    none = query.new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
+    query = query.float().contiguous()
+    of_query = (
+        query,
+        keys,
+        values,
+        none if angles is None else angles,
+        none if bases is None else bases,
+        query if asking is None else asking.float().contiguous(),
+        *((none,) * 4 if tables is None else tables),
+        none if bias is None else bias,
+        *((none,) * 2 if beside is None else beside),
+    )
     output, log_sum = torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
     return output, log_sum
-
-
-def writes(ring: Tensor, new: Tensor) -> bool:
-    """Return whether `write` takes such a ring and such new keys or values."""
-    are_floats = ring.dtype == new.dtype == torch.float32
-    return are_floats and new.stride(3) == 1 and ring.is_contiguous()
 
 
 def write(
@@ -255,8 +252,9 @@ def write(
     places: Tensor,
     tables: Sequence[Tensor],
     network: Sequence[Tensor] = (),
-) -> None:
-    """Write the entries of one token of each row, without the means and scales of their places.
+) -> bool:
+    """Write the entries of one token of each row, without the means and scales of their places;
+    return False, and write nothing, if they are not as the kernel takes them.
 
     Args:
         ring: keys and values [B, H, S, D] float32, of which one slot is overwritten.
@@ -267,8 +265,14 @@ def write(
         network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
             it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
     """
-    of_new = slot, *new, places, *tables, *(network or [_none(new[0])] * 6)
-    torch.ops.kvalign.write.default(*ring, *of_new)
+    are_floats = ring[0].dtype == new[0].dtype == torch.float32
+    if not are_floats or new[0].stride(3) != 1 or not ring[0].is_contiguous():
+        return False
+    of_network = network
+    if not network:
+        of_network = [new[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE] * 6
+    torch.ops.kvalign.write.default(*ring, slot, *new, places, *tables, *of_network)
+    return True
 
 
 def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:
