@@ -114,10 +114,8 @@ def aligners(model: str | None = None) -> list[Row]:
     here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
     rows = list(_rows(row, checkpoints.ALIGNERS, "here", here))
     if not rows:
-        raise NotFoundError(
-            f"no aligner for {model!r} is here: `kvalign train --model {model}` makes one "
-            "(kvalign aligners lists all)"
-        )
+        how = f"`kvalign train --model {model}` makes one"
+        raise NotFoundError(f"no aligner for {model!r} is here: {how}")
     return rows
 
 

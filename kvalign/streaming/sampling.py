@@ -86,10 +86,7 @@ class Sampling:
         at_most=MOST_PENALTY,
     )
     repetition_window: int = option(
-        0,
-        help="number of tokens that were generated last, to which that penalty is limited; 0: all "
-        "tokens",
-        at_least=0,
+        0, help="newest generated tokens, to which that penalty is limited; 0: all", at_least=0
     )
     no_repeat_ngram_size: int = option(0, help="repeat no n-gram of this size; 0: off", at_least=0)
     stop_at_end: bool = option(False, help="stop at a token that ends a text or an answer")

@@ -184,7 +184,7 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
         its checksum, over tokens, cache and information; see `checksum_of`.
     """
     tensors, before = dict(tensors), _memory_of(path)
-    parts = [tensors[name] for name in _of_memory(tensors)]
+    parts = [tensors[name] for name in sorted(filter(is_of_memory, tensors))]
     digests = tensors.pop(STATE + "digests", None)
     file, digest_of_file = None, ""
 
@@ -203,8 +203,9 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
 
     try:
         write_whole(path, write_both)
-    finally:
-        _settle(path)
+    finally:  # the memory of no stream goes; a damaged file may refer to any
+        with suppress(UserError):
+            memory_file.remove(path, but=about(path).memory_file if path.exists() else None)
     return digest_of_file
 
 
@@ -216,12 +217,6 @@ def write_saved(saved: OfModel, tensors: dict[str, Tensor], path: Path) -> str:
     save_file(tensors, path, metadata)
     make_private(path)
     return digest
-
-
-def _settle(path: Path) -> None:
-    """Remove the memory of no stream: what the file on the disk does not refer to."""
-    with suppress(UserError):  # it is damaged, and may refer to any
-        memory_file.remove(path, but=about(path).memory_file if path.exists() else None)
 
 
 def remove(path: Path) -> None:
@@ -250,7 +245,7 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     """Return what a file says of its stream, checked, and its tensors, with those of its memory."""
     saved, tensors = read_saved(SavedStream, path)
     if saved.memory_file is not None:
-        names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
+        names, sums = sorted(filter(is_of_memory, tensors)), tensors.pop(SUMS, torch.empty(0))
         tensors.pop(DIGESTS, None)
         parts = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
         tensors.update(zip(names, parts, strict=True))
@@ -296,10 +291,6 @@ def _memory_of(path: Path) -> memory_file.Before | None:
     if not saved.memory_file or SUMS not in tensors:
         return None
     return memory_file.Before(saved.memory_file, tensors[SUMS], tensors.get(DIGESTS))
-
-
-def _of_memory(tensors: dict[str, Tensor]) -> list[str]:
-    return sorted(name for name in tensors if is_of_memory(name))
 
 
 def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

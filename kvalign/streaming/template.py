@@ -76,7 +76,9 @@ class Dialect:
             result = f"<tool_response>\n{own['content']}\n</tool_response>"
             return {"role": "user", "content": result}
         if calls and self.arguments is None:
-            written = [self._as_text(one["function"]) for one in own.pop("tool_calls")]
+            form, functions = self.form or FORMS["hermes"], (x["function"] for x in calls)
+            written = [form.text(x["name"], as_text(x["arguments"])) for x in functions]
+            del own["tool_calls"]
             own["content"] = "\n".join(filter(None, [own["content"], *written]))
         elif calls:
             if len(calls) > 1 and not self.several:
@@ -89,10 +91,6 @@ class Dialect:
             begin, end = self.thoughts
             own["content"] = f"{begin}\n{thoughts}\n{end}\n\n{own['content']}"
         return own
-
-    def _as_text(self, function: Mapping[str, Any]) -> str:
-        form = self.form or FORMS["hermes"]
-        return form.text(function["name"], as_text(function["arguments"]))
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,10 +139,8 @@ class TextStream(NotPickled):
         self._whole.check()
         start, stop = typed("start", start, int), typed("stop", stop, int)
         if not 0 <= start <= stop <= len(self.ids):
-            raise UserError(
-                f"start and stop must be tokens of this stream, which has {len(self.ids)}, got "
-                f"{start} and {stop}"
-            )
+            what = f"start and stop must be among the {len(self.ids)} tokens of this stream"
+            raise UserError(f"{what}, got {start} and {stop}")
         if typed("exactly", exactly, int) < 0:
             raise UserError(f"exactly must be at least 0, got {exactly}")
         parts: list[list[int] | Piece]

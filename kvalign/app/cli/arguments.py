@@ -71,7 +71,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     values = given if path is None else _of_file(Path(path), prog, fields) | given
     lacking = [name for name, (_, x, _) in fields.items() if x.default is dataclasses.MISSING]
     if missing := [fields[name][0] for name in lacking if name not in values]:
-        names = ", ".join(str((x.option_strings or [x.metavar])[0]) for x in missing)
+        names = ", ".join(str([*x.option_strings, x.metavar][0]) for x in missing)
         parser.error(f"the following arguments are required: {names}")
     return cls(**values), bool(arguments.get("json"))
 

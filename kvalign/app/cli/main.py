@@ -127,7 +127,10 @@ def _help(args: Sequence[str]) -> int | None:
         print(usage(is_whole), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
-        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
+        family = f"{catalogue.FAMILY} "
+        lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
+        head = f"usage: kvalign {family}COMMAND [--help] [flags]\n"
+        print(head, *lines, sep="\n", file=sys.stdout if args[1:] else sys.stderr)
         return 0 if args[1:] else 2
     if args[0] == "--version":
         print("kvalign", kvalign.__version__)
@@ -163,13 +166,6 @@ def _in_flags(message: str, flags: Collection[str]) -> str:
     if message.partition(" ")[0].rstrip(",") not in {*by_name, *(flag[2:] for flag in flags)}:
         return message
     return re.sub(r"\b\w+_\w+\b", lambda word: by_name.get(word[0], word[0]), message)
-
-
-def family_usage() -> str:
-    """Return the text of `kvalign eval` alone: the commands that begin with it."""
-    family = f"{catalogue.FAMILY} "
-    lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
-    return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def usage(is_whole: bool = False) -> str:

@@ -54,28 +54,18 @@ class Tools:
         if not request.tools:
             return None
         if not tokenizer.chat_template:
-            raise RequestError(
-                "tools is not supported: this model has no chat template; switch off those of the "
-                "client",
-                param="tools",
-                code="unsupported",
+            what = (
+                "tools is not supported: this model has no chat template; switch the client's off"
             )
+            raise RequestError(what, param="tools", code="unsupported")
         form, must = Dialect.of(tokenizer).form, request.must_call
         if must and form is None:
-            raise RequestError(
-                "tool_choice: how this model's chat template writes a call is not known, so none "
-                "can be required",
-                param="tool_choice",
-                code="unsupported",
-            )
+            what = "tool_choice: none can be required, as this template's form of a call is unknown"
+            raise RequestError(what, param="tool_choice", code="unsupported")
         strict = {tool.name for tool in request.tools if tool.strict and request.may_call}
         if strict and not must and not (form and form.begin in tokenizer.get_added_vocab()):
-            raise RequestError(
-                "tools: strict is not supported where this model may choose, since no token of its "
-                "own begins its calls: leave it out, or require a call",
-                param="tools",
-                code="unsupported",
-            )
+            what = "tools: strict is not supported, as no token begins a call: require one instead"
+            raise RequestError(what, param="tools", code="unsupported")
         definitions = [tool.for_template() for tool in request.tools]
         return cls(definitions, must, strict, form if request.may_call else None)
 

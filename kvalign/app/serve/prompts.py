@@ -6,7 +6,7 @@ changed, a message in the middle left out, shortened or rewritten.
     asked for  a b x f g i j k l m           cut c d e, put x there, cut h, and feed l m
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -122,11 +122,10 @@ class Prompts:
 
 
 def new_messages(
-    session: Session, request: Chat, calls: Callable[[], list[tuple[str | None, str]]]
+    session: Session, request: Chat, calls: Sequence[tuple[str | None, str]]
 ) -> Sequence[Message]:
     """The messages of a request that are new to a session; RequestError if the others, or what
-    begins it beside them, differ from its own. `calls` gives ids and names of those of its last
-    answer.
+    begins it beside them, differ from its own. `calls` are ids and names of its last answer's.
     """
     messages = request.messages
     if session.is_new:
@@ -146,7 +145,7 @@ def new_messages(
     is_turn = all(message.role == "tool" for message in turns[:-1])
     if is_turn and (system is None or as_read(system) == as_read(session.system or "")):
         results = [message for message in turns if message.role == "tool"]
-        return [*in_order(results, calls()), *turns[len(results) :]] if results else turns
+        return [*in_order(results, calls), *turns[len(results) :]] if results else turns
     raise RequestError(
         "these messages do not continue the session: send only the new turn, or all messages "
         "with the server's answers unchanged, or name another session",

@@ -78,12 +78,8 @@ class ResponseRequest(Chat):
             raise RequestError(what, param="store", code="unsupported")
         if self.num_top is not None and self.tools and self.may_call:
             param = "top_logprobs" if self.top_logprobs else "include"
-            raise RequestError(
-                f"{param}: logprobs are not supported with tools: leave one of them out, or ask "
-                "for tool_choice: none",
-                param=param,
-                code="unsupported",
-            )
+            what = f"{param}: logprobs are not supported with tools, but with tool_choice: none"
+            raise RequestError(what, param=param, code="unsupported")
         self.session = self.name if self.store is not False else None
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,20 +123,16 @@ class Service:
             if former.is_new or previous != len(former.ids) - former.num_new:
                 session = session_for(former, request)
                 if session is not None and previous is not None:
-                    raise RequestError(
-                        "only the last response of a conversation can be continued, and only while "
-                        "the server keeps it",
-                        param="previous_response_id",
-                        code="previous_response_not_found",
-                    )
+                    what = "only the last response that a server keeps of a conversation goes on"
+                    code = "previous_response_not_found"
+                    raise RequestError(what, param="previous_response_id", code=code)
             if session is None:
                 return self._again(former, put, reading)
             start = None
             if session.is_new and begun and (state := self._state(begun)) is not None:
                 session = replace(begun, id=session.id, state=None, checksum="", number=0)
                 start = state, Edits([], session.num_fed, session.num_fed)
-            last = partial(self._last_calls, former, reading)
-            messages = new_messages(session, request, last)
+            messages = new_messages(session, request, self._last_calls(former, reading))
             if session.is_new:
                 session = prompts.new_session(session, request, tools)
             of_request = digest(session.tools, request.messages)[-1]

@@ -266,8 +266,5 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
         del saved["num_sinks"]
     for name, value in settings.changed().items():
         if name in saved and str(value) != str(saved[name]):
-            raise UserError(
-                f"the conversation in {settings.state} has its own {flag(name)}: leave it out, or "
-                "name another --state"
-            )
+            raise UserError(f"the talk in {settings.state} has its own {flag(name)}: leave it out")
     return stream
