@@ -152,7 +152,7 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     for cell in wanted.cells:
         document = document_of(folder, cell)
         assert document is not None, cell
-        for row in _rows_of(document):
+        for row in rows_of(document):
             known = _known(row, document)
             if not any(
                 (name.format(**known) if "{" in name else row.get(name)) in values
@@ -161,7 +161,7 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
                 yield row, document
 
 
-def _rows_of(document: Document) -> list[Row]:
+def rows_of(document: Document) -> list[Row]:
     """The rows of a document's tables, or the trials of a sweep."""
     if "rows" not in document:
         return document["result"]["trials"]

@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
+from helpers.claims import NAMES, page_faults
 from helpers.result_parts import (
     RESULTS,
     ROOT,
@@ -132,6 +133,10 @@ def main(argv: list[str]) -> int:
             draw_pictures()
             for page in write_pages():
                 print(f"{page.relative_to(ROOT)} written", file=sys.stderr)
+            if untrue := [fault for page in NAMES for fault in page_faults(page)]:
+                raise RunError(
+                    "sentences to mend, or eval/results/claims.yaml:\n" + "\n".join(untrue)
+                )
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
