@@ -41,7 +41,7 @@ from kvalign.eval.protocol import (
 )
 from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
-from kvalign.eval.protocol.tables import grouped, label_of, means, method_name
+from kvalign.eval.protocol.tables import grouped, label_of, means
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, read_text, write_json
@@ -332,11 +332,7 @@ class Readability(Evaluation):
         for (cache_size, ngram, prompt), rows in groups.items():
             of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
             title = ", ".join(filter(None, of)) if model else "texts"
-            labels, names = [*map(label_of, rows)], [*map(method_name, rows)]
-            if len(set(names)) < len(names):  # methods alone do not tell them apart
-                names = labels
-            unknown = [_unknown(row["text"], document) for row in rows]
-            passages = [*map(_passage, rows, names, labels, unknown)]
+            passages = [_passage(row, _unknown(row["text"], document)) for row in rows]
             panels.append(Panel(title, document["prompts"][prompt], passages))
         return panels
 
@@ -382,7 +378,7 @@ def human_row(document: Document) -> Row | None:
     return of_none | {"method": HUMAN} | judged(data_of("human.txt"), load_words(), rule)
 
 
-def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) -> Passage:
+def _passage(row: Row, unknown: list[tuple[int, int]]) -> Passage:
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
     if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
@@ -393,7 +389,7 @@ def _passage(row: Row, name: str, label: str, unknown: list[tuple[int, int]]) ->
         mine = tuple((a - start, b - start) for a, b in unknown if start <= a and b <= end)
         pieces.append(Piece(text[start:end], num_tokens, num_known, is_readable, mine))
     head, tail = text[: starts[0]], text[starts[-1] :]
-    return Passage(name, label, row["readable"], head, pieces, tail)
+    return Passage(label_of(row), row["readable"], head, pieces, tail)
 
 
 EVALUATION = Readability()

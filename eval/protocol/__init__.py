@@ -163,7 +163,6 @@ class Piece(NamedTuple):
 class Passage(NamedTuple):
     """Text that one method wrote: the part before the first chunk, the chunks, and the rest."""
 
-    method: str
     label: str
     readable: float
     head: str
