@@ -55,7 +55,7 @@ def test_hover_shows_the_chunk(page):
     chunk = page.locator(".strip").first.locator(".chunk").nth(1)
     chunk.hover()
     peek = page.locator(".peek").first.inner_text()
-    assert peek.startswith("window, chunk 2, readable") and "island" in peek
+    assert peek.startswith("window, 4 sinks, chunk 2, readable") and "island" in peek
     assert page.locator(".piece.seen").count() == 1
     assert page.locator(".piece.seen").get_attribute("id") == "c1-1-2"
 
