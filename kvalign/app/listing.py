@@ -17,6 +17,7 @@ from kvalign.models import fetched
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+_SIZES = ("context_len", "num_layers", "num_kv_heads", "head_dim")
 
 
 def models() -> list[Row]:
@@ -34,10 +35,7 @@ def models() -> list[Row]:
         return {
             "architecture": spec.model_type,
             "positions": spec.family,
-            "context_len": spec.context_len,
-            "num_layers": spec.num_layers,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
+            **{size: getattr(spec, size) for size in _SIZES},
             "default_aligner": checkpoints.default_aligner(name),
             "purpose": checkpoints.PURPOSES.get(name),
         }
@@ -166,9 +164,7 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
 
 
 _ABOUT = {
-    "methods": (
-        "List the ways to stream, which are the values of --method (--policy: kvalign policies)."
-    ),
+    "methods": "List the ways to stream: the values of --method (--policy: kvalign policies).",
     "policies": "List the policies, which choose the entries to evict: the values of --policy.",
     "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
     "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
@@ -181,14 +177,9 @@ _FIELDS = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 def settings_of_listing(name: str) -> type[Settings]:
     about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
-    return make_dataclass(
-        f"{name.title()}Settings",
-        _FIELDS.get(name, ()),
-        bases=(Settings,),
-        namespace={"__doc__": about},
-        frozen=True,
-        kw_only=True,
-    )
+    how: dict[str, Any] = dict(bases=(Settings,), frozen=True, kw_only=True)
+    fields, doc = _FIELDS.get(name, ()), {"__doc__": about}
+    return make_dataclass(f"{name.title()}Settings", fields, namespace=doc, **how)
 
 
 def show_listing(name: str, settings: Settings, as_json: bool) -> dict[str, Any]:

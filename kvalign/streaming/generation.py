@@ -75,10 +75,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
 """Settings that a stream refuses: why, and the value that asks for nothing, as None does."""
 
 GIVE_WAY = (
-    "cache_config",
-    "cache_implementation",
-    "max_cache_len",
-    "prefill_chunk_size",
+    *("cache_config", "cache_implementation", "max_cache_len", "prefill_chunk_size"),
     "use_cache",
 )
 """Those of the refused settings that do not matter if only the model's own generation_config has

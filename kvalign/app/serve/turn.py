@@ -39,10 +39,6 @@ class TokenLogprob:
     top: tuple[tuple[bytes, float], ...]  # the likeliest first
     offset: int  # characters of the answer's text before it
 
-    @property
-    def text(self) -> str:
-        return self.spelled.decode(errors="replace")
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -213,11 +213,8 @@ class Conversation(chat.Chat):
         stream = self.stream
         sampling, says = stream.sampling, Sampling.of_model(stream.method.model.generation_config)
         flags = sampling.in_flags()
-        names = [
-            flag(name)
-            for name, value in says.items()
-            if flag(name) in flags.split() and getattr(sampling, name) == value
-        ]
+        same = [flag(name) for name, value in says.items() if getattr(sampling, name) == value]
+        names = [one for one in same if one in flags.split()]
         by_model = f" ({', '.join(names)}: from the model's generation_config)" if names else ""
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
         file = f"; saved in {self.path}{goes_on}" if self.path else ""
