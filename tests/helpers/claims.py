@@ -30,11 +30,12 @@ from kvalign.foundation.files import checked
 
 LEDGER = RESULTS / "claims.yaml"
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
-# Pages whose every figure has a claim; of the others those that have one are held.
-HELD = (
-    "README.md",
-    *(f"eval/results/{name}.md" for name in ("context", "edit", "recall", "streaming")),
-)
+# Pages whose figures have not all a claim yet; those that have one are held.
+LATER = {
+    *(f"eval/results/{name}.md" for name in ("gpu", "judged", "memory", "policies", "sinks")),
+    *("eval/results/smollm2.md", "eval/results/speed.md"),
+    *(page for page in NAMES if page.startswith("docs/")),
+}
 
 # Not prose: code, what is made by `make tables`, other tables, headings, tags, targets of links.
 _NO_PROSE = re.compile(
@@ -48,14 +49,17 @@ _UNIT = r"(?:ms|µs|s|seconds?|minutes?|hours?|points?|nats|[kMG]i?B|times)\b|%"
 _SEVERAL = rf"(?:{_NUMBER}(?:, and|,| and| to| or|\u2013) ?)*{_NUMBER}"
 # Several with a unit, a count of a count, a decimal.
 FIGURE = re.compile(
-    rf"(?<![\w.-])(?:{_SEVERAL} ?(?:{_UNIT})|{_NUMBER} of (?:all )?{_NUMBER}|\d+\.\d+(?!\w|\.\d))"
+    rf"(?<![\w.-])(?:{_SEVERAL} ?(?:{_UNIT})|{_NUMBER} of (?:all )?{_NUMBER}"
+    r"|\d+(?: \d{3})*\.\d+(?!\w|\.\d))"
 )
+_SIZE = r"\d+(?: \d{3})?(?!\d|\.\d)"
+_MORE = rf"(?:(?:, and|,| and| to| or) {_SIZE}(?! ?(?:%|times|ms)))*"
 # Words with numbers that are no measurements.
 EXEMPT = {
     "code": r"`[^`]*`",
     "a version": r"(?:version|Python|torch|transformers|llama\.cpp|MB of) \d+(?:\.\d+)+",
     "the level of an interval": r"95 %",
-    "sizes": r"C = (?:\d+(?: \d{3})*(?:, and |, | and | to | or )?)+(?! ?(?:%|times|ms|s)\b)",
+    "sizes of caches": rf"C = {_SIZE}{_MORE}|at {_SIZE}(?=, | and )",
     "a part of a text": r"(?:section|table|figure)s? \d+(?:\.\d+)?",
 }
 
@@ -183,4 +187,4 @@ def faults(text: str, claims: list[Claim], is_held: bool = True) -> list[str]:
 def page_faults(page: str) -> list[str]:
     """Those of a page, by its path from the root."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [f"{page}: {one}" for one in faults(text, ledger().get(page, []), page in HELD)]
+    return [f"{page}: {one}" for one in faults(text, ledger().get(page, []), page not in LATER)]
