@@ -185,6 +185,7 @@ class TableNetworkAligner(TableAligner):
     """Tables, and an `EntryNetwork` for each layer."""
 
     kind = "table-network"
+    corrects = True
     default_sizes: ClassVar[Mapping[str, int]] = {"hidden": 64}
 
     def __init__(self, config: AlignerConfig):

@@ -15,7 +15,7 @@ the position embedding is large (the first positions), the token's part becomes 
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class TableAligner(Aligner):
 
     kind = "table"
     recursive = False
+    corrects: ClassVar[bool] = False
+    """Whether new entries are corrected once something was evicted (`network_of`)."""
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)

@@ -3,7 +3,7 @@ load it without a compiler and without tracing.
 
 The file contains neither weights nor the cache's counts. A step is a function of tokens, their
 positions and the entries in the buffers; it writes those of the tokens. So it is valid for all
-models of one shape and with the same attributes.
+models, and tables, of one shape and with the same attributes.
 """
 
 import functools
@@ -29,12 +29,16 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from kvalign.aligners import network as aligner_network
+from kvalign.aligners import table as aligner_table
 from kvalign.aligners.entries import KV
+from kvalign.aligners.table import TABLES, TableAligner
 from kvalign.cache import int8
 from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.int8 import Int8, is_read_by_kernel, key_bases
 from kvalign.cache.layer import Form
+from kvalign.cache.realign import OnRead
 from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
 from kvalign.foundation.progress import warn_once
@@ -76,25 +80,27 @@ EVERY = 32  # steps between two comparisons of the whole model: together 0.02 ms
 
 @final
 class Stored(Stepper):
-    """Decode steps of a model that are stored: those of entries that are neither moved nor placed,
-    where attention does not go by their order.
-    Where our kernel attends, these are steps of any rows and cache size; one file is for one row,
-    another for several. Else they are steps of one row with a full cache that evicts one entry.
+    """Decode steps of a model that are stored: those of entries that are not moved, where attention
+    does not go by their order. Where our kernel attends, these are steps of any rows and cache
+    size; one file is for one row, another for several. Else they are steps of one row with a full
+    cache that evicts one entry, and no table places entries.
 
     Args:
-        is_int8: whether the entries have 8 bits.
+        method: whose entries, of 8 bits or not, and tables they are for.
         makes: whether steps without a file are compiled; else they are left to the model.
 
     Attributes:
         falls_back: whether steps that cannot be stored are compiled at each start.
     """
 
-    def __init__(self, model: PreTrainedModel, *, is_int8: bool, makes: bool = True):
+    def __init__(self, method: Cached, *, makes: bool = True):
+        self.model = model = method.model
         attention.install(model.config)
-        self.model, self.is_int8, self.makes = model, is_int8, makes
-        self.falls_back = makes
+        self.is_int8, self.makes = method.sizes.cache_dtype == "int8", makes
+        self.num_sinks, self.falls_back = method.sizes.num_sinks, makes
+        self.table = table_of(method.cache)
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
-        self._weights = tensors_of(model, is_int8)  # which they read where they lie
+        self._step = self._made_step()
         self._snapshot = Snapshot(model)
         self._cache: Callable[[], Cache | None] = lambda: None
         self._num = 0  # of steps of this cache
@@ -105,13 +111,19 @@ class Stored(Stepper):
             return None
         if method.model.device.type != "cpu" or is_empty():
             return None
-        stepper = cls(method.model, is_int8=method.cache.stores_bare, makes=False)
-        stepper._try(method, 1, method.sizes.num_sinks + 1)
+        stepper = cls(method, makes=False)
+        # A network corrects entries once something was evicted; the others' steps are alike.
+        corrects = stepper.table is not None and stepper.table.corrects
+        first = method.sizes.first_input_len if corrects else method.sizes.num_sinks + 1
+        stepper._try(method, 1, first)
         return stepper
 
     @classmethod
     def compiling(cls, method: Method, **options: Any) -> Self | None:
-        return cls(method.model, is_int8=method.sizes.cache_dtype == "int8")
+        return cls(method) if isinstance(method, Cached) else None
+
+    def _made_step(self) -> "_Step":
+        return _Step(self.model, self.is_int8, self.table, self.num_sinks)
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -153,18 +165,26 @@ class Stored(Stepper):
         if not is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or not cache.is_decode(step) or step.in_order or not stays(cache):
+        if step is None or not cache.is_decode(step) or step.in_order:
+            return None
+        if self.table is None:
+            fits = stays(cache)
+        else:
+            fits = table_of(cache) is self.table and cache.sizes.num_sinks == self.num_sinks
+            fits = fits and (not self.table.corrects or step.evicting is True)
+        if not fits:
             return None
         if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
             return None
         entries, angles = [layer.entries for layer in cache.attention], None
         step = cache.describe()
         if is_read_by_kernel(self.model, entries[0].data.keys):
-            places = step.places.expand(len(ids), -1)
+            places = step.sight_of_one.places_of_one.expand(len(ids), -1)
             places = pad(places, (0, entries[0].num_slots - step.size), value=-1).contiguous()
             angles = cache.angles if cache.reads_stored else None
         elif (
-            len(ids) == 1
+            self.table is None
+            and len(ids) == 1
             and cache.sizes.num_evicted == 1
             and step.size == cache.sizes.first_input_len
             and not step.hides
@@ -182,11 +202,11 @@ class Stored(Stepper):
         had = self._runs
         if not self._is_as_it_was(cache):
             self._snapshot = Snapshot(self.model)
-            self._weights = tensors_of(self.model, self.is_int8)
+            self._step = self._made_step()
             self._runs = {}
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
-            request = self.model, inputs, self._weights, self.makes
+            request = self._step, inputs, self.makes
             self._runs[is_one] = load_or_make(*request) if self._snapshot.is_plain else None
             if self._runs[is_one] is None and had.get(is_one) is not None:
                 log.warning(CHANGED)
@@ -222,18 +242,20 @@ class _Layer(CacheLayerMixin):
         slot: Tensor,
         position_ids: Tensor,
         at_slots: Tensor,
+        anchor: Callable[[KV], KV] | None,
         read: Callable[..., Tensor] | None,
     ):
         self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
-        self.form, self.slot, self.read = form, slot, read
+        self.form, self.slot, self.anchor, self.read = form, slot, anchor, read
         self.at, self.at_slots = position_ids[:, None], at_slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stored = self.form.encode_at(KV(key_states, value_states), self.at)
-        for x, new in zip(self.entries, stored, strict=True):
-            x.index_copy_(2, self.slot, new)
+        new = KV(key_states, value_states)
+        stored = self.form.encode_at(self.anchor(new) if self.anchor else new, self.at)
+        for x, own in zip(self.entries, stored, strict=True):
+            x.index_copy_(2, self.slot, own)
         if self.read is None:
             return self.form.decode_at(self.entries, self.at_slots)
         attention.mark(self.entries[0], self.read)
@@ -251,38 +273,35 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-def _attend(
-    places: Tensor,
-    behind: Tensor,
-    angles: Tensor | None,
-    form: Form,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-) -> Tensor:
-    """Attention of queries [B, H, 1, D] by our kernel: [B, 1, H, D]."""
-    if isinstance(form, Int8) and form.rotation is not None:  # angles count from the first
-        query = form.rotation.shift(query, behind)
-    bases = None if form.base is None else form.base[:, 0]
-    return kernel.attend(places, query, keys, values, scale, angles=angles, bases=bases)[0]
-
-
 class _Step(nn.Module):
     """Step as a function of tensors only."""
 
-    def __init__(self, model: PreTrainedModel, is_int8: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        is_int8: bool = False,
+        table: TableAligner | None = None,
+        num_sinks: int = 0,
+    ):
         super().__init__()
-        self.model, self.is_int8 = model, is_int8
+        self.model, self.is_int8, self.table, self.num_sinks = model, is_int8, table, num_sinks
         self._layouts: list[str | None] = []
         if not is_int8:
             return
-        rotation, bases = rotation_of(model), key_bases(model)
+        rotation, bases = rotation_of(model), key_bases(model) if table is None else {}
         for i in range(spec_of(model.config).num_layers):
             one = None if rotation is None else rotation.at(i)
             self._layouts.append(None if one is None else one.layout)
             self.register_buffer(f"inv_freq_{i}", None if one is None else one.inv_freq)
             self.register_buffer(f"base_{i}", bases.get(i))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names."""
+        named = [
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        ]
+        return {name: x.detach() for name, x in named}
 
     def _form(self, layer_idx: int) -> Form:
         if not self.is_int8:
@@ -292,6 +311,45 @@ class _Step(nn.Module):
         rotation = None if layout is None else Rotation(inv_freq, layout=layout)
         return Int8(self.model.dtype, rotation, base)
 
+    def _anchor(self, layer_idx: int, births: Tensor, new: KV) -> KV:
+        """New entries [B, H, 1, D] without their places [B]; rows take the place of entries."""
+        assert self.table is not None
+        rows = new.map(lambda x: x.transpose(0, 2))
+        anchored = self.table.anchor(layer_idx, rows, births, True)
+        return anchored.map(lambda x: x.transpose(0, 2))
+
+    def _attend(
+        self,
+        layer_idx: int,
+        form: Form,
+        places: Tensor,
+        behind: Tensor,
+        angles: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Attention of queries [B, H, 1, D] by our kernel: [B, 1, H, D]."""
+        if isinstance(form, Int8) and form.rotation is not None:  # angles count from the first
+            query = form.rotation.shift(query, behind)
+        bases = None if form.base is None else form.base[:, 0]
+        tables = None
+        if self.table is not None:
+            tables = [getattr(self.table, name)[layer_idx] for name in TABLES]
+        output, _ = kernel.attend(
+            places,
+            query,
+            keys,
+            values,
+            scale,
+            angles=angles,
+            bases=bases,
+            tables=tables,
+            num_sinks=self.num_sinks,
+        )
+        return output
+
     def forward(
         self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
     ) -> Tensor:
@@ -300,25 +358,25 @@ class _Step(nn.Module):
         is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
         for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
             form, at = self._form(i), (position_ids, places[:, None] + behind)
-            read = partial(_attend, places, behind, angles, form) if is_ours else None
-            layers.append(_Layer(KV(*pair), form, slot, *at, read))
+            anchor = None if self.table is None else partial(self._anchor, i, position_ids[:, 0])
+            read = partial(self._attend, i, form, places, behind, angles) if is_ours else None
+            layers.append(_Layer(KV(*pair), form, slot, *at, anchor, read))
         cache = Cache(layers=layers)
         inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits
 
 
-def load_or_make(
-    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], makes: bool
-) -> Run | None:
+def load_or_make(step: _Step, inputs: list[Tensor], makes: bool) -> Run | None:
     """The file's step for this model and these inputs, if it gives the model's logits; else
     compiled, if it `makes` one. None if there is none, or none is possible.
     """
-    about = _about(model, inputs, weights)
+    weights = step.tensors()  # which it reads where they lie
+    about = _about(step, inputs, weights)
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
     file = folder() / f"{key}.pt2"
-    with in_eval_mode([*model.modules()]):
+    with in_eval_mode([*step.model.modules()]):
         if (run := _load(file, weights)) is not None:
-            if _gives_logits_of(model, run, inputs):
+            if _gives_logits_of(step, run, inputs):
                 return run
             log.warning(OTHER_LOGITS)
         if not makes or not has_compiler():
@@ -326,8 +384,8 @@ def load_or_make(
         try:
             with files.being_made(file):  # another start may be making it
                 run = _load(file, weights)
-                if run is None or not _gives_logits_of(model, run, inputs):
-                    run = _make(model, inputs, weights, file)
+                if run is None or not _gives_logits_of(step, run, inputs):
+                    run = _make(step, inputs, weights, file)
                 return run
         except Exception as error:  # what export does not take, or a full disk
             why = next(iter(str(error).splitlines()), type(error).__name__)
@@ -335,32 +393,29 @@ def load_or_make(
             return None
 
 
-def _gives_logits_of(model: PreTrainedModel, run: Run, inputs: list[Tensor]) -> bool:
+def _gives_logits_of(step: _Step, run: Run, inputs: list[Tensor]) -> bool:
     """Return whether a step runs, and gives the logits that the model gives now."""
     copies = [x.detach() for x in inputs]  # which the step marks
-    expected = _Step(model, inputs[4].dtype == torch.int8)(*copies)
+    expected = step(*copies)
     try:
         logits = run([*copies])[0]
     except RuntimeError as error:
         log.info("a stored step failed its trial: %s", error)
         return False
-    is_exact = inputs[4].dtype == torch.float32 and packed.weights_of(model) == "float32"
+    is_exact = inputs[4].dtype == torch.float32 and packed.weights_of(step.model) == "float32"
     most = _EXACT if is_exact else _ROUNDED
     return bool((logits - expected).std() <= most * expected.std())
 
 
 @progress.shown_as("compile")
-def _make(
-    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
-) -> Run | None:
+def _make(step: _Step, inputs: list[Tensor], weights: dict[str, Tensor], file: Path) -> Run | None:
     """The step, once a file has it and it gives the model's logits."""
-    step = _Step(model, inputs[4].dtype == torch.int8)
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
     def write(package: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            may_change = _dims(model, inputs)
+            may_change = _dims(step.model, inputs)
             exported = torch.export.export(
                 step, tuple(inputs), strict=False, dynamic_shapes=may_change
             )
@@ -377,7 +432,7 @@ def _make(
                 },
             )
         run = _opened(package, weights)
-        if not _gives_logits_of(model, run, inputs):
+        if not _gives_logits_of(step, run, inputs):
             raise RuntimeError("the compiled step gives other logits than the model")
 
     files.keep(file, write)
@@ -426,14 +481,13 @@ def _opened(file: Path, weights: dict[str, Tensor]) -> Run:
     return compiled.boxed_run
 
 
-def _about(
-    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
-) -> dict[str, Any]:
+def _about(step: _Step, inputs: list[Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
     """All that a compiled step depends on."""
+    model, table = step.model, step.table
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = cache_layer, int8, rope, packed, kernel
+    modules = cache_layer, int8, rope, packed, kernel, aligner_table, aligner_network
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,
@@ -444,6 +498,7 @@ def _about(
         "weights": {name: (tuple(x.shape), x.dtype) for name, x in weights.items()},
         "entries": [(of_one, x.dtype) for of_one, x in zip(fixed, inputs[4:], strict=True)],
         "is_one": len(inputs[0]) == 1,
+        "table": None if table is None else (table.kind, step.num_sinks),
         "versions": (torch.__version__, transformers.__version__),
         "kernel": kernel.is_here(),
         "sources": [sha256(path) for path in sources],
@@ -457,11 +512,9 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
     return {name: x for name, x in values.items() if isinstance(x, int | float | str | tuple)}
 
 
-def tensors_of(model: PreTrainedModel, is_int8: bool) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in a `_Step`."""
-    step = _Step(model, is_int8)
-    named = [
-        *step.named_parameters(remove_duplicate=False),
-        *step.named_buffers(remove_duplicate=False),
-    ]
-    return {name: x.detach() for name, x in named}
+def table_of(cache: Any) -> TableAligner | None:
+    """Tables that place a cache's entries, each at its position, when attention reads them."""
+    realigner = cache.realigner
+    if not isinstance(realigner, OnRead) or realigner.rotation is not None:
+        return None
+    return realigner.table if realigner.place_positions is None else None

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from helpers.comings import come_and_go
+from helpers.methods import table_network, tables
 from helpers.model_changes import CHANGES, OF_CODE
 from helpers.tiny_models import tiny_model
 from helpers.uncompiled_step import not_compiled
@@ -83,6 +84,23 @@ def test_a_stored_step_is_the_eager_one(llama):
 def test_of_learned_positions_and_attention_of_its_own(monkeypatch):
     not_compiled(monkeypatch, exported=True)
     assert differ(tiny("gpt_neo")) < 1e-5
+
+
+@needs_kernel
+@pytest.mark.parametrize("make", [tables, table_network])
+@pytest.mark.parametrize("sizes", [{}, dict(cache_dtype="int8"), dict(num_sinks=4)], ids=str)
+def test_tables_place_what_a_stored_step_reads_and_writes(make, sizes, monkeypatch):
+    """A network corrects entries once something was evicted: before that its steps are eager."""
+    found, model = not_compiled(monkeypatch, exported=True), tiny("gpt2", n_embd=64)
+    sizes = dict(num_sinks=0) | sizes
+    aligner = make(model, scale=0.3)
+    most = 0.1 if "cache_dtype" in sizes else 1e-4  # a number beside a border goes the other way
+    assert differ(model, name="kvalign", aligner=aligner, **sizes) < most
+    num, method = len(found), make_method("kvalign", model, aligner=aligner, **SIZES, **sizes)
+    method.compile().stepper.fallback = None
+    for _ in range(6):
+        method.feed(torch.ones(1, 1).long())
+    assert (len(found) > num) == (make is tables)
 
 
 OF_ROWS = [{}, dict(num_evicted=3), dict(cache_dtype="int8")]

@@ -168,9 +168,9 @@ def compile(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     began, size = time.perf_counter(), method.sizes.cache_size
     if method.stepper is None or not method.stepper.prepare(method, 1):
         raise UserError(
-            f"the step of {method.in_words} cannot be stored. Steps of streaming-llm and window "
-            "can, on a CPU with a C++ compiler, if each step evicts an entry. --compile "
-            "compiles other steps at each start"
+            f"the step of {method.in_words} cannot be stored. Steps of streaming-llm, of window, "
+            "and of kvalign with tables on learned positions can, on a CPU with a C++ compiler, if "
+            "each step evicts an entry. --compile compiles other steps at each start"
         )
     seconds = time.perf_counter() - began
     about = {"model": settings.model, "method": method.name, "cache_size": size}
