@@ -191,7 +191,7 @@ class OnRead(Realigner):
         )
 
     def reader(self, layer: int) -> Reader:
-        """As `prepare` found the tables, mean keys rotated to their places; or as they are now, if
+        """Tables as `prepare` found them, mean keys rotated to their places; or as they are now, if
         gradients are recorded.
         """
         return self._reader_of(layer) if torch.is_grad_enabled() else self._readers[layer]
