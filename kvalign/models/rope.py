@@ -86,9 +86,10 @@ class Angles(NamedTuple):
 
 
 class Rotation:
-    """Rotation of the keys of one rotary model along positions, by `rerotate` with its `inv_freq`.
+    """Rotation of the keys of one rotary model along positions.
 
     Attributes:
+        inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included.
         is_bounded: whether the rotation changes or ends beyond the context length.
         layout: key of `LAYOUTS`.
     """
@@ -118,9 +119,12 @@ class Rotation:
         return Angles(angles.cos[at], angles.sin[at], self.layout)
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        """Keys [..., S, D], moved `shift` positions towards the start."""
+        """Rotated keys [..., S, D], moved `shift` positions towards the start: one number for all
+        entries or [..., S], negative: away from it. Numbers beyond the rotary ones (GPT-NeoX) stay.
+        Angles and products are in float32; a shift of 0 returns the same numbers.
+        """
         if isinstance(shift, Tensor):
-            return rerotate(keys, shift, self.inv_freq, self.layout)
+            return self.angles(shift.to(keys.device)).rotate(keys)
         # All layers of a step ask for the same few.
         key = shift, keys.device
         angles = self._angles.get(key)
@@ -128,8 +132,7 @@ class Rotation:
             if len(self._angles) >= NUM_SHIFTS:
                 self._angles.clear()
             with no_autograd_modes():
-                inv_freq = self.inv_freq.to(keys.device, torch.float32)
-                angles = self._angles[key] = Angles.of(shift, inv_freq, self.layout)
+                angles = self._angles[key] = self.angles(torch.tensor(shift, device=keys.device))
         return angles.rotate(keys)
 
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
@@ -149,24 +152,6 @@ class RotationByLayer(Rotation):
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
         pairs = zip(self.layers, keys.unbind(dim), strict=True)
         return torch.stack([layer.shift(x, shift) for layer, x in pairs], dim)
-
-
-def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> Tensor:
-    """Move rotated keys `shift` positions towards the start; angles and products in float32.
-
-    Args:
-        keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay
-            unchanged.
-        shift: positions, one number for all entries or [..., S]; negative moves away from the
-            start.
-        inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
-            (`kvalign.models.rotation_of`).
-        layout: key of `LAYOUTS`.
-
-    Returns:
-        [..., S, D] in the dtype of `keys`; a shift of 0 returns the same numbers.
-    """
-    return Angles.of(shift, inv_freq.to(keys.device, torch.float32), layout).rotate(keys)
 
 
 OFFSETS = (0, 37)

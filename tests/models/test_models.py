@@ -6,7 +6,6 @@ from helpers.tiny_models import CONTEXT_LEN, KINDS, MORE_KINDS, SCALINGS, tiny_m
 from transformers import AutoConfig
 
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
-from kvalign.models.rope import rerotate
 
 
 def test_every_known_architecture_is_tested():
@@ -24,13 +23,13 @@ def test_spec_is_what_the_cache_holds(model, ids):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
-    """rerotate by s is RoPE at p - s: layer 0 of the same tokens, s positions later."""
+    """A shift by s is RoPE at p - s: layer 0 of the same tokens, s positions later."""
     model = tiny_model("llama", rope_parameters=SCALINGS[scaling] | {"rope_theta": theta})
     ids, shift = ids[:, :12], 5
     places = [torch.arange(start, start + 12)[None] for start in (0, shift)]
     outs = [model(input_ids=ids, position_ids=x, use_cache=True) for x in places]
     at = [out.past_key_values.layers[0].keys for out in outs]
-    assert torch.allclose(rerotate(at[1], shift, rotation_of(model).inv_freq), at[0], atol=1e-4)
+    assert torch.allclose(rotation_of(model).shift(at[1], shift), at[0], atol=1e-4)
     assert not torch.allclose(at[1], at[0], atol=1e-2)
 
 
