@@ -62,12 +62,6 @@ class Angles(NamedTuple):
     sin: Tensor
     layout: str = "halves"
 
-    @classmethod
-    def of(cls, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> "Angles":
-        steps = torch.as_tensor(shift, device=inv_freq.device, dtype=torch.float32)
-        angles = -steps[..., None] * inv_freq
-        return cls(angles.cos(), angles.sin(), layout)
-
     def rotate(self, keys: Tensor) -> Tensor:
         """Keys [..., S, D], moved."""
         split, join = LAYOUTS[self.layout]
@@ -104,7 +98,8 @@ class Rotation:
 
     def angles(self, shift: Tensor) -> Angles:
         """Angles that move keys so many positions [..., S] towards the start."""
-        return Angles.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
+        angles = -shift.float()[..., None] * self.inv_freq.to(shift.device, torch.float32)
+        return Angles(angles.cos(), angles.sin(), self.layout)
 
     def angles_to(self, at: slice | Tensor, device: torch.device) -> Angles:
         """Angles that move keys from position 0 to `at`, [..., S] or a slice of positions."""
