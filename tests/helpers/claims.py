@@ -32,8 +32,7 @@ LEDGER = RESULTS / "claims.yaml"
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 # Pages whose figures have not all a claim yet; those that have one are held.
 LATER = {
-    *(f"eval/results/{name}.md" for name in ("gpu", "judged", "memory", "policies", "sinks")),
-    *("eval/results/smollm2.md", "eval/results/speed.md"),
+    *(f"eval/results/{name}.md" for name in ("gpu", "judged", "memory", "smollm2")),
     *(page for page in NAMES if page.startswith("docs/")),
 }
 
