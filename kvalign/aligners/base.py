@@ -6,7 +6,6 @@ keys of a rotary model (`kvalign.cache.realign` does), so an aligner that adds n
 StreamingLLM.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 from safetensors.torch import save_file
@@ -29,7 +28,6 @@ from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
 from kvalign.foundation.names import REMOVED, nearest, unknown
 from kvalign.foundation.settings import typed
-from kvalign.models import fetched
 from kvalign.models.architectures import Family, ModelSpec, spec_of
 from kvalign.models.identity import FINGERPRINT_LEN, embedding_fingerprint, has_fingerprint
 from kvalign.models.weights import read_weights
@@ -265,6 +263,8 @@ class Aligner(
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The README.md that `save_pretrained` writes unless one exists."""
+        from kvalign.aligners.card import card_text
+
         return ModelCard(card_text(self.config))
 
     def save_pretrained(
@@ -354,52 +354,3 @@ def _download(model_id: str, revision: str | None) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise NotFoundError(_no_aligner(model_id)) from error
     return Path(folder)
-
-
-def card_text(config: AlignerConfig) -> str:
-    """The whole card, with the metadata for the hub."""
-    import jinja2
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvalign.aligners"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters["exp"] = math.exp
-    parts = config.training
-    data = [part["data"] for part in parts.values() if "data" in part]
-    imported = any("licence" in entry for entry in data)
-    datasets = {name for entry in data for name in entry.get("datasets", ()) if _is_hub_id(name)}
-    metadata = ModelCardData(
-        license="other" if imported else "apache-2.0",
-        library_name="kvalign",
-        tags=["kv-cache", "kvalign"],
-        base_model=config.base_model if _is_hub_id(config.base_model) else None,
-        datasets=sorted(datasets) or None,
-    )
-    judged = next((part["judged"] for part in parts.values() if "judged" in part), None)
-    return templates.get_template("card.md.jinja").render(
-        metadata=metadata.to_yaml(),
-        config=config,
-        parts=parts,
-        judged=judged,
-        set_name=_set_name,
-        imported=imported,
-        listed=_listing,
-        number=lambda x: "" if x is None else f"{x:.4g}",
-    )
-
-
-def _set_name(parts: list[str]) -> str:
-    """Set of parts in words: `keys and values`."""
-    return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
-
-
-def _listing(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
-
-
-def _is_hub_id(name: str) -> bool:
-    known_here = name in (*checkpoints.MODELS, *fetched.MODELS) or Path(name).exists()
-    return not known_here and hub.is_id(name)

@@ -12,10 +12,8 @@ PyTorch's own (nothing is placed when it is read), and bands of its flash kernel
 half precision on CUDA). No code here is for a single architecture (`kvalign.models.attention`).
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,7 +126,9 @@ def _attend_many(
         behind = (step.told[0] - step.run_on).to(query.device)
         rotated = reader.rotation.shift(query, behind)
     is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
-    if is_plain and step.sizes.num_evicted == 1 and has_band_kernel(query):
+    if is_plain and step.sizes.num_evicted == 1 and takes_bands(query):
+        from kvalign.cache.band import band_and_sinks
+
         of_sinks = num_sinks, max(step.sizes.num_sinks - step.seen[0], 0), step.tokens
         return band_and_sinks(
             query, rotated, keys, values, *of_sinks, step.sizes.window_size, scale
@@ -152,6 +152,17 @@ def _attend_many(
         of_block = own, window, own, k, v, scale, num_sinks, places, placed, found
         outputs.append(placed_attention(*of_block)[0])
     return torch.cat(outputs, 1)
+
+
+def takes_bands(query: Tensor) -> bool:
+    """Return whether flash kernels read bands (`band.py`) for such queries: on CUDA, in half
+    precision.
+    """
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    from kvalign.cache.band import flash
+
+    return flash() is not None
 
 
 def placed_attention(
@@ -250,79 +261,6 @@ def alibi_mask(step: Pass, model: PreTrainedModel) -> Tensor:
     return bloom_mask(model, visible, step.dropped - step.dropped[0], num_sinks)
 
 
-def has_band_kernel(query: Tensor) -> bool:
-    """Return whether `band`, attention of each query to its own token and a fixed number of tokens
-    before it, has a kernel for such queries: on CUDA, in half precision.
-    """
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and is_half and _flash() is not None
-
-
-def band(
-    query: Tensor, keys: Tensor, values: Tensor, width: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of the queries of the last tokens, [B, H, T, D], over keys [B, H_kv, S, D]: each
-    over its own token's and those of `width` tokens before. It is 0 or not a number where there is
-    none.
-
-    Returns:
-        its output [B, T, H, D], and the logarithms of the sums of exponentials, [B, H, T] float32.
-    """
-    num_rows, _, num, _ = query.shape
-    num_keys = keys.shape[2]
-    ends = (
-        torch.arange(0, (num_rows + 1) * n, n, dtype=torch.int32, device=query.device)
-        for n in (num, num_keys)
-    )
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
-    kernel = _flash()
-    assert kernel is not None
-    out, sums = kernel(*packed, *ends, num, num_keys, scale=scale, window_size=(width, 0))
-    return out.unflatten(0, (num_rows, num)), sums.unflatten(1, (num_rows, num)).transpose(0, 1)
-
-
-def band_and_sinks(
-    query: Tensor,
-    rotated: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    num_sinks: int,
-    num_early: int,
-    at: Tensor,
-    width: int,
-    scale: float,
-) -> Tensor:
-    """Attention of queries [B, H, T, D] over sinks and a band, in two parts that are merged by the
-    logarithms of their sums of exponentials: [B, T, H, D].
-
-    Args:
-        query, rotated: in one form for the sinks and one for the band.
-        keys, values: [B, H_kv, S, D], sinks first.
-        num_early: queries before the end of the sinks, which see no band.
-        at: [T] int64, the token of each query.
-    """
-    sinks, window = keys.tensor_split([num_sinks], 2)
-    of_sinks, of_window = values.tensor_split([num_sinks], 2)
-    out, sums = band(rotated, window, of_window, width, scale)
-    if not num_sinks:
-        return out
-    if num_early:
-        out[:, :num_early], sums[:, :, :num_early] = 0, -torch.inf
-    grouped = query.unflatten(1, (sinks.shape[1], -1))
-    scores = (grouped.flatten(2, 3) @ sinks.mT).unflatten(2, grouped.shape[2:4]).float()
-    scores = scores.flatten(1, 2) * scale  # [B, H, T, num_sinks]
-    if num_early:
-        unseen = torch.arange(num_sinks, device=scores.device) > at[:, None]
-        scores = scores.masked_fill(unseen, -torch.inf)
-    both = torch.logaddexp(scores.logsumexp(-1), sums)  # [B, H, T]
-    weights = (scores - both[..., None]).exp().to(values.dtype)
-    weights = weights.unflatten(1, (sinks.shape[1], -1))
-    out_of_sinks = (weights.flatten(2, 3) @ of_sinks).unflatten(2, weights.shape[2:4])
-    out_of_sinks = out_of_sinks.flatten(1, 2).transpose(1, 2)
-    share = (sums - both).exp().transpose(1, 2)[..., None]
-    return torch.addcmul(out_of_sinks.float(), out.float(), share).to(query.dtype)
-
-
 def both_forms(
     query: Tensor, rotated: Tensor, keys: Tensor, values: Tensor, num_sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -332,19 +270,3 @@ def both_forms(
     sinks, window = keys.tensor_split([num_sinks], 2)
     keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
     return torch.cat([query, rotated], -1), keys, pad(values, (0, values.shape[3]))
-
-
-@functools.cache
-def _flash() -> Callable[..., Any] | None:
-    """PyTorch's flash attention over bands, which also returns the logarithms of sums; None: this
-    version has none.
-    """
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
-        return None
-    options = inspect.signature(varlen_attn).parameters
-    if "window_size" not in options:
-        return None
-    of_groups: Any = {"enable_gqa": True} if "enable_gqa" in options else {}
-    return functools.partial(varlen_attn, return_aux=AuxRequest(lse=True), **of_groups)

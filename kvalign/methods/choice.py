@@ -14,7 +14,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.kinds import note_of_use
-from kvalign.cache.sizes import default_size
+from kvalign.cache.sizes import OF_POLICY, default_size
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
@@ -118,8 +118,8 @@ def _as_judged(
 
 
 def needs_cache(sizes: Mapping[str, Any]) -> bool:
-    """Return whether sizes are asked for that `discard-half` ignores, such as a memory."""
-    return any(sizes.get(name) for name in METHODS["discard-half"].ignored_settings())
+    """Return whether sizes are asked for that only entries in a cache have, such as a memory."""
+    return any(sizes.get(name) for name in ("realign_every", *OF_POLICY))
 
 
 def aligners_at_hand(
