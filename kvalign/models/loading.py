@@ -7,9 +7,9 @@ weights, until another byte of the model's files, or other code, asks for anothe
 """
 
 import hashlib
+import json
 import logging
 import os
-import pickle
 from dataclasses import dataclass
 from glob import escape
 from importlib.util import find_spec
@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
 from kvalign import checkpoints
@@ -29,7 +36,7 @@ from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, kernel, model_folder, packed
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.rope import frequencies
-from kvalign.models.weights import check_finite
+from kvalign.models.weights import check_finite, opened
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +223,9 @@ class Request:
     _asked_for: Path | None = None
 
     def read(self) -> PreTrainedModel | None:
-        """The packed model that is kept; None if none of the same files is, or it has no room."""
+        """The packed model that is kept; None if none of the same files is, where it has no room,
+        or if it has more than its config says, as with an adapter.
+        """
         if not self.is_for_packed():
             return None
         self._asked_for = path = self._file()
@@ -224,27 +233,52 @@ class Request:
             return None
         if not files.is_whole(path):
             return None
-        # Code is in this folder, too: the kernels. So it may be pickled.
-        model, is_of_4_bits = torch.load(path, map_location=self.device, weights_only=False)
-        return model if is_of_4_bits or self.weights != "auto" else None
+        device = torch.device(self.device)
+        try:
+            with opened(path, path.name) as file:
+                about = file.metadata()
+                if self.weights == "auto" and not json.loads(about["auto"]):
+                    return None
+                # Copied: what is mapped lies as in the file, and is read more slowly.
+                stored = {x: file.get_tensor(x).clone().to(device) for x in file.keys()}  # noqa: SIM118
+            stored |= {name: stored[one] for name, one in json.loads(about["shared"]).items()}
+            dtype = getattr(torch, about["dtype"])
+            with model_folder.quiet(), torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            packed.pack(model, about["weights"], device, stored)
+            _fill(model, stored)
+        except (UserError, KeyError):
+            return None
+        model.generation_config = GenerationConfig.from_dict(json.loads(about["generation"]))
+        return model if _tensors(model).keys() == stored.keys() else None
 
     def keep(self, model: PreTrainedModel) -> None:
         """Keep what was loaded if it is packed, on the device that was asked for, and large."""
+        own = _tensors(model)
         is_there = model.device.type == torch.device(self.device).type and self.is_for_packed()
-        is_packed = packed.weights_of(model) in packed.PACKED
-        if not (is_there and is_packed) or packed.num_bytes(model) < LEAST:
+        weights = packed.weights_of(model)
+        if not is_there or weights not in packed.PACKED or packed.num_bytes(model) < LEAST:
             return
         path = self._file()  # a model from the hub has all its files by now
         if Path(self.source).exists() and self._asked_for not in (None, path):
             warn_once(f"{self.source} was changed while it was read: what was packed is not kept")
             return
-        about = model, self.is_of_4_bits
+        firsts = {id(x): name for name, x in reversed(own.items())}  # by which it is stored
+        shared = {name: firsts[id(x)] for name, x in own.items() if firsts[id(x)] != name}
+        about = {
+            "shared": json.dumps(shared),
+            "weights": weights,
+            "auto": json.dumps(self.is_of_4_bits),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "generation": model.generation_config.to_json_string(),
+        }
+        tensors = {x: own[x].detach().contiguous() for x in firsts.values()}
         try:
-            files.keep(path, lambda partial: torch.save(about, partial))
-            for other in path.parent.glob(f"{escape(path.stem.rpartition('-')[0])}*.pt"):
+            files.keep(path, lambda partial: save_file(tensors, partial, about))
+            for other in path.parent.glob(f"{escape(path.stem.rpartition('-')[0])}*.safetensors"):
                 if other != path:  # of other files, or by other code
                     files.forget(other)
-        except (OSError, AttributeError, TypeError, pickle.PicklingError) as error:
+        except OSError as error:
             warn_once(f"packed weights are not kept, and are packed at each start: {error}")
 
     def is_for_packed(self) -> bool:
@@ -265,9 +299,34 @@ class Request:
         kind = packed.kind_for(torch.device(self.device)).__name__
         form = "int4" if self.weights == "auto" else self.weights
         owner = _digest(str(path), kind, self.dtype, form)
-        name = f"{path.stem}-{form}-{owner}-{_digest(content, versions)}.pt"
+        name = f"{path.stem}-{form}-{owner}-{_digest(content, versions)}.safetensors"
         return fetched.cache_dir() / "packed" / name
 
 
 def _digest(*about: object) -> str:
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a model, under each of their names."""
+    found = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Give a model without numbers the tensors of these names; KeyError if there is none for
+    one.
+    """
+    there: dict[int, Tensor] = {}  # by what it takes the place of, which modules may share
+    for path, module in model.named_modules():
+        for own in (module._parameters, module._buffers):
+            for name, x in own.items():
+                if x is None or not x.is_meta:
+                    continue
+                if id(x) not in there:
+                    value = stored[f"{path}.{name}"]
+                    there[id(x)] = nn.Parameter(value) if isinstance(x, nn.Parameter) else value
+                own[name] = there[id(x)]
+        for name, x in vars(module).items():
+            if isinstance(x, Tensor) and x.is_meta:
+                raise KeyError(name)  # it was computed, and is not in the file

@@ -15,6 +15,7 @@ Everything between the products stays unchanged on a CPU, and is in bfloat16 on 
 import logging
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -42,16 +43,25 @@ class PackedLinear(nn.Module):
     Args:
         weight: [N, K], K a multiple of `GROUP`.
         bits: 4 or 8.
+        buffers: of weights that were packed before, of which only the shape is read.
     """
 
     of_scales: ClassVar[torch.dtype]
+    names: ClassVar[tuple[str, ...]] = ("packed",)  # of its buffers
     packed: Tensor
 
-    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
+    def __init__(
+        self,
+        weight: Tensor,
+        bits: int,
+        bias: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits, self.bias = bits, bias
-        for name, x in self.buffers_of(*parts(weight, bits, self.of_scales)).items():
+        buffers = buffers or self.buffers_of(*parts(weight, bits, self.of_scales))
+        for name, x in buffers.items():
             self.register_buffer(name, x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +116,7 @@ class TorchLinear(PackedLinear):
     """
 
     of_scales = torch.bfloat16
+    names = ("packed", "scales")
     # K doubled where bits is 8; N' is N filled up to blocks. On a CPU [N', K / 2] uint8, on CUDA
     # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8.
     packed: Tensor
@@ -240,7 +251,12 @@ def kind_for(device: torch.device) -> type[PackedLinear]:
     return RoundingLinear if device.type == "cpu" and kernel.is_here() else TorchLinear
 
 
-def pack(model: PreTrainedModel, weights: str) -> None:
+def pack(
+    model: PreTrainedModel,
+    weights: str,
+    device: torch.device | None = None,
+    stored: Mapping[str, Tensor] | None = None,
+) -> None:
     """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32
     and, with our kernel, in the embedding of tokens. If it and the head share weights, they still
     do.
@@ -248,12 +264,20 @@ def pack(model: PreTrainedModel, weights: str) -> None:
     Args:
         model: on a CPU with weights in float32, on CUDA in bfloat16.
         weights: int8, or int4.
+        device: of the packed weights; None: the model's.
+        stored: tensors of a model that was packed before, by name; the model needs no numbers.
+
+    Raises:
+        KeyError: a name that `stored` lacks.
     """
-    kind = kind_for(model.device)
+    device = device or model.device
+    kind = kind_for(device)
 
     def made(path: str, weight: Tensor, bits: int, bias: Tensor | None = None) -> PackedLinear:
-        progress.phase(f"packing {path}")
-        return kind(weight, bits, bias).train(model.training)
+        if stored is None:
+            progress.phase(f"packing {path}")
+        buffers = stored and {name: stored[f"{path}.{name}"] for name in kind.names}
+        return kind(weight, bits, bias, buffers).train(model.training)
 
     num_before = sum(x.nbytes for x in model.parameters())
     sizes = {id(x): (name, x.nbytes, x.ndim) for name, x in model.named_parameters()}

@@ -72,6 +72,19 @@ def test_every_architecture_is_read_as_it_was_packed(kind, tmp_path, ids):
     same(request.read().eval(), model, ids)
 
 
+@pytest.mark.parametrize("change", ["buffer", "module"])
+def test_a_model_that_is_more_than_its_config_is_packed_each_time(change, tmp_path):
+    model = copy.deepcopy(tiny_model("llama"))
+    if change == "buffer":
+        model.model.register_buffer("own", torch.ones(3))
+    else:
+        model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+    packed.pack(model, "int4")
+    request = loading.Request(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request.keep(model)
+    assert request.read() is None
+
+
 @pytest.mark.parametrize("has_kernel", [True, False] if kernel.is_here() else [False])
 def test_each_kernel_and_form_has_a_file_of_its_own(
     has_kernel, tokenizer, tmp_path, unread, ids, kept, monkeypatch
@@ -79,7 +92,7 @@ def test_each_kernel_and_form_has_a_file_of_its_own(
     monkeypatch.setattr(kernel, "is_here", lambda: has_kernel)
     folder = saved(tmp_path / "model", "gpt2", tokenizer, tie_word_embeddings=False)
     expected = {weights: load_model(folder, weights=weights).model for weights in packed.PACKED}
-    assert len(list(kept.glob("model-*.pt"))) == 2
+    assert len(list(kept.glob("model-*.safetensors"))) == 2
     unread()
     for weights in packed.PACKED:
         same(load_model(folder, weights=weights).model, expected[weights], ids)
@@ -124,7 +137,7 @@ def test_a_changed_model_is_packed_anew(tokenizer, tmp_path, ids, kept):
         file, ns=(changed, changed)
     )  # of the same size and time, as `tar` and `cp -p` leave it
     after = load_model(folder, weights="int4").model
-    assert identity(after) != before and len([*kept.glob("*.pt")]) == 1
+    assert identity(after) != before and len([*kept.glob("*.safetensors")]) == 1
     same(load_model(folder, weights="int4").model, after, ids)
 
 
@@ -149,7 +162,7 @@ def flipped(content):
 def test_a_damaged_file_is_made_anew(damage, tokenizer, tmp_path, unread, ids, kept, caplog):
     folder = saved(tmp_path / "model", "llama", tokenizer)
     expected = load_model(folder, weights="int4").model
-    (file,) = kept.glob("*.pt")
+    (file,) = kept.glob("*.safetensors")
     file.write_bytes(damage(file.read_bytes()))
     same(load_model(folder, weights="int4").model, expected, ids)
     assert f"{file} is damaged: it is made again" in caplog.text
