@@ -42,7 +42,8 @@ def models() -> list[Row]:
 
     folders = {name: fetched.model_path(name) for name in fetched.MODELS}
     here = {name: folder for name, folder in folders.items() if folder}
-    return list(_rows(row, checkpoints.MODELS, "fetched", here))
+    shipped = {name: checkpoints.FOLDER / name for name in checkpoints.MODELS}
+    return list(_rows(row, shipped=shipped, fetched=here))
 
 
 def fetchable() -> list[Row]:
@@ -110,7 +111,8 @@ def aligners(model: str | None = None) -> list[Row]:
         }
 
     here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
-    rows = list(_rows(row, checkpoints.ALIGNERS, "here", here))
+    shipped = {name: checkpoints.FOLDER / name for name in checkpoints.ALIGNERS}
+    rows = list(_rows(row, shipped=shipped, here=here))
     if not rows:
         how = f"`kvalign train --model {model}` makes one"
         raise NotFoundError(f"no aligner for {model!r} is here: {how}")
@@ -187,19 +189,9 @@ def show_listing(name: str, settings: Settings, as_json: bool) -> dict[str, Any]
     return show(as_json, **{name: globals()[name](**vars(settings))})
 
 
-def _rows(
-    row: Callable[[str, Path], Row | None],
-    shipped: tuple[str, ...],
-    where_else: str,
-    here: Mapping[str, Path],
-) -> Iterator[Row]:
-    """Rows of shipped folders, those here and the hub cache's, without empty ones."""
-    folders = {
-        "shipped": {name: checkpoints.FOLDER / name for name in shipped},
-        where_else: here,
-        "cached": dict(_cached()),
-    }
-    for where, by_name in folders.items():
+def _rows(row: Callable[[str, Path], Row | None], **folders: Mapping[str, Path]) -> Iterator[Row]:
+    """Rows of folders by their names, by where these are, and of the hub cache's."""
+    for where, by_name in {**folders, "cached": dict(_cached())}.items():
         for name, folder in by_name.items():
             try:
                 if facts := row(name, folder):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -258,9 +258,8 @@ class TextStream(NotPickled):
 
     def __repr__(self) -> str:
         model, size = self.method.spec.name or "a model", self.method.sizes.cache_size
-        return (
-            f"<stream of {model}: {self.method.title}, cache_size {size}, {len(self.ids)} tokens>"
-        )
+        of = f"{self.method.title}, cache_size {size}, {len(self.ids)} tokens"
+        return f"<stream of {model}: {of}>"
 
     @property
     def has_ended(self) -> bool:
@@ -432,9 +431,7 @@ def load_stream(
         if name in config:
             raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
     Sampling.of(load_stream, config)
-    changes: dict[str, Any] = {**config}
-    if changes.get("seed") is None:
-        changes.pop("seed", None)
+    changes = {name: x for name, x in config.items() if name != "seed" or x is not None}
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, unwrapped(model))

@@ -152,7 +152,8 @@ def test_a_full_queue_is_429_and_others_go_on(loaded):
         server.client() as client,
     ):
         first = say(client, "Who?", stream=True, max_tokens=2000)
-        next(first)
+        next(first)  # it may wait itself as it begins
+        until(lambda: server.service.engine.num_rows == 1)
         answers = []
         second = threading.Thread(target=lambda: answers.append(content(say(client, "Why?"))))
         second.start()

@@ -45,7 +45,9 @@ def chat(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
             if goes_on and not conversation.is_cut:
                 say("there is no answer that was cut: say something")
                 continue
-            if settings.say is None and is_command(turn) and not goes_on:
+            # The first word is a slash and letters; `/etc/hosts` begins a turn.
+            is_command = settings.say is None and re.match(r"/[A-Za-z]*(\s|$)", turn)
+            if is_command and not goes_on:
                 if turn == "/exit":
                     break
                 try:
@@ -110,11 +112,6 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
         is_warned = False
         if turn:
             yield turn
-
-
-def is_command(line: str) -> bool:
-    """Return whether the first word is a slash and letters; `/etc/hosts` begins a turn."""
-    return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
 
 
 def obey(line: str, conversation: Conversation) -> str:

@@ -90,13 +90,9 @@ class Prompts:
             raise RequestError("the prompt is not Unicode text", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
-        if len(ids) > self.settings.max_prompt_tokens:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the most for a request are "
-                f"{self.settings.max_prompt_tokens}: send it in parts",
-                param="prompt",
-                code="prompt_too_long",
-            )
+        if (num := len(ids)) > (most := self.settings.max_prompt_tokens):
+            what = f"the prompt has {num} tokens, most for a request are {most}: send it in parts"
+            raise RequestError(what, param="prompt", code="prompt_too_long")
         return torch.tensor(ids, dtype=torch.int64)
 
     def whole_turns(
@@ -146,12 +142,8 @@ def new_messages(
     if is_turn and (system is None or as_read(system) == as_read(session.system or "")):
         results = [message for message in turns if message.role == "tool"]
         return [*in_order(results, calls), *turns[len(results) :]] if results else turns
-    raise RequestError(
-        "these messages do not continue the session: send only the new turn, or all messages "
-        "with the server's answers unchanged, or name another session",
-        param="session",
-        code="session_mismatch",
-    )
+    what = "these messages do not continue the session: send only the new turn, or all unchanged"
+    raise RequestError(what, param="session", code="session_mismatch")
 
 
 def session_for(session: Session, request: Chat) -> Session | None:

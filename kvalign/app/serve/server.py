@@ -260,9 +260,8 @@ class Guard:
             what = f"the host {host!r:.80} is not allowed here: add it with --allowed-hosts"
             raise RequestError(what, 403, code="host_not_allowed")
         if origin is not None and origin.lower() not in (*own, *self.allowed_origins):
-            raise RequestError(
-                f"pages of {origin!r:.80} are not allowed here", 403, code="origin_not_allowed"
-            )
+            what = f"pages of {origin!r:.80} are not allowed here"
+            raise RequestError(what, 403, code="origin_not_allowed")
         if self.api_key is not None and path not in _OPEN:
             kind, _, key = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())

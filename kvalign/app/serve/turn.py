@@ -199,8 +199,6 @@ def states_of(batch: Method, rows: list[int]) -> list[State]:
     several, states = batch.new(), []
     several.join([batch])
     several.select(rows)
-    if len(rows) == 1:
-        return [several.state()]
     for i in range(len(rows)):
         one = batch.new()
         one.join([several])
