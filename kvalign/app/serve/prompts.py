@@ -111,10 +111,15 @@ class Prompts:
         return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
 
     def num_gone(self, session: Session) -> int:
+        """Number of tokens of evicted turns, which follow the opening."""
         if not session.turns or not session.turns[0]:
             return 0
         first, begin = self._talk(session.system).word_starts((0, session.turns[0]))
         return begin - first
+
+    def opening_len(self, session: Session) -> int:
+        """Number of tokens before its first turn."""
+        return self._talk(session.system).opening_len()
 
 
 def new_messages(

@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvalign.app.serve import cache_view
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
@@ -95,7 +96,17 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         await run_in_threadpool(service.sessions.forget, session)
         return JSONResponse({"id": session, "object": "session.deleted", "deleted": True})
 
+    @app.api_route("/v1/sessions/{session}/cache", methods=_READ)
+    async def cache(request: Request, session: str) -> Response:
+        since = request.query_params.get("since", "0")
+        if not (since.isascii() and since.isdigit()):
+            raise RequestError(
+                f"since must be a number of tokens, got {since!r:.80}", param="since"
+            )
+        return JSONResponse(await run_in_threadpool(cache_view.view, service, session, int(since)))
+
     model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
+    model["kvalign"] = cache_view.about(service)
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:

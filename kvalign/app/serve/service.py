@@ -28,6 +28,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
+from kvalign.streaming.answer import token_bytes
 from kvalign.streaming.chat import talk_defaults
 from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
@@ -61,6 +62,7 @@ class Service:
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         keeps_opening = num_sinks is None and "num_sinks" not in self.method.fixed
         self.prompts = Prompts(self.tokenizer, self.method, settings, keeps_opening)
+        self.spelled = lru_cache(2**16)(self._spelled)
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
         self.metrics = Metrics()
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
@@ -74,6 +76,10 @@ class Service:
         self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
+
+    def _spelled(self, token: int) -> str:
+        """Text of a token alone."""
+        return token_bytes(self.tokenizer, token).decode(errors="replace")
 
     def _take_stored_steps(self) -> None:
         """Load stored steps. To compile others would take a minute for each number of rows."""

@@ -202,6 +202,13 @@ class Sessions:
         with self._lock:
             self._busy.discard(session.id)
 
+    def known(self, name: str) -> Session:
+        """Session under a name as its last turn left it; RequestError if there is none."""
+        with self._lock:
+            if name not in self._by_id:
+                raise _not_found(name)
+            return self._by_id[name]
+
     def forget(self, name: str) -> None:
         """Delete a session; RequestError if it does not exist, or is answering a turn."""
         with self._lock:
@@ -210,7 +217,7 @@ class Sessions:
             self._by_id.pop(name, None)
             self._dropped.pop(name, None)
             if not self.store.drop(name) and not is_known:
-                raise RequestError(f"no such session: {name!r:.80}", 404, code="session_not_found")
+                raise _not_found(name)
 
     def _add(self, session: Session) -> None:
         self._by_id.pop(session.id, None)
@@ -239,6 +246,10 @@ class Sessions:
 
     def _most(self, is_named: bool) -> int:
         return self.max_named if is_named else self.max_unnamed
+
+
+def _not_found(name: str) -> RequestError:
+    return RequestError(f"no such session: {name!r:.80}", 404, code="session_not_found")
 
 
 def damaged(name: str) -> RequestError:
