@@ -10,7 +10,7 @@ kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
 - x is an entry of the model's own cache. A rotary model caches rotated keys, so the network for its
   keys also learned to rotate them by one position: the best linear fit to the one for SmolLM2 is
   that rotation, to 1 %. Here a key is rotated before an aligner gets it
-  (`kvalign.cache.realign.Recursive`); `with_rotation` puts the difference into the weights.
+  (`kvalign.cache.realigner.Recursive`); `with_rotation` puts the difference into the weights.
 """
 
 import warnings

@@ -37,8 +37,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, TableAligner, TableNetworkAligner
 from kvalign.aligners.kinds import TARGETS
 from kvalign.aligners.table import TABLES
-from kvalign.cache.realign import realigner_of
-from kvalign.cache.realigner import Realigner, is_exact
+from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.recording import positionless

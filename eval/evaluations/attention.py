@@ -200,7 +200,7 @@ def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 def readable(method: Method) -> Method:
     """Method whose entries are written where the model's own attention reads them."""
-    from kvalign.cache.realign import OnRead
+    from kvalign.cache.realigner import OnRead
     from kvalign.methods.cached import Cached
 
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):

@@ -2,7 +2,7 @@
 config, and a model card, which is written from the config alone.
 
 An aligner corrects the entries that stay in the cache after an eviction. It does not rotate the
-keys of a rotary model (`kvalign.cache.realign` does), so an aligner that adds nothing gives
+keys of a rotary model (`kvalign.cache.realigner` does), so an aligner that adds nothing gives
 StreamingLLM.
 """
 

@@ -1,8 +1,16 @@
-"""Interface of realigners for a cache and its layers: they correct entries for their new positions.
+"""Realigners: they correct the entries of a cache for their new positions. One decides the stored
+form of an entry, how it changes when it moves, and how attention reads it.
 
-Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`). A
-realigner decides the stored form of an entry, how it changes when it moves, and how attention reads
-it. `realign.py` has the realigners that change anything.
+- `Realigner`: entries stay as they are, though their positions change.
+- `Rotating`: rotary keys stay as they were written, since scores depend only on differences of
+  positions. The sinks are rotated to follow. Positions run on for a while, a *frame*; then all keys
+  are rotated back (`CacheSizes`).
+- `FromBirth`: entries without their position are stored beside those that attention sees, which are
+  computed anew from them. So an entry is rounded once, however often it moves.
+- `Recursive`: entries are moved from the aligner's own last output, as the paper's network needs
+  it.
+- `OnRead`: entries stay as they were written, without their position, and attention adds it
+  (`attention.py`).
 """
 
 from dataclasses import replace
@@ -12,14 +20,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner, Move
+from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
+from kvalign.aligners.table import TABLES, Tables
 from kvalign.cache.attention import Reader
 from kvalign.cache.passes import Pass
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models.architectures import MASKED, REGISTERED, window_of
+from kvalign.foundation.errors import UserError
+from kvalign.models import kernel
+from kvalign.models.architectures import MASKED, REGISTERED, rotation_of, window_of
+from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
+from kvalign.models.wrapped import no_autograd_modes
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
@@ -102,6 +115,177 @@ class Realigner:
         return Reader(self.rotation and self.rotation.at(layer))
 
 
+class Rotating(Realigner):
+    """Rotation of the sinks at each step. Xiao et al. 2024 rotate every key instead."""
+
+    rotation: Rotation
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return self.from_birth() if is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return FromBirth(self.rotation)
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len)
+
+
+class FromBirth(Realigner):
+    """Realignment from the original form. Keys of a rotary model are rotated back to position 0,
+    and from there to their present position; values carry no position. The aligner works between
+    the two rotations. Without one each key is still rounded once: for a context length that leaves
+    `Rotating` no frame worth the name.
+    """
+
+    strategy = "move"
+
+    def __init__(self, rotation: Rotation | None, aligner: Aligner | None = None):
+        super().__init__(rotation)
+        self.aligner = aligner
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return sizes if self.aligner else replace(sizes, realign_every=1)
+
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+        unrotated = rotated(self.rotation, layer, new, positions_of(at))
+        return self.aligner.anchor(layer, unrotated, birth, evicting) if self.aligner else unrotated
+
+    def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
+        return self.aligner.realign(layer, stored, move) if self.aligner else stored
+
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        placed = self.place_without_rotation(layer, stored, move)
+        return rotated(self.rotation, layer, placed, -move.now)
+
+
+class Recursive(Realigner):
+    """Aligner that is applied to its own output, after the rotation if there is one."""
+
+    strategy, recursive = "move", True
+    aligner: Aligner
+
+    def __init__(self, rotation: Rotation | None, aligner: Aligner):
+        super().__init__(rotation)
+        self.aligner = aligner
+
+    def from_birth(self) -> Realigner:
+        raise UserError(
+            f"an aligner of kind {self.aligner.kind} moves all entries by one shift: policies "
+            "other than oldest, and a memory, need one that places each entry by itself (table, "
+            "table-network)"
+        )
+
+    def place(self, layer: int, stored: KV, move: Move) -> KV:
+        return self.aligner.realign(layer, rotated(self.rotation, layer, stored, move.shift), move)
+
+
+class OnRead(Realigner):
+    """Tables on architectures whose attention is a function in transformers' registry.
+
+    Args:
+        moving: gives the same result by rewriting entries.
+    """
+
+    strategy = "read"
+
+    def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
+        super().__init__(rotation_of(model))
+        self.config, self.table, self.moving = model.config, table.to(model.device), moving
+        self.place_positions = moving.place_positions
+        self._readers: list[Reader] = []
+        install(self.config)
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        window = window_of(self.config)
+        if window is not None and window <= sizes.cache_size:
+            return self.moving  # which leaves it to the model what a layer sees
+        return self.moving if self.rotation and is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return self.moving
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len) if self.rotation else sizes
+
+    def prepare(self) -> None:
+        """Take the tables of all layers as they are now."""
+        install(self.config)
+        version: tuple[tuple[int, int], ...] = ()
+        for name in TABLES:  # a tensor of inference mode counts no changes
+            x: Tensor = getattr(self.table, name)
+            version += ((x.data_ptr(), 0 if x.is_inference() else x._version),)
+        if self.version != version:
+            with no_autograd_modes():
+                self._readers = [*map(self._reader_of, range(len(self.table.key)))]
+            self.version = version
+
+    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+        """Return the entries to store. On a rotary model the mean is rotated to the position of the
+        keys, which stay there.
+        """
+        table = self.table
+        if self.rotation is None:
+            return table.anchor(layer, new, birth, evicting)
+        mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is rotated
+        mean = self.rotation.at(layer).shift(mean, -positions_of(at))
+        keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
+        return KV(keys, table.anchor(layer, new, birth).values)
+
+    def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
+        if not (step.by_kernel and step.is_decode) or self.rotation is not None:
+            return False
+        reader, evicting = self._readers[layer], step.evicting
+        network = () if evicting is False else reader.network
+        if network is None or isinstance(evicting, Tensor):
+            return False
+        assert reader.tables is not None
+        return kernel.write(ring, step.slot, new, step.births_of_rows, reader.tables, network)
+
+    def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
+        table = self.table
+        means = table.key[layer, :, now]
+        if self.rotation is not None:
+            means = self.rotation.at(layer).shift(means, -at)
+        values = table.value[layer, :, now]
+        return KV(
+            torch.addcmul(means, stored.keys, table.key_scale[layer, :, now, None]),
+            torch.addcmul(values, stored.values, table.value_scale[layer, :, now, None]),
+        )
+
+    def reader(self, layer: int) -> Reader:
+        """Tables as `prepare` found them, mean keys rotated to their places; or as they are now, if
+        gradients are recorded.
+        """
+        return self._reader_of(layer) if torch.is_grad_enabled() else self._readers[layer]
+
+    def _reader_of(self, layer: int) -> Reader:
+        table, means = self.table, self.table.key[layer]
+        rotation = self.rotation and self.rotation.at(layer)
+        if rotation is not None:
+            means = rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+        scales = table.key_scale[layer], table.value_scale[layer]
+        return Reader(rotation, Tables(means, table.value[layer], *scales), table.network_of(layer))
+
+
+@no_autograd_modes()
+def realigner_of(
+    model: PreTrainedModel, aligner: Aligner | None = None, cache_size: int = 0
+) -> Realigner | None:
+    """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
+    for rotary positions and nothing elsewhere. With tables, places may be squeezed.
+    """
+    rotation = rotation_of(model)
+    if aligner is None:
+        return Rotating(rotation) if rotation else None
+    aligner = aligner.to(model.device)
+    if not isinstance(aligner, TableAligner):
+        return Recursive(rotation, aligner) if aligner.recursive else FromBirth(rotation, aligner)
+    aligner, positions = aligner.squeezed(cache_size)
+    moving = FromBirth(rotation, aligner)
+    moving.place_positions = positions
+    return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
+
+
 def rotated(rotation: Rotation | None, layer: int, entries: KV, shift: int | Tensor) -> KV:
     """Entries with their keys rotated so many positions towards the start, if keys rotate."""
     if rotation is None:
@@ -130,7 +314,7 @@ def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -
 
 
 def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
-    """Return whether segments (`segments.py`) give the same result as decode steps."""
+    """Return whether segments (`Pass`) give the same result as decode steps."""
     if model.config.model_type not in REGISTERED + MASKED:
         return False
     window = window_of(model.config)

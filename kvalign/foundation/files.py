@@ -13,14 +13,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
 from kvalign.foundation.errors import NotFoundError, RunError, UserError, is_of_a_path
 from kvalign.foundation.progress import warn_once
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 LOCK = ".lock"
 PRIVATE = 0o600
@@ -30,7 +32,7 @@ TEXT = "utf-8-sig"  # the encoding of text files; the mark with which some begin
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound="BaseModel")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -165,6 +167,8 @@ def checked(model: type[M], values: Any, where: object) -> M:
         UserError: another format; what is missing, unknown or wrong, by field; it begins with
             `where`.
     """
+    from pydantic import ValidationError
+
     if (own := model.model_fields.get("format")) and isinstance(values, dict):
         found = values.get("format")
         if type(found) is not int or found != own.default:

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Move
 from kvalign.aligners.entries import cat
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.realign import OnRead
-from kvalign.cache.realigner import LONG_RUN, Realigner, rotated
+from kvalign.cache.realigner import LONG_RUN, OnRead, Realigner, rotated
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Measured, Subject, difference, first_layer, invariant, once
 

@@ -18,8 +18,7 @@ from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import often
 from kvalign.cache import passes
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.realign import realigner_of
-from kvalign.cache.realigner import Realigner, is_exact
+from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError

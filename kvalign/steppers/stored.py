@@ -38,7 +38,7 @@ from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.int8 import Int8, is_read_by_kernel, key_bases
 from kvalign.cache.layer import Form
-from kvalign.cache.realign import OnRead
+from kvalign.cache.realigner import OnRead
 from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
 from kvalign.foundation.progress import warn_once

@@ -7,7 +7,7 @@ import torch
 from helpers.methods import network, tables
 from helpers.tiny_models import tiny_model
 
-from kvalign.cache.realign import realigner_of
+from kvalign.cache.realigner import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import spec_of

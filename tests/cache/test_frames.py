@@ -8,7 +8,7 @@ from helpers.comings import come_and_go
 from helpers.methods import make, step
 from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
-from kvalign.cache.realign import FromBirth
+from kvalign.cache.realigner import FromBirth
 from kvalign.models.architectures import rotation_of, spec_of
 
 

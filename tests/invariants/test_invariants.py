@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import kvalign
 from kvalign.cache import edits
 from kvalign.cache.passes import Pass
-from kvalign.cache.realign import Rotating
+from kvalign.cache.realigner import Rotating
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.invariants import INVARIANTS

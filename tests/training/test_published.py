@@ -13,7 +13,7 @@ from helpers.published_files import random_network, save_model, write_networks
 from kvalign.aligners import Aligner, Move, NetworkAligner
 from kvalign.aligners.entries import KV
 from kvalign.app.cli.main import main
-from kvalign.cache.realign import Recursive
+from kvalign.cache.realigner import Recursive
 from kvalign.methods import make_method
 from kvalign.models.architectures import rotation_of
 from kvalign.models.loading import load_model

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, TableAligner
 from kvalign.app.cli.main import main
-from kvalign.cache.realign import realigner_of
+from kvalign.cache.realigner import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.recording import encode

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.passes import HOST
-from kvalign.cache.realign import OnRead
+from kvalign.cache.realigner import OnRead
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
