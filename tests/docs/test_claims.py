@@ -1,8 +1,11 @@
 """Figures in sentences are those of the documents (helpers/claims.py)."""
 
+import re
+
 import pytest
 from helpers import claims
 from helpers.claims import Claim
+from helpers.doc_pages import ROOT
 
 from kvalign.foundation.errors import UserError
 
@@ -14,6 +17,14 @@ def test_sentences_say_what_their_documents_say(page):
 
 def test_claims_are_of_pages_that_are_there():
     assert set(claims.ledger()) <= set(claims.NAMES)
+
+
+@pytest.mark.parametrize("card", sorted((ROOT / "checkpoints").glob("*/README.md")))
+def test_a_card_has_the_command_that_made_it(card):
+    text = card.read_text(encoding="utf-8")
+    assert re.search(r"\d\.\d", text) and re.search(
+        r"kvalign (?:train|tune|pretrain) .*--out", text
+    )
 
 
 TEXT = """# 3.5 times

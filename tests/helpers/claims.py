@@ -8,7 +8,8 @@ documents' rows, and arithmetic.
     from: of("gpt2-mini/no-sinks", "perplexity", method="window", C=255), 1 - of(...) / of(...)
 
 Or it is words as they stand, and `by` what measured them: a command, a commit or a link that
-stands on the page, too. Or words and a condition that `holds` for them.
+stands on the page, too; or `is`, what they are if nobody measured them. Or words and a condition
+that `holds` for them.
 """
 
 import re
@@ -30,9 +31,6 @@ from kvalign.foundation.files import checked
 
 LEDGER = RESULTS / "claims.yaml"
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
-# Pages whose figures have not all a claim yet; those that have one are held.
-LATER = {page for page in NAMES if page.startswith("docs/")}
-
 # Not prose: code, what is made by `make tables`, other tables, headings, tags, targets of links.
 _NO_PROSE = re.compile(
     r"^ *```.*?^ *```$|^<!-- (?:table|commands|texts|index|source|list): .*?^<!-- end -->"
@@ -50,10 +48,12 @@ FIGURE = re.compile(
 )
 _SIZE = r"\d+(?: \d{3})?(?!\d|\.\d)"
 _MORE = rf"(?:(?:, and|,| and| to| or) {_SIZE}(?! ?(?:%|times|ms)))*"
+_NAME = r"Python|[Pp]y[Tt]orch|torch|transformers|before|below|needs|NLTK|Llama"
+_VERSION = r"\d+(?:\.\d+)+"
 # Words with numbers that are no measurements.
 EXEMPT = {
     "code": r"`[^`]*`",
-    "a version": r"(?:version|Python|torch|transformers|llama\.cpp|MB of) \d+(?:\.\d+)+",
+    "a version": rf"(?:[Vv]ersion|{_NAME}) {_VERSION}(?: and {_VERSION})*",
     "the level of an interval": r"95 %",
     "sizes of caches": rf"C = {_SIZE}{_MORE}|at {_SIZE}(?=, | and )",
     "a multiple of C": r"(?:\d+ (?:to|and) )?\d+(?:\.\d+)? C\b",
@@ -68,6 +68,7 @@ class Claim(BaseModel):
     says: str
     values: str = Field(default="", alias="from")
     by: str = ""
+    is_: str = Field(default="", alias="is")
     holds: str = ""
 
 
@@ -141,7 +142,7 @@ def prose(text: str) -> str:
 def rendered(claim: Claim) -> tuple[str, list[tuple[int, int]]]:
     """The words of a claim as its documents have them, and where in them its figures stand."""
     if not claim.values:
-        return claim.says, [(0, len(claim.says))] * bool(claim.by)
+        return claim.says, [(0, len(claim.says))] * bool(claim.by or claim.is_)
     text, places, values = "", list[tuple[int, int]](), computed(claim.values)
     if len(values) != (holes := claim.says.count("{")):
         raise UserError(f"{len(values)} figures for {holes} places: {claim.says}")
@@ -157,8 +158,8 @@ def rendered(claim: Claim) -> tuple[str, list[tuple[int, int]]]:
     return text, places
 
 
-def faults(text: str, claims: list[Claim], is_held: bool = True) -> list[str]:
-    """Claims of a page that are not true or not there, and on one that is held figures without."""
+def faults(text: str, claims: list[Claim]) -> list[str]:
+    """Claims of a page that are not true or not there, and figures without one."""
     said, wrong, covered = prose(text), [], list[tuple[int, int]]()
     for claim in claims:
         words, places = rendered(claim)
@@ -173,7 +174,7 @@ def faults(text: str, claims: list[Claim], is_held: bool = True) -> list[str]:
             wrong.append(f"it does not say once, but {times} times: {words}")
     for pattern in EXEMPT.values():
         said = re.sub(pattern, lambda found: "_" * len(found[0]), said)
-    for figure in FIGURE.finditer(said) if is_held else ():
+    for figure in FIGURE.finditer(said):
         for number in re.finditer(_NUMBER, figure[0]):
             at = figure.start() + number.start()
             if not any(start <= at < stop for start, stop in covered):
@@ -185,4 +186,4 @@ def faults(text: str, claims: list[Claim], is_held: bool = True) -> list[str]:
 def page_faults(page: str) -> list[str]:
     """Those of a page, by its path from the root."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [f"{page}: {one}" for one in faults(text, ledger().get(page, []), page not in LATER)]
+    return [f"{page}: {one}" for one in faults(text, ledger().get(page, []))]
