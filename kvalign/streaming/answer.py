@@ -123,6 +123,7 @@ class Answer:
         token_ids: its tokens so far.
         finish: reason for its end: `stop` (an end token or a stop string), `length`
             (max_new_tokens); empty while it continues.
+        most: tokens after which it ends; None: any number.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish = ""
         self._pieces: list[str] = []
-        self._most, self._end_ids = sampling.max_new_tokens, end_ids
+        self.most, self._end_ids = sampling.max_new_tokens, end_ids
         self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
         self._decoder = Decoder(tokenizer, before, spelled)
 
@@ -158,7 +159,7 @@ class Answer:
             text = stops.read(text, hidden)
         if is_end or (stops and stops.has_stopped):
             self.finish = "stop"
-        elif self._most and len(self.token_ids) >= self._most:
+        elif self.most and len(self.token_ids) >= self.most:
             self.finish = "length"
         return piece, text + stops.rest() if stops and self.finish else text
 

@@ -17,18 +17,18 @@ EDITED = dict(edit=True, method="streaming-llm")
 TALK = [*edited_talks.TALK, "Who was the captain ?"]
 
 
-def said(client, messages):
-    reply = client.chat.completions.create(**ASKED, messages=messages)
+def said(client, messages, **more):
+    reply = client.chat.completions.create(**ASKED, messages=messages, **more)
     usage = reply.usage
     counts = usage.prompt_tokens_details.cached_tokens, usage.kvalign["edited_tokens"]
     return reply.choices[0].message.content, usage.prompt_tokens, *counts
 
 
-def talk(client, texts=TALK):
+def talk(client, texts=TALK, **more):
     messages = []
     for text in texts:
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": said(client, messages)[0]})
+        messages.append({"role": "assistant", "content": said(client, messages, **more)[0]})
     return messages
 
 
@@ -121,3 +121,22 @@ def test_any_two_texts():
             asked[at:at] = held[rng.randrange(len(held) + 1) :]
         edits = Edits.between(held, asked, rng.choice([0, 4, RUN]))
         assert applied(held, edits) == asked[: edits.num_held] and edits.num_held < len(asked)
+
+
+def test_a_session_is_edited_in_place_and_goes_on(loaded, tmp_path):
+    """The same answers as of an unnamed conversation; its last answer alone may be another."""
+    how = EDITED | dict(cache_size=250, sessions=tmp_path)
+    named = dict(extra_body={"session": "a"})
+    with serving(loaded, **how) as server, server.client() as client:
+        messages = talk(client, **named)
+        shorter = [*messages[:2], *messages[4:], {"role": "user", "content": "And then ?"}]
+        talk(client)
+        unnamed = said(client, shorter)
+        assert said(client, shorter, **named) == unnamed and unnamed[3] < 30
+        again, _, num_cached, num_edited = said(client, shorter, seed=1, **named)
+        assert again == unnamed[0] and num_edited == 0
+        assert num_cached > len(server.service.sessions.known("a").ids) - 20
+        shorter.append({"role": "assistant", "content": again})
+    with serving(loaded, **how) as server, server.client() as client:
+        _, num, num_cached, _ = said(client, [*shorter, messages[0]], **named)
+        assert num / 2 < num_cached < num

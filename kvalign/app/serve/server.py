@@ -96,6 +96,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         await run_in_threadpool(service.sessions.forget, session)
         return JSONResponse({"id": session, "object": "session.deleted", "deleted": True})
 
+    @app.post("/v1/sessions/{session}/stop")
+    async def stop(session: str) -> Response:
+        service.end_answer(session)
+        return JSONResponse({"id": session, "object": "session.stopped"})
+
     @app.api_route("/v1/sessions/{session}/cache", methods=_READ)
     async def cache(request: Request, session: str) -> Response:
         since = request.query_params.get("since", "0")

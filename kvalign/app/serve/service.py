@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ class Service:
         self.metrics.streams.set_function(lambda: self.engine.num_rows)
         self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
         self.metrics.sessions.set_function(lambda: len(self.sessions))
+        self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
     def _spelled(self, token: int) -> str:
@@ -125,6 +127,10 @@ class Service:
             ids = prompts.of_messages(new, request.messages, request, tools)
             return self._submit([(new, ids)], sampling, request, put, reading, tools)
         with self._session(name, request.messages, request.opening) as former:
+            if request.continue_final_message:
+                session = _cut(former, request, reading)
+                new = torch.empty(0, dtype=torch.int64)
+                return self._submit([(session, new)], sampling, request, put, reading, None, [])
             session: Session | None = former
             if former.is_new or previous != len(former.ids) - former.num_new:
                 session = session_for(former, request)
@@ -138,16 +144,31 @@ class Service:
             if session.is_new and begun and (state := self._state(begun)) is not None:
                 session = replace(begun, id=session.id, state=None, checksum="", number=0)
                 start = state, Edits([], session.num_fed, session.num_fed)
-            messages = new_messages(session, request, self._last_calls(former, reading))
+            try:
+                messages = new_messages(session, request, self._last_calls(former, reading))
+            except RequestError as error:
+                if not self.settings.edit or error.param != "session":
+                    raise
+                session, messages = session.reset(), request.messages
             if session.is_new:
                 session = prompts.new_session(session, request, tools)
             of_request = digest(session.tools, request.messages)[-1]
             session = replace(session, request=of_request, fields=request.fields)
             ids = prompts.of_messages(session, messages, request, tools)
-            if self.settings.edit and session.is_new and name is None:
-                start = self._edited(session, ids)
+            if self.settings.edit and session.is_new:
+                start = self._edited(session, ids, former)
             of = reading, tools, messages, start
             return self._submit([(session, ids)], sampling, request, put, *of)
+
+    def end_answer(self, name: str) -> None:
+        """End the answer that a session is writing after its next token: it counts as one that was
+        cut by `max_tokens`. RequestError if it writes none.
+        """
+        turn = self._answering.get(name)
+        if turn is None:
+            what = f"session {name:.80} is writing no answer"
+            raise RequestError(what, 409, param="session", code="session_idle")
+        turn.is_cut = True
 
     def completion(self, request: Completion, put: Put) -> Answers:
         """Continue texts."""
@@ -170,13 +191,15 @@ class Service:
             self.sessions.release(session)
             raise
 
-    def _edited(self, session: Session, ids: Tensor) -> tuple[State, Edits] | None:
-        """The state of another conversation that a new one with these tokens is an edit of, and the
-        edits; None if there is none from which nothing has been evicted, or if its state is not
-        there any more.
+    def _edited(self, session: Session, ids: Tensor, former: Session) -> tuple[State, Edits] | None:
+        """The state of the conversation that a new one with these tokens is an edit of, the former
+        one of its name or the unnamed one most like it, and the edits; None if there is none from
+        which nothing has been evicted, or if its state is not there any more.
         """
-        other = self.sessions.most_alike(ids, session.num_sinks)
-        if other is None or self.method.sizes.num_dropped(other.num_fed):
+        other = former if former.is_named else self.sessions.most_alike(ids, session.num_sinks)
+        if other is None or other.is_new or other.num_sinks != session.num_sinks:
+            return None
+        if self.method.sizes.num_dropped(other.num_fed):
             return None
         held, exactly = other.ids[: other.num_fed].tolist(), self.settings.exactly
         edits = Edits.between(held, ids.tolist(), exactly)
@@ -292,10 +315,13 @@ class Service:
             before = self._goes_on(session)
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
-            session, text = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
+            text = None
+            if len(new):
+                of_turn = before, new, sampling.max_new_tokens
+                session, text = self.prompts.whole_turns(session, *of_turn)
             update = (
                 SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
-                if messages
+                if messages is not None
                 else None
             )
             num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
@@ -315,6 +341,24 @@ class Service:
                 answers.num_cached -= edits.num_new
             turn = Turn(method, state, ids[num_cached:], rows, put, update, [*changes])
             answers.turns.append(turn)
+            if update is not None:
+                self._answering[session.id] = turn
             answers.num_cached += num_cached
         self.engine.submit(answers.turns)
         return answers
+
+
+def _cut(session: Session, request: Chat, reading: Reading) -> Session:
+    """A session whose last answer was cut, as it was before that answer, which it goes on with;
+    RequestError for another one, or other messages.
+    """
+    what = ""
+    if reading.thoughts is not None:
+        what = "it is not supported for models that think"
+    elif session.is_new or digest(session.tools, request.messages)[-1] != session.messages_digest:
+        what = "send all messages of the session, with its answers unchanged"
+    elif session.finish != "length":
+        what = "the last answer has ended by itself"
+    if what:
+        raise RequestError(f"continue_final_message: {what}", param="continue_final_message")
+    return replace(session, messages_digest=session.turn_digest, request="", fields=request.fields)

@@ -101,6 +101,8 @@ class AnswerRow(Row):
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         super().append(token, token_ids, logits)
+        if self.turn.is_cut:
+            self._answer.most = 1
         piece, text = self._answer.take(token_ids[0])
         self.text += text
         if self._single is not None and text:
@@ -150,6 +152,7 @@ class Turn:
     changes: list[Change] = field(default_factory=list)
     """Changes of what its state holds, in order: the last is made first, all before it is fed."""
     is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
+    is_cut: bool = False  # its answers end with their next tokens
 
     def restore(self) -> None:
         if self.state is not None:
@@ -262,7 +265,7 @@ class SessionUpdate:
     """Session of a turn: stored when its answer is complete, else unchanged."""
 
     sessions: Sessions
-    messages: Sequence[Message]  # of the turn
+    messages: Sequence[Message]  # of the turn; none where the last answer goes on
     session: Session  # as its answer begins; it says what was said before the turn
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
@@ -281,19 +284,21 @@ class SessionUpdate:
                 self.put(error)
 
     def _keep(self, row: AnswerRow, state: State | None) -> None:
-        answer = row.rules.reading.message(row.text)
-        before, said = self.session.messages_digest, [*self.messages, answer]
-        digests = digest(before, said)
+        text, num_new = row.text, len(row.token_ids)
+        if not self.messages:
+            text, num_new = self.session.answer + text, self.session.num_new + num_new
+        before, answer = self.session.messages_digest, row.rules.reading.message(text)
+        digests = [before, *digest(before, [*self.messages, answer])]
         ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
         grown = replace(
             self.session,
             messages_digest=digests[-1],
             turn_digest=digests[-2],
-            answer=row.text,
+            answer=text,
             finish=row.finish,
             ids=ids,
             num_fed=len(ids) - 1,
-            num_new=len(row.token_ids),
+            num_new=num_new,
             state=state,
         )
         try:

@@ -132,6 +132,7 @@ class Chat(Request):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: (
         Annotated[dict[TemplateName, bool | TemplateText], Field(max_length=16)] | None
     ) = None
@@ -141,8 +142,6 @@ class Chat(Request):
     def _in_order(cls, messages: list[Message]) -> list[Message]:
         if any(message.role == "system" for message in messages[1:]):
             raise ValueError("only the first message may be a system message")
-        if messages[-1].role not in ("user", "tool"):
-            raise ValueError("the last message must be the user's or a tool's")
         return matched(messages)
 
     @field_validator("response_format")
@@ -155,6 +154,15 @@ class Chat(Request):
         def refuse(what: str, param: str, code: str | None = None) -> NoReturn:
             raise RequestError(what, param=param, code=code)
 
+        if self.continue_final_message:
+            if self.messages[-1].role != "assistant" or self.session is None:
+                what = "continue_final_message needs a session, and an answer as the last message"
+                refuse(what, "continue_final_message")
+            if self.tools or self.schema_of_answer is not None:
+                what = "continue_final_message is not supported with tools and response_format"
+                refuse(f"{what}: leave them out", "continue_final_message", "unsupported")
+        elif self.messages[-1].role not in ("user", "tool"):
+            refuse("messages: the last message must be the user's or a tool's", "messages")
         names, choice = [tool.name for tool in self.tools or ()], self.tool_choice
         if len({*names}) < len(names):
             refuse("tools has two of the same name", "tools")
