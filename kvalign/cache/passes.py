@@ -46,12 +46,14 @@ class Sight:
 
     Attributes:
         places_of_one: [B or 1, S] int64, those of the first query.
+        batch: the same queries, as a memory looks for them (`kvalign.memory.recall`).
     """
 
     def __init__(self, queries: slice, entries: slice, places: Tensor, has_lost: bool):
         self.queries, self.entries, self.places = queries, entries, places
         self.has_lost = has_lost
         self.places_of_one = places[:, 0]
+        self.batch: Any = None
         self._mask: Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:

@@ -217,8 +217,8 @@ class StreamingCache(FixedSizeCache):
             _ = step.at_slots
         if realigner.strategy == "read" or step.hides or self.stores_bare:
             step.sights()
-        if self.memory is not None and not self.memory.finds_none:
-            step.sights(self.sizes.num_recalled or 0)
+        if self.memory is not None:
+            self.memory.prepare(step)
         return step
 
     @cached_property
@@ -255,8 +255,6 @@ class StreamingCache(FixedSizeCache):
 
     def _end(self, step: Pass) -> None:
         self.guessed = step.ahead
-        if self.memory is not None:
-            self.memory.end()
         super()._end(step)
 
     def reset(self) -> None:

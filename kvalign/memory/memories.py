@@ -129,15 +129,16 @@ class Memories(Part):
         step.counts[COUNTS.index("aside")] = torch.tensor(
             step.seen if first is None else first.seen
         )
-        self.ask(step)
 
-    def ask(self, step: Pass) -> None:
-        """The queries of this pass are next."""
-        self.recall.begin(step)
-        if batch := self.recall.of_step:
-            for i, memory in self.of.items():
-                if i in self.recall.loudness:
-                    memory.prepare(batch)
+    def prepare(self, step: Pass) -> None:
+        """Prepare what a pass of one token a row asks for: for a step that is compiled."""
+        if (sight := self._sight_of(step)).has_lost:
+            batch = self.recall.batch_of(step, sight)
+            for i in self.of.keys() & self.recall.loudness.keys():
+                self.of[i].prepare(batch)
+
+    def _sight_of(self, step: Pass) -> Sight:
+        return step.sights(self.sizes.num_recalled or 0)[0]
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -167,10 +168,10 @@ class Memories(Part):
                 new = layer.in_frame(step, new)
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
         # 2. The rest is for its queries to say, once anything is lost.
-        is_asked = step.is_segment or self.recall.of_step is not None
+        is_asked = step.is_segment or (step.is_single and not self.finds_none(step))
         if layer.layer_idx not in self.recall.loudness or not is_asked:
             return None
-        return partial(self._recall, layer.layer_idx)
+        return partial(self._recall, layer.layer_idx, step)
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
@@ -189,11 +190,11 @@ class Memories(Part):
             )
         return self.of[layer.layer_idx]
 
-    def _recall(self, layer: int, sight: Sight, query: Tensor) -> Found:
+    def _recall(self, layer: int, step: Pass, sight: Sight, query: Tensor) -> Found:
         """Return what the scaled queries [B, H, G, T, D] of a sight take back, each as it would
         alone.
         """
-        batch = self.recall.of_sight(sight)
+        batch = self.recall.batch_of(step, sight)
         queries = self.recall.rotate_queries(query.float(), batch)
         matches = self.of[layer].find(queries, batch)
         return self.recall.as_seen(layer, queries, batch, matches)
@@ -203,25 +204,22 @@ class Memories(Part):
         """Return whether they lie on a card, all alike; true before the first entries."""
         return self._first is None or self._first.device != HOST
 
-    @property
-    def finds_all(self) -> bool:
-        """Return whether the queries of this pass, in all layers, find as much as a memory gives
-        them.
+    def finds_all(self, step: Pass) -> bool:
+        """Return whether the queries of one token a row, in all layers, find as much as a memory
+        gives them.
         """
-        return self.recall.of_step is not None and self.recall.of_step.finds_all
+        return (
+            self._first is not None
+            and (sight := self._sight_of(step)).has_lost
+            and self._first.prepare(self.recall.batch_of(step, sight)).are_many
+        )
 
-    @property
-    def finds_none(self) -> bool:
-        """Return whether no window has lost anything that this pass could ask for."""
-        return self.recall.of_step is None
-
-    def end(self) -> None:
-        """The pass has ended."""
-        self.recall.end()
+    def finds_none(self, step: Pass) -> bool:
+        """Return whether no window has lost anything that one token a row could ask for."""
+        return not self._sight_of(step).has_lost
 
     def reset(self) -> None:
         """Let go of all entries."""
-        self.recall.end()
         self.of.clear()
         self._is_beside = None
         self._storing = {*self._attention}

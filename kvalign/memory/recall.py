@@ -132,9 +132,6 @@ class QueryBatch:
         positions: positions of the queries, one number or [B, 1, 1, T].
         angles: by which queries are rotated, as if the entries they look for lay right before the
             window.
-
-    Attributes:
-        has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
     """
 
     def __init__(
@@ -148,14 +145,7 @@ class QueryBatch:
     ):
         self.places, self.positions, self.angles = places, positions, angles
         self.seen, self.end, self.least = seen, end, least
-        most = places.sizes.first_input_len
-        self.has_lost = None if least >= most else seen >= most
         self._evicted_slots: dict[torch.device, EvictedSlots] = {}
-
-    @property
-    def finds_all(self) -> bool:
-        """Return whether each query, of all layers, has lost as much as is compared for it."""
-        return any(slots.are_many for slots in self._evicted_slots.values())
 
     def evicted_slots(self, num_slots: int, device: torch.device = HOST) -> EvictedSlots:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
@@ -174,9 +164,6 @@ class Recall:
         loudness: by number of the layer, what is added to the scores of what is taken back, in
             nats. Layers without a number take nothing back; they store entries, too, so that an
             edit can fill their windows.
-
-    Attributes:
-        of_step: the queries of a pass of one token a row; None where no window has lost anything.
     """
 
     def __init__(
@@ -190,37 +177,20 @@ class Recall:
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
-        self._batches: dict[int, QueryBatch] = {}  # of blocks, by the first of its queries
-        self._has_kernel = False
+        self._has_kernel = kernel.can_rotate(placer.rotation) and kernel.is_here()
 
-    def begin(self, step: Pass) -> None:
-        """Another pass: other queries."""
-        self._step, self._batches = step, {}
-        # Asked here, outside of what is compiled.
-        on_host = step.device == HOST
-        self._has_kernel = on_host and kernel.can_rotate(self.placer.rotation) and kernel.is_here()
-        is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
-        self.of_step = self._of_pass(step, None) if is_asked else None
+    def batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
+        """The queries of a sight, for whichever layer."""
+        if sight.batch is None:
+            sight.batch = self._batch_of(step, sight)
+        return sight.batch
 
-    def end(self) -> None:
-        """The pass has ended: let go of its queries."""
-        self._batches, self.of_step = {}, None
-
-    def of_sight(self, sight: Sight) -> QueryBatch:
-        """These queries of this pass, for whichever layer."""
-        if self.of_step is not None:
-            return self.of_step
-        first = sight.queries.start
-        if first not in self._batches:
-            self._batches[first] = self._of_pass(self._step, sight)
-        return self._batches[first]
-
-    def _of_pass(self, step: Pass, sight: Sight | None) -> QueryBatch:
-        # On the host, but in a step that is recorded.
+    def _batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
+        # Tokens are counted on the host, but in a step that is recorded.
         rows, least = slice(1 if len(set(step.seen)) == 1 else None), min(step.seen)
         seen, end = (step.counts[COUNTS.index(name), rows] for name in ("seen", "aside"))
         seen = seen[:, None]
-        if sight is not None:
+        if step.is_segment:
             seen = seen + torch.arange(sight.queries.start, sight.queries.stop)
             end, least = end + step.num_new, least + sight.queries.start
             positions = step.told[0, sight.queries]

@@ -239,7 +239,7 @@ class Captured(Stepper):
             if not (memory.is_on_card or self._is_on_host):
                 self._is_on_host = True
                 log.warning(ON_HOST)
-            if not (memory.is_on_card and (memory.finds_all or memory.finds_none)):
+            if not (memory.is_on_card and (memory.finds_all(step) or memory.finds_none(step))):
                 return None
         key = _key_of(step, cache)
         if key not in self.graphs:
@@ -264,8 +264,6 @@ class Captured(Stepper):
         def run(buffers: Inputs) -> Tensor:
             cache.step = replace(step)
             cache.step.counts = buffers.counts
-            if cache.memory is not None:
-                cache.memory.ask(cache.step)
             position_ids = cache.describe_all().position_ids
             return last_logits(self.model, buffers.ids, cache, position_ids=position_ids)
 
@@ -276,8 +274,6 @@ class Captured(Stepper):
                 return self.record(run, inputs, next(others, None))
             finally:
                 cache.step = step
-                if cache.memory is not None:
-                    cache.memory.ask(step)
 
     def _forget_if_changed(self) -> None:
         """Forget all graphs if the model is not as it was."""
@@ -321,7 +317,7 @@ def _key_of(step: Pass, cache: StreamingCache) -> tuple[Any, ...]:
     first = (step.first_place, None if step.hides else step.births[0]) if step.is_alike else None
     of_rows = len(step.seen), step.is_even, step.is_alike, step.hides, step.size, first
     realigner = cache.realigner, cache.realigner.version
-    found = memory and (memory.finds_all, memory.finds_none)
+    found = memory and (memory.finds_all(step), memory.finds_none(step))
     return (*of_rows, step.sizes, found, *realigner, *buffers, *sinks)
 
 

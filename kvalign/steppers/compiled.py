@@ -205,5 +205,5 @@ def is_usual(cache: Any) -> TypeGuard[StreamingCache]:
     """
     if not isinstance(cache, StreamingCache) or cache.step is None:
         return False
-    finds_all = cache.memory is None or cache.memory.finds_all
+    finds_all = cache.memory is None or cache.memory.finds_all(cache.step)
     return cache.is_decode(cache.step) and cache.step.is_alike and finds_all
