@@ -68,7 +68,7 @@ class CachePart(EntryPart):
 
     Attributes:
         layers: of the cache.
-        behind: as of its `Step`.
+        behind: as of its `Pass`.
         before: number of entries that were written before the one of place 0, had all been.
     """
 

@@ -1,13 +1,14 @@
 """Pass: what a forward pass of the model adds to a cache, and what its queries see; the same for
-all layers. Three kinds of input differ in nothing else:
+all layers. There are three kinds:
 
-- One token of each row. It is written first, and then attention reads the slots as they lie.
+- A step: one token of each row. It is written first, and then attention reads the slots as they
+  lie.
 - A segment: many tokens, with the same results as feeding them one by one.
 - A chunk: many tokens that all see the same older entries, as the model's own attention does it.
 
-What a query sees is a number for each entry, its *place*: its rank among the entries of its row
-that the query sees. With E(t) entries evicted before token t, the entry of token j has place j if
-it is a sink, and j - E(t) if that lies behind the sinks; else the query does not see it.
+What a query sees is a number for each entry, its *place*. With E(t) entries evicted before token t,
+the entry of token j has place j if it is a sink, and j - E(t) if that lies behind the sinks; else
+the query does not see it. So a place is an entry's rank in its row.
 """
 
 from dataclasses import dataclass
