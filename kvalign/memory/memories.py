@@ -29,7 +29,7 @@ from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import has_room, is_on_card
 from kvalign.memory.memory import TOGETHER, Memory, most_slots
-from kvalign.memory.recall import Recall
+from kvalign.memory.recall import Matches, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install
@@ -54,6 +54,7 @@ class Memories(Part):
         of: by number of the layer; there are none before the first entries.
         kept_sizes: the cache's sizes, if the memory's entries were its own.
         frame: the sizes by which positions run; None: the realigner's.
+        watched: takes the matches of each layer's queries; None: nobody asks for them.
 
     Raises:
         UserError: a realigner or a model that does not fit.
@@ -107,6 +108,7 @@ class Memories(Part):
         self.recall = Recall(sizes, placer, places, loudness)
         self.of: dict[int, Memory] = {}
         self._is_beside: bool | None = None
+        self.watched: list[Matches] | None = None
         install(config)
 
     @property
@@ -197,6 +199,8 @@ class Memories(Part):
         batch = self.recall.batch_of(step, sight)
         queries = self.recall.rotate_queries(query.float(), batch)
         matches = self.of[layer].find(queries, batch)
+        if self.watched is not None:
+            self.watched.append(matches)
         return self.recall.as_seen(layer, queries, batch, matches)
 
     @property

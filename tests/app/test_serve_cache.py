@@ -1,5 +1,7 @@
 """What a server says of the cache of a session."""
 
+import json
+
 import httpx
 import pytest
 from helpers.patience import PATIENCE_S
@@ -91,3 +93,39 @@ def test_what_is_not_there_is_refused(loaded, tmp_path):
         assert view(server).json()["error"]["code"] == "session_damaged"
         (model,) = httpx.get(f"{server.address}/v1/models").json()["data"]
         assert model["kvalign"]["cache_size"] == 40 and model["kvalign"]["edit"] is False
+
+
+def told(server, text, **how):
+    """What the events of a stream tell of the cache after each token, and its usage."""
+    said = {"messages": [{"role": "user", "content": text}], "session": "a", "stream": True}
+    more = dict(include_cache=True, include_usage=True)
+    asked = dict(model=MODEL, max_tokens=20, temperature=0, stream_options=more, **said, **how)
+    address = f"{server.address}/v1/chat/completions"
+    lines = httpx.post(address, json=asked, timeout=PATIENCE_S).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    return [choice["kvalign"] for choice in choices if "kvalign" in choice], events[-1]["usage"]
+
+
+@pytest.mark.parametrize(
+    "how", [dict(method="streaming-llm"), dict(evict="turns"), MEMORY], ids=str
+)
+def test_a_stream_tells_what_is_held_and_taken_back(how, loaded):
+    with serving(loaded, cache_size=40, **how) as server:
+        for text in TURNS:
+            tokens, usage = told(server, text)
+            last = view(server).json()
+            num = usage["total_tokens"]
+            first = num - usage["completion_tokens"] + 1
+            assert [one["num_tokens"] for one in tokens] == [*range(first, num + 1)]
+            one = tokens[-1]
+            recalled = one.pop("recalled")
+            assert one == {name: last[name] for name in one}
+            if how == MEMORY and one["num_evicted"]:
+                aside = {*numbers(tokens[-2]["in_memory"])}
+                assert {token for token, _ in recalled} <= aside and len(recalled) >= 8
+                heads = 2 * loaded.spec.num_kv_heads  # of two layers
+                assert sum(count for _, count in recalled) == 8 * heads
+            elif how != MEMORY:
+                assert recalled == []
+        assert one["num_evicted"] > 0

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvalign.app.serve.cache_view import Watch
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.turn import OUR_FAULT, AnswerRow, Turn, states_of
 from kvalign.foundation.errors import UserError
@@ -185,23 +186,31 @@ class Engine(threading.Thread):
         start_s = time.perf_counter()
         for batch in self._batches.values():
             try:
-                if batch.rows:
+                if any(row.place for row in batch.rows):
+                    with Watch(batch.method) as watch:
+                        rows = batch.step()
+                    self._report(rows, batch.method, watch)
+                elif batch.rows:
                     self._report(batch.step(), batch.method)
-                    batch.leave()
+                batch.leave()
             except Exception as error:
                 self._fail_all(batch, error)
         self._step_s = time.perf_counter() - start_s
 
-    def _report(self, rows: Sequence[AnswerRow], method: Method) -> None:
+    def _report(
+        self, rows: Sequence[AnswerRow], method: Method, watch: Watch | None = None
+    ) -> None:
         """Count the tokens that rows have taken; notify the turns of those that end, or failed."""
         now = time.perf_counter()
-        for row in rows:
+        for i, row in enumerate(rows):
             if row.failure is None:
                 self.metrics.generated.inc()
                 is_first = len(row.token_ids) == 1
                 seconds = self.metrics.first if is_first else self.metrics.between
                 seconds.observe(now - row.since_s)
                 row.since_s = now
+                if row.place is not None:
+                    row.tell_cache(row.place, watch.recalled(i, row.place) if watch else [])
         whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):

@@ -34,6 +34,7 @@ class Part:
     first_call: int  # number of the first of these calls in the answer
     tokens: Sequence[TokenLogprob] = ()
     end: End | None = None
+    cache: dict[str, Any] | None = None
 
     @property
     def finish(self) -> str | None:
@@ -98,8 +99,9 @@ class TextForm:
     def events_of(self, part: Part) -> str:
         chunk = ""
         if not part.end or part.thoughts or part.content or part.calls:
-            logprobs = self.of_tokens(part.tokens)
-            chunk = self._chunk(part.index, self.of_part(part), logprobs=logprobs)
+            how: dict[str, Any] = {"logprobs": self.of_tokens(part.tokens)}
+            how |= {"kvalign": part.cache} if part.cache else {}
+            chunk = self._chunk(part.index, self.of_part(part), **how)
         if part.end:
             chunk += self._chunk(part.index, self.of_end, finish_reason=part.finish)
         return chunk
@@ -204,15 +206,15 @@ async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncI
     num_calls = [0] * answers.num
 
     def part_of(event: Piece | End) -> Part:
-        index, text, tokens, end = event.index, "", tuple[TokenLogprob, ...](), None
+        index, text, tokens, end, cache = event.index, "", tuple[TokenLogprob, ...](), None, None
         if isinstance(event, Piece):
-            text, tokens = event.text, event.tokens
+            text, tokens, cache = event.text, event.tokens, event.cache
         else:
             end = event
         said = readers[index].read(text, is_last=end is not None)
         first, num_calls[index] = num_calls[index], num_calls[index] + len(said.calls)
         calls = reading.calls(said.calls, index, first)
-        return Part(index, said.thoughts, said.text, calls, first, tokens, end)
+        return Part(index, said.thoughts, said.text, calls, first, tokens, end, cache)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

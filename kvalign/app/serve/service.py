@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -25,6 +26,7 @@ from kvalign.app.serve.sessions import Session, Sessions, State, Store, digest
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, Rules, SessionUpdate, Turn
 from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Request
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -78,6 +80,12 @@ class Service:
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
+
+    def place_of(self, session: Session, sizes: CacheSizes, num_tokens: int) -> Place:
+        """Place of a session's stream, of these sizes, in a conversation of so many tokens."""
+        num_gone = self.prompts.num_gone(session)
+        opening = self.prompts.opening_len(session) if num_gone else 0
+        return Place(sizes, opening, num_gone, num_tokens - num_gone)
 
     def _spelled(self, token: int) -> str:
         """Text of a token alone."""
@@ -324,13 +332,18 @@ class Service:
                 if messages is not None
                 else None
             )
-            num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
+            method = self._method_for(session.num_sinks)
+            place = self.place_of(session, method.sizes, len(ids))
+            num_gone = place.num_gone
             answers.count(method, len(ids) - num_gone, num_gone)
             if text is not None:
                 ids, num_cached, start = text, 0, None
                 answers.num_reencoded += max(0, len(text) - len(new))
             numbers = range(number * num_choices, (number + 1) * num_choices)
             rows = [AnswerRow(rules, x, draw, ids, method) for draw, x in enumerate(numbers)]
+            if request.stream_options and request.stream_options.include_cache:
+                for row in rows:
+                    row.place = place
             state, changes = None, list[Change]()
             if start is None:
                 state = self.sessions.state(session) if num_cached else None

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Change
@@ -59,11 +61,13 @@ class AnswerRow(Row):
 
     Attributes:
         turn: whose answer it is, once that has begun.
+        place: of its stream in the conversation, if the request wants to know what is held.
         failure: why it cannot continue.
         since_s: time of its last token; at first, of the request.
     """
 
     turn: Turn
+    place: Place | None = None
 
     def __init__(self, rules: Rules, index: int, draw: int, ids: Tensor, method: Method):
         before, device = ids.tolist(), method.model.device
@@ -112,6 +116,13 @@ class AnswerRow(Row):
         logprobs = self._logprobs_of(logits, token_ids[0], piece)
         if text or logprobs:
             self.rules.put(Piece(self.index, text, logprobs))
+
+    def tell_cache(self, place: Place, recalled: list[list[int]]) -> None:
+        """Tell what its cache holds, and what its last step took back."""
+        num_fed = place.num_before + len(self.token_ids) - 1
+        held = place.holds(num_fed) if self._sizes.is_oldest else {}  # else each head has its own
+        told = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}
+        self.rules.put(Piece(self.index, "", cache=told))
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is this row's alone."""
@@ -215,6 +226,7 @@ class Piece:
     index: int
     text: str
     tokens: tuple[TokenLogprob, ...] = ()  # with their logprobs, if the request wants them
+    cache: dict[str, Any] | None = None  # what is held after a token, if the request wants it
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ MOST_MESSAGES = 4096
 class StreamOptions(Form):
     within = "stream_options"
     include_usage: bool | None = None
+    include_cache: bool | None = None  # after each token: what is held, and what was taken back
 
 
 class Request(Form):
