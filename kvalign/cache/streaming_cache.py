@@ -202,7 +202,7 @@ class StreamingCache(FixedSizeCache):
         assert step is not None
         if not step.is_described:
             step.is_described = True
-            if self.is_decode(step):
+            if step.is_decode:
                 self._rotate_sinks(step)
             # What needs no attention of ours asks for no kernel.
             if step.is_single and self.asks:
