@@ -1,4 +1,4 @@
-"""All that clients do, side by side, for a moment; `tests/load.py --minutes 30` is the long run."""
+"""All that clients do, side by side, for a moment."""
 
 import asyncio
 
