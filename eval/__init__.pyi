@@ -1,5 +1,6 @@
 from .evaluations.attention import attention as attention
 from .evaluations.edit import edit as edit
+from .evaluations.frontier import frontier as frontier
 from .evaluations.latency import latency as latency
 from .evaluations.needle import needle as needle
 from .evaluations.perplexity import perplexity as perplexity

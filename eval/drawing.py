@@ -196,6 +196,56 @@ def draw(
     return figure
 
 
+FAR_ABOVE = 1.12  # times the lowest perplexity: what is higher stands at the upper edge
+
+
+def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
+    """Perplexity against the mean time of a token of rows of `eval frontier`, in panels by title.
+    What is on the frontier has a ring, a dashed one if it is perhaps, and is joined by a line. What
+    lies far above stands at the upper edge with its figure, and `dense` is a line.
+    """
+    styles = styles_of(row for rows in panels.values() for row in rows)
+    with mpl.rc_context(THEME):
+        figure = Figure(figsize=(max(6.4, 4.4 * len(panels)), 5.0), layout="constrained")
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
+            top = FAR_ABOVE * min(row["perplexity"] for row in rows)
+            for row in rows:
+                y, label = row["perplexity"], label_of(row)
+                color, marker, _ = styles[label]
+                if "mean_ms" not in row:
+                    axes.axhline(y, color=color, linestyle=":", label=label)
+                    continue
+                x, shown = row["mean_ms"], min(y, top)
+                if y > top:
+                    place: dict[str, Any] = dict(textcoords="offset points", xytext=(0, -14))
+                    axes.annotate(f"{y:.0f} \u2191", (x, top), ha="center", fontsize=8, **place)
+                reach = [[x - row["ms_low"]], [row["ms_high"] - x]]
+                axes.errorbar(
+                    x, shown, xerr=reach, color=color, marker=marker, linestyle="", label=label
+                )
+                if row["frontier"]:
+                    ring: dict[str, Any] = dict(s=190, facecolors="none", edgecolors=INK)
+                    axes.scatter(
+                        x, shown, linestyle="-" if row["frontier"] == "yes" else ":", **ring
+                    )
+            best = sorted(
+                (r["mean_ms"], min(r["perplexity"], top)) for r in rows if r.get("frontier")
+            )
+            axes.step(*zip(*best, strict=True), where="post", color=INK, linewidth=0.8, zorder=1)
+            axes.set_xscale("log")
+            _round_ticks(axes.xaxis, [row["mean_ms"] for row in rows if "mean_ms" in row])
+            axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
+            axes.set_xlabel("ms a token (log)")
+            axes.grid(alpha=0.25)
+        all_axes[0].set_ylabel("perplexity (lower is better)")
+        legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
+        handles = {handle.get_label(): handle for handle in legends}
+        layout: dict[str, Any] = dict(loc="outside lower center", ncols=3)
+        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure on white, as PNG or SVG by the path's ending."""
     with mpl.rc_context(THEME), _any_glyph():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 ABOUT = {
     "perplexity": "compare methods on perplexity and time",
     "latency": "measure time per token of all methods, taking turns",
+    "frontier": "set perplexity against the time of a token: which method is worth its time",
     "readability": "let methods write, and judge their texts",
     "streameval": "ask for values that were registered some lines back in an endless stream",
     "recall": "ask for facts at growing distances: how much of its cache a method can read",

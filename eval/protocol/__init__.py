@@ -258,7 +258,8 @@ class ComparisonSettings(ResultSettings, ModelSettings):
     num_evicted: tuple[str, ...] | None = like(
         CacheSizes,
         "num_evicted",
-        more=f": a number, or half of the window (default: 1; discard-half: half){SEVERAL}",
+        more=": a number, or half, quarter, eighth of the window (default: 1; discard-half: half)"
+        f"{SEVERAL}",
     )
     realign_every: tuple[int, ...] = like(CacheSizes, "realign_every", (1,), more=SEVERAL)
     policy: tuple[str, ...] = like(CacheSizes, "policy", (OLDEST,), more=SEVERAL)

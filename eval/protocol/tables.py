@@ -19,6 +19,7 @@ from typing import Any, Literal
 from kvalign import checkpoints
 from kvalign.aligners.kinds import often
 from kvalign.cache.memory_sizes import usual_recalled
+from kvalign.cache.sizes import num_evicted_of
 from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
 from kvalign.eval.protocol.statistics import MIN_LABELS, SLOW, apart, comparable, is_reference
 from kvalign.foundation.folders import ROOT
@@ -89,8 +90,9 @@ def label_of(row: Row) -> str:
     if row["num_sinks"] is None:
         return row["method"]
     name, evicted, recent = method_name(row), row["num_evicted"], row.get("num_recent")
-    is_half = row["method"] in ("discard-half", PEER)  # always, so it need not be said
-    several = "" if evicted == 1 or is_half else f", {evicted} at once"
+    half = num_evicted_of("half", row["cache_size"] - row["num_sinks"]) if evicted else None
+    usual = {"discard-half": half, PEER: evicted}.get(row["method"], 1)  # which need not be said
+    several = "" if evicted == usual else f", {evicted} at once"
     is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
     newest = "" if is_usual else f", {recent} newest stay"
     sinks = "1 sink" if row["num_sinks"] == 1 else f"{row['num_sinks']} sinks"

@@ -131,7 +131,7 @@ def _recording(
         sizes = cls.sizes_for(
             cache_size - of_token,
             None if "num_sinks" in cls.fixed else num_sinks,
-            None if "num_evicted" in cls.fixed else num_evicted,
+            num_evicted if cls.default_num_evicted == 1 else None,
             memory=memory,
             num_recalled=num_recalled,
         )

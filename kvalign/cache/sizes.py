@@ -35,7 +35,7 @@ OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", *OF_MEMORY)
 
 class SizesConfig(TypedDict, total=False):
     """Keywords of `CacheSizes`, besides cache_size; None: the method's default. num_evicted may be
-    `"half"`, half of the entries after the sinks.
+    `"half"`, `"quarter"` or `"eighth"` of the entries after the sinks.
     """
 
     num_sinks: int | None
@@ -238,16 +238,19 @@ def _num_recalled(sizes: CacheSizes) -> int:
     return num_recalled_of(sizes)
 
 
+PARTS = {"half": 2, "quarter": 4, "eighth": 8}  # of a window
+
+
 def num_evicted_of(value: int | str, window_size: int) -> int:
-    """Number of entries to evict at once, from a number or `half` of the window, which is what LLM
-    runtimes discard; UserError for anything else.
+    """Number of entries to evict at once, from a number or a part of the window; LLM runtimes
+    discard `half`. UserError for anything else.
     """
-    if value == "half":
-        return max(1, window_size // 2)
     if not isinstance(value, str):
         return typed("num_evicted", value, int)
+    if value in PARTS:
+        return max(1, window_size // PARTS[value])
     if not (value.isascii() and value.isdigit()):
-        raise UserError(f"num_evicted takes numbers or half, got {value!r}")
+        raise UserError(f"num_evicted takes numbers or {', '.join(PARTS)}, got {value!r}")
     return int(value)
 
 

@@ -204,13 +204,13 @@ class DiscardHalf(Reencoding):
     drops the same half but re-encodes nothing. Its context shift, off by default since 2025
     (github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay: `streaming-llm` with
     `num_evicted="half"`. The entries of `discard-half` are never stale, but a step sees only three
-    quarters of the cache on average.
+    quarters of the cache on average. With a smaller `num_evicted` it sees more, and re-encodes more
+    often.
     """
 
     name = "discard-half"
     about = "drops half of the window when full and re-encodes the rest"
     default_num_evicted = "half"
-    fixed = ("num_evicted",)
 
     def reset(self) -> None:
         super().reset()

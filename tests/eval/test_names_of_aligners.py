@@ -22,6 +22,7 @@ from kvalign.models.loading import LoadedModel
 SHORT = {
     "perplexity": dict(num_tokens=20, reference="recompute"),
     "latency": dict(num_trials=1, trial_len=2, reference="recompute"),
+    "frontier": dict(num_tokens=20, num_trials=2, trial_len=2),
     "readability": dict(max_new_tokens=10, no_repeat_ngram_sizes=0, num_prompts=2),
     "streameval": dict(num_lines=4, query_every=2, distances=(0, 2)),
     "recall": dict(num_questions=4),

@@ -12,7 +12,6 @@ from kvalign.models.architectures import spec_of
 
 CACHE_SIZE = 20
 _SIZES = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
-FIXED = [name for name, cls in METHODS.items() if "num_evicted" in cls.fixed]
 STREAMING = [name for name in METHODS if name != "dense"]
 
 

@@ -113,8 +113,7 @@ class RandomStream:
         rounds = way not in ("again", "policy") and pick((0, 0, 1))
         if rounds:
             asked["cache_dtype"] = "int8"
-        fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
-        fixed["dense"] = ["num_sinks", "num_evicted"]
+        fixed = {"window": ["num_sinks"], "dense": ["num_sinks", "num_evicted"]}
         asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
         aligner = self._aligner(kind, num_sinks)
         given = {} if aligner is None else {"aligner": aligner}

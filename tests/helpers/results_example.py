@@ -48,6 +48,10 @@ def documents():
             *(row | times for row in rows if row["cache_size"] == cache_size),
         ]
     ]
+    against = [
+        row | dict(mean_ms=5.0 + i, ms_low=4.0, ms_high=20.0, median_ms=5.0, frontier="perhaps")
+        for i, row in enumerate(scored)
+    ]
     texts = [PASSAGE, f"{HOSTILE} {HEBREW} {PASSAGE}", ""]
     passages = [
         row
@@ -115,6 +119,7 @@ def documents():
         "perplexity": _document("perplexity", scored, corpus),
         "total-time": _document("perplexity", scored, corpus | {"stepwise": True}),
         "latency": _document("latency", timed),
+        "frontier": _document("frontier", against, {"corpus": HOSTILE}),
         "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
         "recall": _document("recall", recalled, {"relative_to_cache": False}),

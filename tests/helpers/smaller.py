@@ -29,6 +29,7 @@ _SMALLER = {
     "eval latency": dict(
         cache_sizes=(32,), num_trials=1, trial_len=2, batch_sizes=(1, 2), generate=3
     ),
+    "eval frontier": dict(cache_sizes=(32,), num_tokens=12, num_trials=2, trial_len=1),
     "eval readability": dict(cache_sizes=(32,), num_prompts=1, max_new_tokens=12),
     "eval streameval": dict(cache_sizes=(32,), distances=(0,), num_lines=2, query_every=2),
     "eval recall": dict(cache_sizes=(32,), num_questions=2),

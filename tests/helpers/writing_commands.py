@@ -283,7 +283,7 @@ NOT_HERE = {
     **dict.fromkeys(
         (
             f"eval {name}"
-            for name in ("streameval", "recall", "needle", "told", "edit", "attention")
+            for name in ("frontier", "streameval", "recall", "needle", "told", "edit", "attention")
         ),
         "its --out is written as that of eval perplexity; eval run keeps what it prints",
     ),

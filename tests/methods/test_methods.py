@@ -4,7 +4,7 @@ stepping.
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step, tables
+from helpers.methods import CACHE_SIZE, STREAMING, make, network, step, tables
 from helpers.plain_stream import PlainStream, Plan, copy_of
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
@@ -17,7 +17,7 @@ from kvalign.streaming.scoring import hits, score, score_stepwise
 @pytest.mark.parametrize("num_evicted", [1, 5])
 @pytest.mark.parametrize("name", METHODS)
 def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monkeypatch):
-    method = make(name, models["llama"], num_evicted=None if name in FIXED else num_evicted)
+    method = make(name, models["llama"], num_evicted=num_evicted)
     seen, encode = [], type(method.model).forward
 
     def record(model, *args, past_key_values=None, **kwargs):

@@ -270,10 +270,15 @@ def time_first(
 
 
 def time_steps(
-    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
+    methods: Sequence[Method],
+    batch_size: int,
+    settings: LatencySettings,
+    bar: Bar,
+    clock: Callable[[], float] | None = None,
 ) -> Turns:
     """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
     memories are full: all evicting, realigning, taking back and re-encoding is part of a step.
+    Without a `clock` the seconds are the wall's.
     """
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     for method in methods:
@@ -288,7 +293,8 @@ def time_steps(
         num = num_steps(methods[i], settings)
         first, last = (num * n // settings.num_trials for n in (trial, trial + 1))
         each = (random_ids(model, batch_size, 1, rng) for _ in range(first, last))
-        turns[i].append([clocked(model.device, methods[i].feed, ids) for ids in each])
+        feed = methods[i].feed
+        turns[i].append([clocked(model.device, feed, ids, clock=clock) for ids in each])
     return turns
 
 
@@ -359,13 +365,19 @@ def rounds(
             bar.update(1)
 
 
-def clocked(device: torch.device, work: Callable[..., object], *args: Any) -> float:
-    """Seconds that `work(*args)` takes on a device."""
+def clocked(
+    device: torch.device,
+    work: Callable[..., object],
+    *args: Any,
+    clock: Callable[[], float] | None = None,
+) -> float:
+    """Seconds that `work(*args)` takes on a device, by the wall's clock or another."""
+    clock = clock or time.perf_counter
     wait_for(device)
-    start = time.perf_counter()
+    start = clock()
     work(*args)
     wait_for(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _fill(cache: StreamingCache, rng: torch.Generator) -> None:

@@ -47,9 +47,19 @@ _OF_RATIO = {"": "perplexity", "_low": "low", "_high": "high"}
 def score_methods(
     methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
 ) -> list[Row]:
-    """A row for each method, of the labels in ids [1, N] int64. Every token after a method's first
-    input is scored and kept, so that its losses also serve runs of other cache sizes. Those before
-    the first label are dropped.
+    """A row for each method, of the labels in ids [1, N] int64, relative to the reference."""
+    rows, losses, far = score_all(methods, ids, settings)
+    if settings.reference:
+        compare(rows, losses, settings.reference, far)
+    return rows
+
+
+def score_all(
+    methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
+) -> tuple[list[Row], list[Tensor], dict[str, Tensor]]:
+    """Rows of methods, their losses [num_tokens], and the labels' distances by slices. Every token
+    after a method's first input is scored and kept, so that its losses also serve runs of other
+    cache sizes. Those before the first label are dropped.
     """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
@@ -75,9 +85,7 @@ def score_methods(
         figures = of_losses(losses[-1], cache_size, first_label, far)
         seconds *= num_labels / len(after)
         rows.append({**sizes_of(method), **figures, "seconds": seconds})
-    if settings.reference:
-        compare(rows, losses, settings.reference, far)
-    return rows
+    return rows, losses, far
 
 
 def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:

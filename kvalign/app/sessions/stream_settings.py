@@ -39,7 +39,9 @@ class MethodSettings(Settings):
         at_least=1,
     )
     num_evicted: str | None = like(
-        CacheSizes, "num_evicted", more="; half: of the window (default: 1; discard-half: half)"
+        CacheSizes,
+        "num_evicted",
+        more="; or half, quarter, eighth of the window (default: 1; discard-half: half)",
     )
     realign_every: int | None = like(CacheSizes, "realign_every")
     policy: str | None = like(CacheSizes, "policy")
