@@ -10,9 +10,9 @@ After Xiao et al. 2024 (StreamingLLM, figure 2); see docs/evaluation.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol import (
@@ -262,10 +262,6 @@ class Attention(Evaluation):
         "eviction."
     )
     columns = COLUMNS
-
-    @property
-    def summary_columns(self) -> Mapping[str, Column]:
-        return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %")}
 
     def title(self, document: Document) -> str:
         settings = document["settings"]

@@ -205,7 +205,6 @@ class Frontier(Evaluation):
         "periods, so that refills count; one thread, methods taking turns. What no other with "
         "equal sinks beats in both is the frontier."
     )
-    in_summary = ("mean_ms", "frontier")
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing:

@@ -321,10 +321,8 @@ def asker(loaded: LoadedModel) -> Ask[Needle]:
 
 
 COLUMNS = {
-    "kind": Column("kind", None, about="of question, RULER's", is_key=True),
-    "distance": Column(
-        "distance", about="from the code to its question, in cache sizes", is_key=True
-    ),
+    "kind": Column("kind", None, about="of question, RULER's"),
+    "distance": Column("distance", about="from the code to its question, in cache sizes"),
     "accuracy": share_column(
         "accuracy",
         "found",
@@ -345,7 +343,6 @@ class NeedleEvaluation(Evaluation):
         "None is right by chance. Other kinds of questions are RULER's: the figure is the share of "
         "the expected answers that 48 tokens of greedy decoding contain."
     )
-    in_summary = ("accuracy",)
     over = "distance"
     columns = COLUMNS
 

@@ -236,9 +236,7 @@ def _written(
 
 HUMAN = "a human's text"
 COLUMNS = {
-    "no_repeat_ngram_size": Column(
-        "no repeated n-gram", about="of the model's tokens", is_key=True
-    ),
+    "no_repeat_ngram_size": Column("no repeated n-gram", about="of the model's tokens"),
     "num_readable": Column("readable chunks"),
     "num_chunks": Column("chunks"),
     "num_passages": Column("passages"),
@@ -260,7 +258,6 @@ class Readability(Evaluation):
         "run never repeats are of the model's tokens. Numbers are means over prompts and "
         "seeds; the passages below come from the first seed."
     )
-    in_summary = ("readable", "repetition")
     columns = COLUMNS
 
     def select(self, documents: Documents) -> Documents:
@@ -281,11 +278,6 @@ class Readability(Evaluation):
             if interval := runs_interval(shares, row["num_chunks"]):
                 row["readable_low"], row["readable_high"] = interval
         return rows
-
-    def summary_rows(self, document: Document) -> list[Row]:
-        """Rows of the first n-gram rule."""
-        first = document["rows"][0]["no_repeat_ngram_size"]
-        return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
 
     def sections(self, documents: Documents) -> list[Section]:
         """Section with a figure for each cache size and prompt, the strips of all methods, and with

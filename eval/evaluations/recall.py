@@ -235,7 +235,6 @@ class Recall(Evaluation):
         "of C entries has facts up to C tokens back, less its sinks. Columns are shares of "
         "right answers by the quarter in which the fact lies."
     )
-    in_summary = ("accuracy", "oldest")
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing:

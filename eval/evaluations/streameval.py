@@ -223,7 +223,7 @@ def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
 
 MEANS = ("distance_tokens", "in_cache", "answer_nll_nats")
 COLUMNS = {
-    "distance_lines": Column("lines back", is_key=True),
+    "distance_lines": Column("lines back"),
     "accuracy": share_column("accuracy", "accuracy", "share of queries answered exactly"),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
@@ -241,7 +241,6 @@ class StreamEval(Evaluation):
         "An answer is right if greedy decoding gives it exactly. Its loss also tells models apart "
         "that give no right answers. No method knows a line that is no longer in the cache."
     )
-    in_summary = ("accuracy", "answer_nll_nats")
     over = "distance_lines"
     columns = COLUMNS
 

@@ -251,7 +251,7 @@ def is_right(method: Method, question: Question) -> dict[str, bool]:
 
 CHANCE = "0.125 by chance"
 COLUMNS = {
-    "talk": Column("other talk", about="tokens, in cache sizes", is_key=True),
+    "talk": Column("other talk", about="tokens, in cache sizes"),
     "accuracy": share_column(
         "accuracy", "right of eight", f"answers whose word is the likeliest of eight, {CHANCE}"
     ),
@@ -271,7 +271,6 @@ class Told(Evaluation):
         "talk, on a copy of the stream. All turns are given. An answer is right if the word "
         f"that was told is the likeliest of the eight possible ones: {CHANCE}."
     )
-    in_summary = ("accuracy",)
     over = "talk"
     columns = COLUMNS
 

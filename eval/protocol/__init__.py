@@ -67,7 +67,6 @@ class Column:
         ends: names of the ends of its interval in a row. They are shown beside it; the best one
             is marked if its interval overlaps no other.
         by_reference: it is relative to the reference, so a slow reference is never the best.
-        is_key: it distinguishes rows of one method; the summary has means over its values.
     """
 
     title: str
@@ -76,7 +75,6 @@ class Column:
     about: str = ""
     ends: tuple[str, str] | None = None
     by_reference: bool = False
-    is_key: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -306,7 +304,6 @@ class Evaluation:
         run: from settings to the document.
         columns: those of its tables, by their name in a row.
         heading, about: of its section of the report.
-        in_summary: names of the columns that the report's summary shows, too.
         over: column of its figure's x axis; the report has no figure of a single value.
     """
 
@@ -315,28 +312,15 @@ class Evaluation:
     columns: ClassVar[Mapping[str, Column]]
     heading: ClassVar[str]
     about: ClassVar[str]
-    in_summary: ClassVar[tuple[str, ...]] = ()
     over: ClassVar[str] = ""
 
-    @property
-    def summary_columns(self) -> Mapping[str, Column]:
-        return {name: self.columns[name] for name in self.in_summary}
-
     def select(self, documents: Documents) -> Documents:
-        """Documents whose figures are in the summary."""
+        """Documents whose figures are on the report's first screen."""
         return documents
 
     def rows(self, document: Document) -> list[Row]:
         """The rows of its tables: those of the document, or their means."""
         return document["rows"]
-
-    def summary_rows(self, document: Document) -> list[Row]:
-        """Rows of the summary: one for each method and its sizes, means over other differences."""
-        from kvalign.eval.protocol.tables import means
-
-        rows = self.rows(document)
-        has_keys = any(column.is_key for column in self.columns.values())
-        return means(rows, self.in_summary) if has_keys else rows
 
     def title(self, document: Document) -> str:
         """Return the title of its tables."""

@@ -4,7 +4,7 @@ they are, if any. The modules show such a folder as one page, in a browser or in
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,17 +69,14 @@ def parse_suite_text(text: str, name: str, kind: type[Suite] = Suite) -> Suite:
 
 
 NO_SUITE = Suite(cells=[])
-Sweep = dict[str, Any]
-"""Document of `kvalign tune --json`."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Documents by name (the file's), the suite, and the sweeps among its preparations."""
+    """Documents by name (the file's), and the suite."""
 
     documents: dict[str, Document]
     suite: Suite = NO_SUITE
-    sweeps: dict[str, Sweep] = field(default_factory=dict)
 
     def of(self, evaluation: str) -> dict[str, Document]:
         return {n: d for n, d in self.documents.items() if d["kind"] == f"eval {evaluation}"}
@@ -98,7 +95,6 @@ def read(folder: Path) -> Results:
     if file.exists():
         suite = parse_suite_text(read_text(file), str(file), _SuiteOfResults)
     found |= {path.stem: read_document(path) for path in folder.glob("*.json")}
-    found |= {f"{PREPARED}/{x.stem}": read_json(x) for x in folder.glob(f"{PREPARED}/*.json")}
     evaluated = {n: d for n, d in found.items() if str(d.get("kind")).startswith("eval ")}
     ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
     names = sorted(evaluated, key=lambda name: (ranks.get(name, len(ranks)), name))
@@ -112,9 +108,7 @@ def read(folder: Path) -> Results:
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or "
             f"`kvalign eval ... --out {folder}/NAME.json`"
         )
-    tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
-    of_tuned = {name: found.get(f"{PREPARED}/{name}") for name in tuned}
-    return Results(documents, suite, {name: one["result"] for name, one in of_tuned.items() if one})
+    return Results(documents, suite)
 
 
 class _Line(BaseModel, extra="allow"):

@@ -1,11 +1,9 @@
-"""Contents of a report on a folder of results: the summary, the sections; and a first screen for
-each model, with what was measured, three pictures, and a table of verdicts with a row a method and
-a column a question.
+"""Contents of a report on a folder of results: the sections, and for each model a first screen with
+what was measured, three pictures, and a table of verdicts (a row a method, a column a question).
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from kvalign.eval.drawing import Series, draw, draw_chunks, series
@@ -13,7 +11,7 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.judging import MEASURES
-from kvalign.eval.protocol import Column, Document, Panel, Plot, Row, Section, Table
+from kvalign.eval.protocol import FLOOR, Column, Document, Panel, Plot, Row, Section, Table
 from kvalign.eval.protocol.statistics import (
     MEANING,
     MIN_LABELS,
@@ -25,73 +23,15 @@ from kvalign.eval.protocol.statistics import (
     is_reference,
     verdict,
 )
-from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, renamed, table
-from kvalign.eval.report import Results, Sweep
+from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, means, renamed
+from kvalign.eval.report import Results
 from kvalign.foundation.console import Entry
-
-TUNING = (
-    "Trials of kvalign tune, drawn at random from the search space of the paper's table 1, "
-    "best first; ASHA stops those that fall behind."
-)
-_TRIAL = {
-    "trial": Column("trial", None),
-    "state": Column("state", None),
-    "hidden1": Column("hidden 1"),
-    "hidden2": Column("hidden 2"),
-    "batch_size": Column("batch"),
-    "lr": Column("learning rate", 5),
-    "val_loss": Column("validation loss", 5, "lower", "mean squared error per number"),
-    "num_reports": Column("reports", about="validations; ASHA decides after each"),
-    "seconds": Column("s", 1),
-}
-
-
-def summary(results: Results) -> list[Table]:
-    """Summary of all evaluations side by side: a table for each model and cache size that more than
-    one of them has measured.
-
-    Documents of one evaluation and one subject (`Evaluation.title`) are merged. Of equal rows, and
-    of subjects, the first counts. Aligners get names that differ within a table.
-    """
-    columns = {  # an evaluation's rows have its name before their figures' names
-        f"{name}.{key}": replace(column, ends=ends and (f"{name}.{ends[0]}", f"{name}.{ends[1]}"))
-        for name, evaluation in EVALUATIONS.items()
-        for key, column in evaluation.summary_columns.items()
-        for ends in [column.ends]
-    }
-    references: dict[str, str | None] = {}
-    # By model and size, by evaluation: what was measured first, and its rows by what they are of.
-    measured: dict[tuple[str, int], dict[str, tuple[str, dict[Hashable, Row]]]] = {}
-    for name, evaluation in EVALUATIONS.items():
-        for document in evaluation.select(results.of(name)).values():
-            subject, settings = evaluation.title(document), document["settings"]
-            if any(column.by_reference for column in evaluation.summary_columns.values()):
-                references.setdefault(settings["model"], settings.get("reference"))
-            by_size = grouped(evaluation.summary_rows(document), "cache_size")
-            for cache_size, rows in by_size.items():
-                by_name = measured.setdefault((settings["model"], cache_size), {})
-                first, by_identity = by_name.setdefault(name, (subject, {}))
-                if first == subject:
-                    by_identity |= {identity_of(row): row for row in rows} | by_identity
-    most = max(map(len, measured.values()), default=0)
-    tables = []
-    for (model, cache_size), by_name in measured.items():
-        lines: dict[Hashable, Row] = {}
-        for name, (_, by_identity) in by_name.items():
-            for identity, row in by_identity.items():
-                figures = {f"{name}.{key}": value for key, value in row.items()}
-                lines[identity] = figures | lines.get(identity, row)
-        if len(by_name) > 1 or most == 1:
-            title, reference = f"{model}, C = {cache_size}", references.get(model)
-            tables.append(table(title, renamed(lines.values()), columns, reference))
-    return tables
 
 
 def sections(results: Results) -> list[Section]:
-    """Sections with content: sweeps, then the evaluations in their order."""
-    tuning = Section("Tuning", TUNING, [], [], _trials(results.sweeps))
+    """Sections with content, of the evaluations in their order."""
     parts = [s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))]
-    return [section for section in (tuning, *parts) if section.plots or section.tables]
+    return [section for section in parts if section.plots or section.tables]
 
 
 def panels(results: Results) -> list[Panel]:
@@ -100,18 +40,6 @@ def panels(results: Results) -> list[Panel]:
         for name, evaluation in EVALUATIONS.items()
         for document in results.of(name).values()
         for panel in evaluation.panels(document)
-    ]
-
-
-def _trials(sweeps: Mapping[str, Sweep]) -> list[Table]:
-    """The trials of each sweep."""
-    return [
-        Table(
-            f"{name}: {sweep['target']} network",
-            [*_TRIAL.values()],
-            [[Entry(c.text(t.get(key))) for key, c in _TRIAL.items()] for t in sweep["trials"]],
-        )
-        for name, sweep in sweeps.items()
     ]
 
 
@@ -153,9 +81,10 @@ class FirstScreen:
     def _named(self, rows: Iterable[Row]) -> list[Row]:
         return [row | {"aligner": self.names.get(identity_of(row), row["aligner"])} for row in rows]
 
-    def _summary(self, name: str) -> list[Row]:
+    def _means(self, name: str, key: str) -> list[Row]:
+        """Means of a figure of an evaluation for each method and its sizes."""
         document = self._of(name)
-        return self._named(EVALUATIONS[name].summary_rows(document)) if document else []
+        return self._named(means(document["rows"], [key])) if document else []
 
     def _scored(self) -> tuple[str | None, str, list[Row]]:
         """The reference, the labels, and the rows of perplexities on them, each once."""
@@ -196,13 +125,16 @@ class FirstScreen:
         caption = f"{title}, by cache size; lower is better"
         return _by_size("first-perplexity", lines, y, caption, title)
 
+    def _timed_rows(self) -> list[Row]:
+        """Rows of the first batch size."""
+        rows = self.timed["rows"] if self.timed else []
+        return self._named(row for row in rows if row["batch_size"] == rows[0]["batch_size"])
+
     def _times(self) -> Plot | None:
         """Mean time of a step by cache size."""
         if not self.timed:
             return None
-        first = self.timed["rows"][0]["batch_size"]
-        rows = self._named(row for row in self.timed["rows"] if row["batch_size"] == first)
-        lines = series(rows, "cache_size", "mean_ms")
+        lines = series(self._timed_rows(), "cache_size", "mean_ms")
         title = "Time of a step" + " (busy machine)" * bool(self.busy)
         caption = f"Mean time of a step by cache size; lower is better. {self.busy}".rstrip(". ")
         return _by_size("first-time", lines, "ms", caption, title)
@@ -237,18 +169,21 @@ class FirstScreen:
             column = Column(name, None, about="ratio of the perplexities, all C")
             columns.append((column, _by_label(fair, self._judged)))
         if self.timed and not self.busy:
-            rows = [r for r in self._summary("latency") if r.get("bare_mean_ratio")]
+            rows = [row for row in self._timed_rows() if row["method"] != FLOOR]
             about = "mean step relative to a bare step, which evicts nothing, all C"
             column = Column("time of a step", None, "lower", about)
             columns.append((column, _spans(rows, "bare_mean_ratio", 2)))
-        if rows := self._summary("readability"):
+        if self.written:
+            rows = EVALUATIONS["readability"].rows(self.written)
+            same = "no_repeat_ngram_size"
+            rows = self._named(row for row in rows if row[same] == rows[0][same])
             about = f"less, more: than {BESIDE}'s, by their 95 % intervals"
             texts = _by_label(rows, lambda group: _readable(group, rows))
             columns.append((Column("readable, %", None, "higher", about), texts))
             texts = _spans(rows, "repetition", 0, 100)
             columns.append((Column("repeats, %", None, "lower"), texts))
         for name, (key, title) in SHARES.items():
-            rows = self._summary(name)
+            rows = self._means(name, key)
             # Where nothing is right with any method, an evaluation tells nothing.
             if any(row[key] for row in rows):
                 columns.append((Column(title, None, "higher"), _spans(rows, key, 2)))

@@ -19,7 +19,7 @@ from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol import Panel, Section, Table
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
-from kvalign.eval.report.contents import MEANS, first_screens, panels, sections, summary
+from kvalign.eval.report.contents import MEANS, first_screens, panels, sections
 from kvalign.foundation.console import (
     ROW_WIDTH,
     Heading,
@@ -82,7 +82,6 @@ def render(results: Results, contents: list[Section]) -> str:
         documents=results.documents,
         screens=first_screens(results),
         meaning=MEANS,
-        summary=summary(results),
         sections=contents,
         panels=panels(results),
         methods={name: METHODS.find(name).about for name in METHODS if name in names},
@@ -96,7 +95,7 @@ ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
 
 
 def show(folder: Path, console: Console | None = None) -> None:
-    """Print the summary, the tables and the strips of a folder of results.
+    """Print the verdicts, the tables and the strips of a folder of results.
 
     Raises:
         UserError: as `kvalign.eval.report.read`.
@@ -109,11 +108,10 @@ def show(folder: Path, console: Console | None = None) -> None:
         console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
         console.print(Text(escape_controls(one.take)))
     print_tables([one.verdicts for one in screens if one.verdicts], console)
-    of_sections = [(section.title, section.tables) for section in sections(results)]
-    for title, tables in [("Summary", summary(results)), *of_sections]:
-        if tables:
-            console.rule(Text(title))
-        print_tables(tables, console)
+    for section in sections(results):
+        if section.tables:
+            console.rule(Text(section.title))
+        print_tables(section.tables, console)
     print_passages(panels(results), console, as_strips=True)
 
 
@@ -148,7 +146,7 @@ def print_as(form: str, folder: Path) -> None:
     titled = [
         replace(t, title=f"{s.title}: {t.title}") for s in sections(results) for t in s.tables
     ]
-    for table in [*verdicts, *summary(results), *titled]:
+    for table in [*verdicts, *titled]:
         titles = [column.title + ARROWS[column.better] for column in table.columns]
         lines = [[escape_controls(entry.line) for entry in row] for row in table.rows]
         if form == "latex":

@@ -21,7 +21,7 @@ from kvalign.eval.judging import WORD_LIST
 from kvalign.eval.protocol import Column, Table
 from kvalign.eval.protocol.tables import best
 from kvalign.eval.report import Results, Suite, read
-from kvalign.eval.report.contents import sections, summary
+from kvalign.eval.report.contents import sections
 from kvalign.eval.report.page import print_tables, render, show
 from kvalign.foundation.console import Entry
 from kvalign.foundation.errors import escape_controls
@@ -104,7 +104,7 @@ def test_every_document_has_its_command_and_rows(source, results):
 
 
 def test_best_is_marked_in_its_direction(results):
-    for one in summary(results):
+    for one in EVALUATIONS["perplexity"].tables(results.documents["perplexity"]):
         titles = [column.title for column in one.columns]
         perplexity = titles.index("perplexity")
         assert not any(row[perplexity].is_best for row in one.rows)  # their intervals overlap
@@ -123,17 +123,6 @@ def test_results_of_ours_are_read_as_they_are_kept():
     """Documents are lines of an archive, and the suite says what else is made of them."""
     found = read(RESULTS / "paper-gpt2-mini")
     assert {"perplexity", "latency"} <= found.documents.keys() and found.suite.title
-    assert sections(found)[0].tables[0].title == "tune-keys: key network"
-
-
-def test_summary_joins_the_evaluations(results):
-    tables = summary(results)
-    assert [table.title for table in tables] == [f"{HOSTILE}, C = 16", f"{HOSTILE}, C = 32"]
-    titles = [column.title for column in tables[0].columns]
-    shown = [c.title for one in EVALUATIONS.values() for c in one.summary_columns.values()]
-    assert titles == ["method", *shown]
-    names = [f"{name}, 4 sinks" for name in ("window", "kvalign (table)", "recompute")]
-    assert [row[0].text for row in tables[0].rows] == names
 
 
 def test_passages_are_whole(source, results):
@@ -204,6 +193,6 @@ def test_report_is_as_wide_as_columns_says(width, tmp_path, capsys, monkeypatch)
     assert main(["report", str(folder), "--terminal"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
-    assert text.index("Verdicts") < text.index("Summary")
+    assert text.index("Verdicts") < text.index("Perplexity")
     perplexities = re.findall(r"\b1[0-5]\.00\b", text)
     assert len(perplexities) >= 6

@@ -22,7 +22,6 @@ from kvalign.eval.protocol import (
     corpus_option,
 )
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.tables import means
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option
 
@@ -112,9 +111,9 @@ def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> 
 
 
 COLUMNS = {
-    "kind": Column("edit", None, about="cut, replace, insert; piece: encoded alone", is_key=True),
-    "length": Column("tokens", about="that are cut, replaced or inserted", is_key=True),
-    "way": Column("goes on", None, about="what became of what follows", is_key=True),
+    "kind": Column("edit", None, about="cut, replace, insert; piece: encoded alone"),
+    "length": Column("tokens", about="that are cut, replaced or inserted"),
+    "way": Column("goes on", None, about="what became of what follows"),
     # No way is the best: some know more of the text.
     "perplexity": Column("perplexity", 2, about="of the future"),
     "ratio": Column(
@@ -142,13 +141,7 @@ class EditEvaluation(Evaluation):
         "on with the same text encoded anew, with the stream that was not edited, and with one "
         "that forgets what stood behind."
     )
-    in_summary = ("ratio", "edit_ms")
     columns = COLUMNS
-
-    def summary_rows(self, document: Document) -> list[Row]:
-        """Means of edits after which nothing was encoded again."""
-        rows = [row for row in document["rows"] if row["way"] == EDITED]
-        return means(rows, self.in_summary)
 
     def figure(self, document: Document) -> Drawing | None:
         """Ratio to the text encoded anew, by way and edit."""

@@ -154,7 +154,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
 BARE = "relative to the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
-    "batch_size": Column("batch", is_key=True),
+    "batch_size": Column("batch"),
     "mean_ms": Column("ms/token", 2, "lower", "mean over whole periods, the cost of a stream"),
     "median_ms": Column("median ms", 2, "lower", "half of the steps are faster"),
     "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
@@ -180,13 +180,6 @@ COLUMNS = {
     ),
     "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}"),
     "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}"),
-    "read_mb": Column("MB read", 0, about="weights, entries and tables that a step reads"),
-    "limit_ratio": Column(
-        "ratio to limit",
-        2,
-        "lower",
-        "mean relative to what a step reads, at the bandwidth that copies have on the same card",
-    ),
     "tokens_per_s": Column("tokens/s", 1, "higher", "of all streams together, from the mean"),
     "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
     "peak_mb": Column("peak MB", 1, "lower", "10^6 bytes beyond the weights, as a cache fills"),
@@ -222,14 +215,8 @@ class Latency(Evaluation):
         "of methods that see as many. The first token is timed separately. From a prompt "
         "longer than the cache, recompute and discard-half read only the part that they keep."
     )
-    in_summary = ("mean_ms", "bare_mean_ratio", "ttft_ms", "peak_mb")
     over = "cache_size"
     columns = COLUMNS
-
-    def summary_rows(self, document: Document) -> list[Row]:
-        rows = document["rows"]
-        first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
-        return [row for row in first if row["method"] != FLOOR]
 
     def figure(self, document: Document) -> Drawing:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""

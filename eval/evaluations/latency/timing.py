@@ -5,7 +5,6 @@ Prompts and the steps of full caches are timed apart, and memory apart from time
 protocol, `stream_tokens` is timed from a prompt on, including draws and a filling cache.
 """
 
-import functools
 import gc
 import math
 import os
@@ -21,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.passes import HOST
-from kvalign.cache.realigner import OnRead
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
@@ -35,11 +33,9 @@ from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
 from kvalign.methods.base import Method
 from kvalign.models.identity import identity
-from kvalign.models.packed import num_bytes
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.sampling import Sampling
 
-_COPIED, _COPIES = 2**28, 5  # float32 numbers of a copy: 1 GB
 SAMPLING = Sampling(top_k=20)  # the paper's
 
 Seconds = list[list[float]]
@@ -64,8 +60,8 @@ def measure(
     bar: Bar,
 ) -> list[Row]:
     """Row for the bare step and one for each method, at one cache size and one batch size."""
-    model, on_cuda = methods[0].model, methods[0].model.device.type == "cuda"
-    compiled = settings.compile and on_cuda  # as the methods are
+    model = methods[0].model
+    compiled = settings.compile and model.device.type == "cuda"  # as the methods are
     captured = settings.captured or compiled
     bare = BareStep(model, methods[0].sizes.cache_size, compiled, captured)
     methods = [bare, *methods]
@@ -78,11 +74,6 @@ def measure(
     rows = rows_of(methods, first, turns, batch_size, settings)
     for row, method in zip(rows, methods, strict=True):
         row["peak_mb"] = _peak_mb(method, batch_size, settings.seed, bar)
-        if on_cuda:
-            num_read = read_bytes(method, batch_size)
-            least_ms = 1e3 * num_read / bandwidth(model.device)
-            step_ms = row["mean_ms"] * batch_size
-            row |= {"read_mb": num_read / 1e6, "limit_ratio": step_ms / least_ms}
     return rows
 
 
@@ -209,39 +200,6 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
     return max(accumulate(sizes, initial=0))
-
-
-@functools.cache
-def bandwidth(device: torch.device) -> float:
-    """Bytes that a device reads and writes in a second, by copies of 1 GB."""
-    source = torch.empty(_COPIED, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    seconds = clocked(device, lambda: [target.copy_(source) for _ in range(_COPIES)])
-    return 2 * _COPIES * source.nbytes / seconds
-
-
-def read_bytes(method: Method, batch_size: int) -> int:
-    """Bytes that a step of one token in each row reads at least: weights, except those of the
-    embedding that are not the head's, and, unless it re-encodes, entries and tables.
-    """
-    model, spec, sizes = method.model, method.spec, method.sizes
-    is_bare, cache = isinstance(method, BareStep), getattr(method, "cache", None)
-    num_read = num_bytes(model)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    of_head = {x.data_ptr() for x in (*head.parameters(), *head.buffers())}
-    num_read -= sum(x.nbytes for x in embedding.parameters() if x.data_ptr() not in of_head)
-    if not is_bare and not (isinstance(cache, StreamingCache) and cache.memory is None):
-        return num_read
-    width, itemsize = spec.head_dim, model.dtype.itemsize
-    if isinstance(cache, StreamingCache) and cache.stores_bare:
-        width, itemsize = width + 4, 1
-    of_layer = 2 * spec.num_kv_heads * sizes.first_input_len
-    num_read += batch_size * len(spec.attention) * of_layer * width * itemsize
-    if isinstance(cache, StreamingCache) and isinstance(cache.realigner, OnRead):
-        table = cache.realigner.table
-        num_read += len(spec.attention) * of_layer * (spec.head_dim + 1) * table.key.itemsize
-    return num_read
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:

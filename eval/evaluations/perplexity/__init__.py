@@ -200,7 +200,6 @@ class Perplexity(Evaluation):
         "has labels of its own, after its own first input. The 95 % interval comes from a block "
         "bootstrap. Only rows with equal sinks are judged; window has none."
     )
-    in_summary = ("perplexity", "ratio", "drift")
     over = "cache_size"
     columns = COLUMNS
 

@@ -51,7 +51,6 @@ class Variety(Evaluation):
     heading = "Variety"
     about = "Different tokens among those that a method wrote."
     columns = COLUMNS
-    in_summary = ("variety",)
 
 
 EVALUATION = Variety()
