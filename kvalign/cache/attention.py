@@ -27,14 +27,14 @@ from kvalign.models.attention import bloom_mask
 from kvalign.models.rope import Rotation
 
 
-class Found(NamedTuple):
+class Recalled(NamedTuple):
     """Attention of some queries over what they take back from a memory, and over that alone."""
 
     output: Tensor  # [B, H, G, T, D] float32, 0 where there is nothing
     log_sum: Tensor  # [B, H, G, T] float32, logarithm of the sum of the exponentials
 
 
-Recaller = Callable[[Sight, Tensor], Found]
+Recaller = Callable[[Sight, Tensor], Recalled]
 """Of a sight and its scaled queries [B, H, G, T, D]: what they find in a memory."""
 
 
@@ -75,16 +75,19 @@ def attend(
     if not step.is_single:
         return _attend_many(step, reader, query, keys, values, scale).to(query.dtype)
     # The keys of a step run on, those of its sinks, too; the means of tables do not.
-    rotation, tables, recall, found = reader.rotation, reader.tables, reader.recall, None
+    rotation, tables, recall, recalled = reader.rotation, reader.tables, reader.recall, None
     sight = step.sight_of_one if recall is None else step.sights(step.sizes.num_recalled or 0)[0]
     num_sinks, at_means = min(step.sizes.num_sinks, keys.shape[2]), query
     if recall is not None and sight.has_lost:
-        found = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
+        recalled = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
     if rotation is not None and tables is not None:
         at_means = rotation.shift(query, step.behind_rows.to(query.device))
     if step.by_kernel:
         if rotation is not None and reader.angles is not None:  # which count from the first place
             query = rotation.shift(query, step.behind_rows)
+        beside = None
+        if recalled is not None:
+            beside = recalled.output.flatten(1, 3), recalled.log_sum.flatten(1)
         output, _ = kernel.attend(
             sight.places_of_one,
             query,
@@ -96,16 +99,15 @@ def attend(
             tables=tables,
             asking=at_means,
             num_sinks=num_sinks,
-            beside=None
-            if found is None
-            else (found.output.flatten(1, 3), found.log_sum.flatten(1)),
+            beside=beside,
         )
         return output
-    if tables is None and found is None:
+    if tables is None and recalled is None:
         return _as_they_lie(sight, query, query, keys, values, scale, num_sinks)
     placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
-    of_layer = query, query, at_means, keys, values, scale, num_sinks, sight.places, placed, found
-    return placed_attention(*of_layer)[0].to(query.dtype)
+    of_queries, of_keys = (query, query, at_means), (keys, values, scale, num_sinks)
+    output, _ = placed_attention(*of_queries, *of_keys, sight.places, placed, recalled)
+    return output.to(query.dtype)
 
 
 def _attend_many(
@@ -123,7 +125,7 @@ def _attend_many(
     num_sinks = min(step.sizes.num_sinks, keys.shape[2])
     tables = tables and tables.first(step.num_places)
     if step.rotates_queries and reader.rotation is not None:
-        behind = (step.told[0] - step.run_on).to(query.device)
+        behind = (step.model_positions[0] - step.frame_positions).to(query.device)
         rotated = reader.rotation.shift(query, behind)
     is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
     if is_plain and step.sizes.num_evicted == 1 and takes_bands(query):
@@ -143,13 +145,13 @@ def _attend_many(
         if lies:
             outputs.append(_as_they_lie(sight, own, window, k, v, scale, num_sinks))
             continue
-        found = None
+        recalled = None
         if recall is not None and sight.has_lost:
-            found = recall(sight, own.unflatten(1, (keys.shape[1], -1)) * scale)
+            recalled = recall(sight, own.unflatten(1, (keys.shape[1], -1)) * scale)
         if places is not sight.places:
             places = sight.places
             placed = tables and tables.of_entries(places, num_sinks)
-        of_block = own, window, own, k, v, scale, num_sinks, places, placed, found
+        of_block = own, window, own, k, v, scale, num_sinks, places, placed, recalled
         outputs.append(placed_attention(*of_block)[0])
     return torch.cat(outputs, 1)
 
@@ -175,7 +177,7 @@ def placed_attention(
     num_sinks: int,
     places: Tensor,
     tables: Tables | None = None,
-    found: Found | None = None,
+    recalled: Recalled | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over entries that are placed for each query, in float32: the reference.
 
@@ -186,7 +188,7 @@ def placed_attention(
             tables.
         places: [B or 1, T, S] int64, as of `Sight`.
         tables: means of P places, and scales of the entries (`Tables.of_entries`).
-        found: what the queries take back, as if it were one more entry.
+        recalled: what the queries take back, as if it were one more entry.
 
     Returns:
         the output [B, T, H, D], and the weights [B, H_kv, G, T, S] of the entries.
@@ -205,11 +207,11 @@ def placed_attention(
         means = _by_head(own if at_means is query else grouped(at_means), tables.key_means.mT)
         at_all = at[:, None, None].expand_as(others)
         others = others * tables.key_scales + means.gather(-1, at_all)
-    of_found = () if found is None else (found.log_sum[..., None],)
-    scores = torch.cat([sinks, others, *of_found], -1)
+    of_recalled = () if recalled is None else (recalled.log_sum[..., None],)
+    scores = torch.cat([sinks, others, *of_recalled], -1)
     scores[..., :num].masked_fill_((places < 0)[:, None, None], -torch.inf)
     weights, of_memory = scores.softmax(-1).tensor_split([num], -1)
-    shares, output = weights, 0.0 if found is None else of_memory * found.output
+    shares, output = weights, 0.0 if recalled is None else of_memory * recalled.output
     if tables is not None:
         sinks, others = weights.tensor_split([num_sinks], -1)
         of_means = torch.zeros_like(means).scatter_add(-1, at_all, others)

@@ -298,7 +298,10 @@ class StreamingLayer(CacheLayerMixin, Part):
         born: Birth = slice(step.births[0] + num_first, step.births[0] + step.num_new)
         where = slice(step.positions[0] + num_first, step.positions[0] + step.num_new)
         if step.is_segment:
-            born, where = (x[num_first:].to(self.device) for x in (step.told[0], step.run_on))
+            born, where = (
+                x[num_first:].to(self.device)
+                for x in (step.model_positions[0], step.frame_positions)
+            )
         elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
             where = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)

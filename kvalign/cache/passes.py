@@ -30,8 +30,8 @@ SEGMENT_LEN = 512  # tokens of a forward pass
 BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
 SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
 
-COUNTS = ("end", "seen", "stored", "positions", "births", "behind", "aside")
-"""Numbers of rows that differ from pass to pass, as of `Pass`; aside: tokens that a memory has
+COUNTS = ("end", "seen", "stored", "positions", "births", "behind", "remembered")
+"""Numbers of rows that differ from pass to pass, as of `Pass`; remembered: tokens that a memory has
 taken in, 0 without one."""
 
 
@@ -172,7 +172,7 @@ class Pass:
         return self.sizes.num_dropped(self.tokens)
 
     @cached_property
-    def told(self) -> Tensor:
+    def model_positions(self) -> Tensor:
         """Place of each new token, which is its position but for keys that run on in a pass that is
         no segment, [B or 1, T] int64.
         """
@@ -188,12 +188,18 @@ class Pass:
     def position_ids(self) -> Tensor:
         """Return what the model is told of the new tokens, [B or 1, T] int64."""
         table = self.place_positions
-        return self.told if table is None else table.to(self.device)[self.told]
+        return (
+            self.model_positions if table is None else table.to(self.device)[self.model_positions]
+        )
 
     @cached_property
-    def run_on(self) -> Tensor:
+    def frame_positions(self) -> Tensor:
         """Positions of the tokens of a segment, in the frame of the entries before, [T] int64."""
-        return self.tokens - self.frame.num_moved(self.seen[0]) if self.rotates else self.told[0]
+        return (
+            self.tokens - self.frame.num_moved(self.seen[0])
+            if self.rotates
+            else self.model_positions[0]
+        )
 
     @property
     def rotates_queries(self) -> bool:
@@ -372,7 +378,9 @@ class Pass:
         oldest = num_sinks + num_dropped  # of the entries after the sinks that lie there
         first = sizes.num_dropped(self.seen[0] + start) - num_dropped
         last = max(first, self.seen[0] + stop - oldest)
-        t, dropped, born = (x[start:stop, None] for x in (self.tokens, self.dropped, self.told[0]))
+        t, dropped, born = (
+            x[start:stop, None] for x in (self.tokens, self.dropped, self.model_positions[0])
+        )
         j = oldest + torch.arange(first, last, device=self.device)
         sinks = torch.arange(num_sinks, device=self.device)
         # What is recalled takes the places of the window's oldest entries.

@@ -116,7 +116,7 @@ class WindowLayer(StreamingLayer):
         them.
         """
         realigner, form = self.realigner, self.entries.form
-        at = step.run_on if step.is_segment else step.at(step.num_new, step.num_new)
+        at = step.frame_positions if step.is_segment else step.at(step.num_new, step.num_new)
         if step.is_segment:
             new = self.in_frame(step, new)
         anchored = self.without_position(step, new) if realigner.strategy == "read" else new
@@ -149,7 +149,7 @@ class WindowLayer(StreamingLayer):
         rotation = self.realigner.rotation
         if rotation is None or not step.rotates_queries:
             return new
-        behind = (step.told[0] - step.run_on).to(self.device)
+        behind = (step.model_positions[0] - step.frame_positions).to(self.device)
         return KV(rotation.at(self.layer_idx).shift(new.keys, behind), new.values)
 
     def stored_sinks(self, num: int) -> KV:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Found, Recaller
+from kvalign.cache.attention import Recalled, Recaller
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
 from kvalign.cache.memory_sizes import loudness_of
@@ -128,7 +128,7 @@ class Memories(Part):
                 for layer in layers:
                     if layer.layer_idx in self.of:
                         self._put_newest(layer, seen, num, at.to(layer.device))
-        step.counts[COUNTS.index("aside")] = torch.tensor(
+        step.counts[COUNTS.index("remembered")] = torch.tensor(
             step.seen if first is None else first.seen
         )
 
@@ -192,7 +192,7 @@ class Memories(Part):
             )
         return self.of[layer.layer_idx]
 
-    def _recall(self, layer: int, step: Pass, sight: Sight, query: Tensor) -> Found:
+    def _recall(self, layer: int, step: Pass, sight: Sight, query: Tensor) -> Recalled:
         """Return what the scaled queries [B, H, G, T, D] of a sight take back, each as it would
         alone.
         """
@@ -293,10 +293,10 @@ class Memories(Part):
                 stored = form.encode_at(entries, slice(0))
             else:
                 assert isinstance(part, CachePart)
-                aside = _source(i, part)
-                total = aside.seen[0]
+                source = _source(i, part)
+                total = source.seen[0]
                 first = total - self.kept_sizes.num_stored(total) + part.first
-                stored = aside.written(first, part.num)
+                stored = source.written(first, part.num)
                 entries = form.decode_at(stored, slice(0)).map(lambda x: x.to(layer.device))
             if part.place < num_sinks:
                 sinks.append(as_sinks(layer, i, part, entries))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
-from kvalign.cache.attention import Found
+from kvalign.cache.attention import Recalled
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
@@ -188,12 +188,12 @@ class Recall:
     def _batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         # Tokens are counted on the host, but in a step that is recorded.
         rows, least = slice(1 if len(set(step.seen)) == 1 else None), min(step.seen)
-        seen, end = (step.counts[COUNTS.index(name), rows] for name in ("seen", "aside"))
+        seen, end = (step.counts[COUNTS.index(name), rows] for name in ("seen", "remembered"))
         seen = seen[:, None]
         if step.is_segment:
             seen = seen + torch.arange(sight.queries.start, sight.queries.stop)
             end, least = end + step.num_new, least + sight.queries.start
-            positions = step.told[0, sight.queries]
+            positions = step.model_positions[0, sight.queries]
         else:
             rows = slice(1 if len(set(step.positions)) == 1 else None)
             positions = step.of_rows("positions")[rows, None, None, None]
@@ -231,7 +231,7 @@ class Recall:
         of_rows = len(matches.ages), -1
         return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
 
-    def as_seen(self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches) -> Found:
+    def as_seen(self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches) -> Recalled:
         """Return what queries [B, H, G, T, D] float32 take back, as each sees it."""
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
@@ -260,7 +260,7 @@ class Recall:
             scores = scores if bias is None else scores + bias[:, :, :, None]
             log_sum = scores.logsumexp(-1)
             output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
-        return Found(output.transpose(2, 3), log_sum.transpose(2, 3))
+        return Recalled(output.transpose(2, 3), log_sum.transpose(2, 3))
 
     def has_kernel(self, queries: Tensor) -> bool:
         """Return whether our kernel can rotate such queries, or attend for them."""
