@@ -105,9 +105,8 @@ def attend(
     if tables is None and recalled is None:
         return _as_they_lie(sight, query, query, keys, values, scale, num_sinks)
     placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
-    of_queries, of_keys = (query, query, at_means), (keys, values, scale, num_sinks)
-    output, _ = placed_attention(*of_queries, *of_keys, sight.places, placed, recalled)
-    return output.to(query.dtype)
+    of_keys = keys, values, scale, num_sinks, sight.places, placed, recalled
+    return placed_attention(query, query, at_means, *of_keys)[0].to(query.dtype)
 
 
 def _attend_many(
