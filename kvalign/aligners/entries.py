@@ -64,6 +64,6 @@ def write(
 
 
 def cat(parts: Iterable[tuple[Tensor, Tensor]], dim: int = 2) -> KV:
-    """Concatenation of entries; with another dim of their rows (0) or layers."""
+    """Concatenation of entries [B, H, S, D]; with another dim of their rows (0) or layers."""
     keys, values = zip(*parts, strict=True)
     return KV(torch.cat(keys, dim), torch.cat(values, dim))

@@ -156,8 +156,8 @@ def _attend_many(
 
 
 def takes_bands(query: Tensor) -> bool:
-    """Return whether flash kernels read bands (`band.py`) for such queries: on CUDA, in half
-    precision.
+    """Return whether flash kernels read bands (`band.py`) for such queries [B, H, T, D]: on CUDA,
+    in half precision.
     """
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -265,7 +265,7 @@ def alibi_mask(step: Pass, model: PreTrainedModel) -> Tensor:
 def both_forms(
     query: Tensor, rotated: Tensor, keys: Tensor, values: Tensor, num_sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of twice the size, whose one product has both forms of a query: its
+    """Queries, keys and values [B, H, S, 2 D], whose one product has both forms of a query: its
     place beside the sinks, and its position in the frame beside the window.
     """
     sinks, window = keys.tensor_split([num_sinks], 2)

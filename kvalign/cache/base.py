@@ -115,7 +115,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
 
     @abstractmethod
     def index(self, row: int = 0) -> Tensor:
-        """Return the positions in the stream of a row's entries, counted from 0."""
+        """Return the tokens of a row's entries, counted from 0: [S], or [L, H, S] int64."""
 
     @abstractmethod
     def _prepare_entries(self, step: Pass) -> None:
@@ -197,7 +197,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
     def enter(self, new: KV) -> None:
         """The first layer receives new entries. A user's own loop calls the model without
         `forward_pass`: there the first layer begins a pass, and the last one ends it. An error
-        after that is the user's: the token counts.
+        after that is the user's: the token counts. UserError: more tokens than fit at once.
         """
         if not self._whole.is_changing:
             num_rows, num_new = len(new.keys), new.keys.shape[2]
@@ -342,7 +342,7 @@ class FixedSizeCache(NotPickled, Cache, ABC):
         return [*self.layers]
 
     def select(self, rows: Sequence[int] | Tensor) -> None:
-        """Keep these rows, in this order; one may occur several times."""
+        """Keep these rows [B'], in this order; one may occur several times."""
         if not self.seen:
             return
         rows = rows_of(rows, len(self.seen))

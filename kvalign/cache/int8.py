@@ -56,7 +56,7 @@ class Int8(Form):
     def of_layer(
         cls, dtype: torch.dtype, layer: int, realigner: Realigner, bases: dict[int, Tensor] | None
     ) -> Self:
-        """Form of the entries of a layer. Keys that a table reads have no mean, and so no base."""
+        """Form of a layer's entries, of bases [H, 1, D]. Keys that a table reads have no base."""
         rotation, is_read = realigner.rotation, realigner.strategy == "read"
         base = None if bases is None or is_read else bases.get(layer)
         return cls(dtype, None if rotation is None else rotation.at(layer), base)
@@ -102,7 +102,7 @@ class Int8(Form):
     def read(
         self, state: dict[str, Tensor], layer: int, name: str, shape: tuple[int | None, ...]
     ) -> Tensor:
-        """Tensor of a layer's saved state; UserError if its scales are not finite."""
+        """Tensor [*shape] of a layer's saved state; UserError if its scales are not finite."""
         full = f"{layer}.{name}"
         tensor = expect_tensor(state, full, shape, torch.int8)
         if not _scales(tensor).isfinite().all():
@@ -122,7 +122,7 @@ _BASES: WeakKeyDictionary[PreTrainedModel, dict[int, Tensor]] = WeakKeyDictionar
 
 
 def key_bases(model: PreTrainedModel) -> dict[int, Tensor]:
-    """Return the bases of a model's keys at position 0, measured at first use."""
+    """Return the bases [H, 1, D] of a model's keys, by layer, measured at first use."""
     if model not in _BASES:
         _BASES[model] = _measure(model)
     return _BASES[model]

@@ -131,7 +131,7 @@ class Ring:
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep these rows [B'], in this order."""
         self.data = self.data.map(lambda x: x[rows.to(x.device)])
 
     @no_autograd_modes()
@@ -236,7 +236,9 @@ class StreamingLayer(CacheLayerMixin, Part):
         self._cache = weakref.ref(cache)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
-        """Take in [B, H, T, D]; return all entries for this pass's attention."""
+        """Take in [B, H, T, D]; return all entries for this pass's attention. UserError: not like
+        those before.
+        """
         new = KV(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*new)
@@ -346,7 +348,7 @@ def _transposed(x: Tensor) -> Tensor:
 def expect_tensor(
     state: dict[str, Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Tensor of a state; UserError unless it exists with this shape (None: any) and dtype."""
+    """Tensor [*shape] of a state; UserError unless it is so (None: any size) and of this dtype."""
     tensor = state.get(name)
     found = () if tensor is None else tensor.shape
     is_other = len(found) != len(shape) or any(

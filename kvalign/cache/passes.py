@@ -274,7 +274,9 @@ class Pass:
 
     @cached_property
     def read(self) -> slice | Tensor | None:
-        """Slots that attention gets for one new token, in the order of time; None: as they lie."""
+        """Slots [S] or [B, S] that attention gets for one new token, in the order of time; None: as
+        they lie.
+        """
         if not self.in_order:
             return None
         stored = [n + 1 for n in self.stored]

@@ -287,7 +287,7 @@ def realigner_of(
 
 
 def rotated(rotation: Rotation | None, layer: int, entries: KV, shift: int | Tensor) -> KV:
-    """Entries with their keys rotated so many positions towards the start, if keys rotate."""
+    """Entries [B, H, S, D] with keys rotated so many positions, [..., S], towards the start."""
     if rotation is None:
         return entries
     return KV(rotation.at(layer).shift(entries.keys, shift), entries.values)
@@ -324,7 +324,7 @@ def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | Non
 
 
 def positions_of(at: Birth) -> int | Tensor:
-    """Positions from a slice or a tensor; of one entry from a number."""
+    """Positions [S] of a slice or a tensor; of one entry a number."""
     if not isinstance(at, slice):
         return at
     return at.start if at.stop == at.start + 1 else torch.arange(at.start, at.stop)

@@ -48,7 +48,7 @@ class WindowLayer(StreamingLayer):
             self.__dict__.pop(name, None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate rings for entries like these."""
+        """Allocate rings for entries like these [B, H, ?, D]."""
         like, realigner = KV(key_states, value_states), self.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
         form = self.cache.form(self.dtype, self.layer_idx)

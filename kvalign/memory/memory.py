@@ -297,7 +297,7 @@ class Memory:
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep these rows [B'], in this order."""
         self.seen = [self.seen[row] for row in rows.tolist()]
         rows = rows.to(self.device)
         self.entries, self.base = self.entries.rows(rows), self.base[rows]

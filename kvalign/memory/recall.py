@@ -263,7 +263,7 @@ class Recall:
         return Recalled(output.transpose(2, 3), log_sum.transpose(2, 3))
 
     def has_kernel(self, queries: Tensor) -> bool:
-        """Return whether our kernel can rotate such queries, or attend for them."""
+        """Return whether our kernel can rotate such queries [..., D], or attend for them."""
         fits = queries.device.type == "cpu" and queries.shape[-1] in kernel.DIMS
         return self._has_kernel and fits and not queries.requires_grad
 

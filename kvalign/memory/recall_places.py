@@ -85,9 +85,9 @@ class RecallPlaces:
         return self.sizes.num_recalled * (COMPARED_BY_AGE if self.by_age else COMPARED_BY_RANK)
 
     def age_bias(self, ages: Tensor) -> Tensor | None:
-        """Return what is added to the scores of entries of these ages, for want of a place that
-        says how old they are: by rank what is older than a window of C entries counts C / age of
-        one that is not, but no less than `LEAST_SHARE`. None: nothing.
+        """Return what is added to the scores of entries of these ages [...], for want of a place
+        that says how old they are: by rank what is older than a window of C entries counts C / age
+        of one that is not, but no less than `LEAST_SHARE`. None: nothing.
         """
         if self.by_age:
             return None
@@ -118,8 +118,8 @@ class RecallPlaces:
         return beyond.round().clamp_max(self.room)
 
     def far(self, ages: Tensor) -> Tensor:
-        """Return how far beyond the window entries of these ages lie if they have no neighbours,
-        float32.
+        """Return how far beyond the window entries of these ages [...] lie if they have no
+        neighbours, float32.
         """
         knee = max(1, self.num_positions // KNEE)
         return ((ages - self.near).clamp_min(0).float() / knee).log1p().mul(knee)

@@ -150,7 +150,9 @@ class Reencoding(Method):
         return list(seen.to(self.model.device).split(lens))
 
     def extend(self, ids: Tensor) -> list[Tensor]:
-        """Return the tokens that each row would see with ids [B, T] more, without evictions."""
+        """Return the tokens that each row would see with ids [B, T] more, without evictions;
+        UserError: another number of rows.
+        """
         check_ids(ids, self.model.config.vocab_size)
         if not self.rows:
             return list(ids)
@@ -180,7 +182,7 @@ class Recompute(Reencoding):
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """Read ids. Shorter rows are padded on the right, where no counted token looks."""
+        """Read ids [B, T]. Shorter rows are padded on the right, where no counted token looks."""
         rows = [self.keep(row) for row in self.extend(ids)]
         lens = torch.tensor([len(row) for row in rows], device=ids.device)
         ends, which = lens.unique(return_inverse=True)
@@ -245,7 +247,7 @@ class DiscardHalf(Reencoding):
         self.rows = rows
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Read ids. A full row is re-encoded when it is full; the others take their step."""
+        """Read ids [B, T]. A full row is re-encoded when it is full; the others take their step."""
         seen = self.extend(ids)
         kept_rows = [self.keep(row) for row in seen]
         with self.cache.changing():

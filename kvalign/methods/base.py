@@ -215,11 +215,11 @@ class Method(NotPickled, ABC):
         return method
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order."""
+        """Keep these rows of the batch, in this order; UserError if it cannot."""
         raise UserError(f"rows of {self.name} cannot be selected")
 
     def join(self, others: Sequence[Self]) -> None:
-        """Append the rows of other methods with the same arguments, of any lengths."""
+        """Append rows of others with the same arguments, of any lengths; UserError if it cannot."""
         raise UserError(f"rows of {self.name} cannot be joined")
 
     @abstractmethod
@@ -298,9 +298,9 @@ class Method(NotPickled, ABC):
             return last_logits(self.model, ids, cache, **inputs)
 
     def state(self) -> dict[str, Tensor]:
-        """State of the stream; `restore` of a method with the same arguments continues it."""
+        """State of the stream, with which `restore` continues it; UserError if there is none."""
         raise UserError(f"streams of {self.name} cannot be saved")
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue the stream of `state`, tensors on any device, which stay as they are."""
+        """Continue the stream of a `state`, tensors on any device; UserError if they do not fit."""
         raise UserError(f"streams of {self.name} cannot be saved")

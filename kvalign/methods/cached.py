@@ -90,7 +90,7 @@ class Cached(Method):
 
     def compile(self, **options: Any) -> Self:
         """Compile it. On a CPU and without options the compiled step is kept for later starts, if
-        that is possible; on CUDA it is captured.
+        that is possible; on CUDA it is captured. UserError: a policy, whose steps differ.
         """
         if not self.sizes.is_oldest:
             raise UserError(
@@ -167,9 +167,9 @@ class Cached(Method):
         self.cache, self._before_edit = self._before_edit, None
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Read ids. If the relative form is exact, an input counts as its tokens one by one, and is
-        read in segments. Else the first cache_size + 1 tokens are one prefill chunk, and later
-        chunks have half a window each; all tokens of a chunk see the same older entries.
+        """Read ids [B, T]. If the relative form is exact, an input counts as its tokens one by one,
+        and is read in segments. Else the first cache_size + 1 tokens are one prefill chunk, and
+        later chunks have half a window each; all tokens of a chunk see the same older entries.
         """
         check_ids(ids, self.model.config.vocab_size)
         self._before_edit = None

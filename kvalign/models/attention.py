@@ -39,7 +39,7 @@ _mask: ContextVar[Tensor | None] = ContextVar("mask", default=None)
 
 
 def mark(keys: Tensor, read: ReadKeys) -> Tensor:
-    """Return the same keys with a mark: the function that reads them."""
+    """Return the same keys [B, H, S, D] with a mark: the function that reads them."""
     keys._kvalign_read = read  # type: ignore[attr-defined]
     return keys
 

@@ -62,7 +62,9 @@ def identity_of(name: str) -> str:
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
+    """A few embedding weights, spread over the vocabulary, nearly equal in any precision. UserError
+    if there are none.
+    """
     ids = torch.linspace(
         0, model.config.vocab_size - 1, FINGERPRINT_LEN, dtype=torch.float32
     ).long()

@@ -32,7 +32,7 @@ def encoded(
     *,
     goes_on: bool = False,
 ) -> list[int]:
-    """The token ids of an input, which may already be token ids.
+    """The token ids of an input, which may be token ids; UserError: none, or not the model's.
 
     Args:
         tokenizer: None: ids need none.
@@ -98,7 +98,7 @@ def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
 
 
 def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
-    """The rows of the batch with these numbers."""
+    """The numbers of rows [B'] of a batch, checked; UserError: one that it does not have."""
     named = rows.tolist() if isinstance(rows, Tensor) else rows
     if not all(type(row) is int and -num_rows <= row < num_rows for row in named):
         raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")

@@ -159,7 +159,7 @@ def precision_of(
     device: str, dtype: str | None, weights: str | None
 ) -> tuple[str | None, str | None]:
     """The dtype in which a model is loaded, None: its file's own; and the form of packed weights,
-    `auto`, or None. As of `load_model`.
+    `auto`, or None. Errors as of `load_model`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")

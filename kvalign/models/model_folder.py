@@ -45,7 +45,7 @@ _SCALING = (".rope.scaling.type", ".rope.scale_linear")
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
-    """The config of the model in a folder or a GGUF file, or of a hub id."""
+    """The config of a model in a folder, a GGUF file or of a hub id; UserError if damaged."""
     if file := gguf_file(source):
         check_gguf_readers()
         with _explain_errors(name, str(file)):
@@ -67,7 +67,7 @@ def read(
     dtype: str,
     device_map: dict[str, str] | str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer.
+    """The model and its tokenizer; UserError if its files are damaged or do not fit.
 
     Args:
         device_map: of accelerate: where weights go as they are read; None: to the CPU.
@@ -132,7 +132,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with its chat template."""
+    """The tokenizer of a model, with its chat template; UserError if there is none."""
     if file := gguf_file(source):
         from kvalign.models.gguf_tokenizer import tokenizer_of_gguf
 
@@ -239,7 +239,7 @@ def _reason(name: str, source: str, error: BaseException) -> str:
 
 
 def gguf_file(source: str) -> Path | None:
-    """The GGUF file at a path, or the only one in a folder without other weights; or None."""
+    """The GGUF file at a path, or of a folder without other weights; None; UserError: several."""
     path = Path(source)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         files = sorted(path.glob(f"*{GGUF}"))

@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 
     @abstractmethod
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """Buffers by name, from the `parts` of weights."""
+        """Buffers by name, from q [N, K] and scales [N, K / 32, 1 or 2] of weights."""
 
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
 
 
 def has_levels(weight: Tensor) -> bool:
-    """Return whether the first groups of weights lie on at most 16 even levels each."""
+    """Return whether the first groups of weights [N, K] lie on at most 16 even levels each."""
     groups = weight.detach().flatten()[: 64 * GROUP].float().view(-1, GROUP)
     low, high = groups.aminmax(dim=1, keepdim=True)
     steps = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
@@ -238,7 +238,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Tensor that Llama 4 asks for its device."""
+        """Tensor [0] that Llama 4 asks for its device."""
         return self.like
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -269,6 +269,7 @@ def pack(
 
     Raises:
         KeyError: a name that `stored` lacks.
+        UserError: a form that is not known, or a model that cannot be packed.
     """
     device = device or model.device
     kind = kind_for(device)

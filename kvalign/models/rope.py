@@ -217,7 +217,7 @@ def measured(
     context_len: int | None,
     is_bounded: bool,
 ) -> Rotation:
-    """Measured rotation of the keys of a model.
+    """Measured rotation of the keys of a model; UserError if they do not rotate evenly.
 
     Args:
         kinds: of each layer; those that are equal are alike.

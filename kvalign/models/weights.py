@@ -19,7 +19,7 @@ _USUAL = (torch.float32, torch.float16, torch.bfloat16)
 def read_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, Tensor]:
-    """The tensors of a file, in float32.
+    """The tensors of a file, in float32; UserError: others, or not finite.
 
     Args:
         shapes: of exactly the tensors that it must contain.
@@ -57,7 +57,7 @@ def opened(path: Path, what: str) -> Iterator[Any]:
 
 def check_header(path: Path, *, any_type: bool = False) -> int:
     """Return how many numbers a file has according to its header, which is compared with the file's
-    size.
+    size; UserError: damaged, or of another type.
 
     Args:
         any_type: allow any type, for quantised weights.

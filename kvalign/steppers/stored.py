@@ -367,8 +367,8 @@ class _Step(nn.Module):
 
 
 def load_or_make(step: _Step, inputs: list[Tensor], makes: bool) -> Run | None:
-    """The file's step for this model and these inputs, if it gives the model's logits; else
-    compiled, if it `makes` one. None if there is none, or none is possible.
+    """The file's step for these inputs, as of `Run`, if it gives the model's logits; else compiled,
+    if it `makes` one. None if there is none, or none is possible.
     """
     weights = step.tensors()  # which it reads where they lie
     about = _about(step, inputs, weights)

@@ -122,7 +122,7 @@ class Chat:
         return f"turn {number} is edited: {self._replaced(begins, start, stop, new)}"
 
     def forget(self, number: int) -> str:
-        """Cut a turn, counted from 1, with its answer; else as `edit`."""
+        """Cut a turn, counted from 1, with its answer; errors and the rest as of `edit`."""
         begins = self._begins_to_edit(number)
         words = [*self._talk.word_starts(begins), len(self.stream.ids)]
         start, stop = words[number - 1 : number + 1]

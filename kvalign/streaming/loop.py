@@ -269,7 +269,9 @@ def stream_tokens(
 
 @torch.no_grad()  # of which generators are not made: one that is left complains as Python ends
 def begin(method: Method, prompt: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Begin a stream with the prompts of a batch; those with padding are fed alone, without it."""
+    """Begin a stream with prompts [B, T]; those with padding are fed alone, without it. UserError:
+    padding elsewhere than on the left.
+    """
     if mask is None or mask.all():
         return method.feed(prompt)
     mask = mask.to(prompt.device).bool()

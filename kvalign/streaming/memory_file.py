@@ -99,7 +99,7 @@ class Entries:
         return torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
 
     def put(self, slots: slice, records: Tensor) -> None:
-        """Write records into some slots."""
+        """Write records [T, bytes] into some slots."""
         for x, part in zip(self.tensors, records.split(self.widths, 1), strict=True):
             x[0, :, slots] = part.view(x.dtype).unflatten(1, (x.shape[1], -1)).transpose(0, 1)
 
@@ -116,7 +116,7 @@ def write(stream: Path, entries: Entries, before: Before | None) -> tuple[Memory
     """Write the records that the stream's file does not have yet.
 
     Returns:
-        what it shall say, and its `SUMS`.
+        what it shall say, and its `SUMS` [slots] int64.
     """
     if before is not None and _begins(stream, entries, before):
         file, sums = before.file, before.sums
@@ -161,6 +161,9 @@ def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -
     Args:
         sums: `SUMS` of the stream's file.
         like: empty tensors [1, H, 0, width].
+
+    Raises:
+        UserError: it is damaged, or of another stream.
     """
     path = path_of(stream, file.number)
     if not path.is_file():

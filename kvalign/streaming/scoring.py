@@ -36,12 +36,12 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """NLL in nats."""
+    """NLL in nats, of logits [N, V] and labels [N]: [N]."""
     return cross_entropy(logits, labels, reduction="none")
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """hits: 1 if the label is the most likely token, else 0; nan without one."""
+    """hits: 1 if the label [N] is the most likely token by logits [N, V], else 0; nan without."""
     return torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == labels).float())
 
 
@@ -52,7 +52,7 @@ def score(
     measure: Measure = losses,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Losses of `score_stepwise`, up to rounding, by a faster way if there is one, which processes
+    """Losses and errors as of `score_stepwise`, by a faster way if there is one, which processes
     row after row. The measure may be nan for labels outside the `mask` [B * (N -
     cache_size - 1)] bool.
     """
@@ -106,7 +106,7 @@ def score_stepwise(
 
 @torch.no_grad()
 def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Measure) -> Tensor:
-    """Losses of `score_stepwise`, for a method whose relative form is exact."""
+    """Losses as of `score_stepwise`, for a method whose relative form is exact."""
     first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
     method.reset()
     method.feed(ids[:, :first])
@@ -124,9 +124,9 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
 def score_windows(
     method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, mask: Tensor | None
 ) -> Tensor:
-    """Losses of `score_stepwise`. The tokens that a method keeps change only at an eviction. So all
-    steps between two evictions are one causal forward pass, and several such periods make a batch.
-    Periods without a label that counts are left out.
+    """Losses as of `score_stepwise`. The tokens that a method keeps change only at an eviction. So
+    all steps between two evictions are one causal forward pass, and several such periods make a
+    batch. Periods without a label that counts are left out.
     """
     sizes, vocab_size = method.sizes, method.model.config.vocab_size
     first, k = sizes.first_input_len, sizes.num_evicted

@@ -64,6 +64,38 @@ def test_docstrings_begin_with_a_noun_or_return():
     assert wrong == []
 
 
+CORE = ("aligners", "cache", "memory", "methods", "models", "policies", "steppers", "streaming")
+BY_NAME = re.compile(r"\[str, Tensor\]")  # tensors whose names say what they are
+SHAPE, ERROR = (
+    re.compile(r"\[|[Aa]s of `|Same|see `|as `"),
+    re.compile(r"UserError|[Ee]rrors|[Aa]s of `"),
+)
+
+
+def documented(node, public=True):
+    """Public functions and methods below a node that have a docstring of their own, and it."""
+    for one in ast.iter_child_nodes(node):
+        is_public = public and not getattr(one, "name", "_").startswith("_")
+        if isinstance(one, ast.ClassDef):
+            yield from documented(one, is_public)
+        elif isinstance(one, ast.FunctionDef) and is_public and (doc := ast.get_docstring(one)):
+            yield one, doc
+
+
+def test_docstrings_of_the_core_show_shapes_and_say_what_is_raised():
+    """Of public functions that take or return tensors, or that raise UserError."""
+    wrong = []
+    for path in (path for name in CORE for path in sorted((ROOT / "kvalign" / name).rglob("*.py"))):
+        for one, doc in documented(ast.parse(path.read_text(encoding="utf-8"))):
+            types = [x.annotation for x in (*one.args.args, *one.args.kwonlyargs)] + [one.returns]
+            words = " ".join(BY_NAME.sub("", ast.unparse(x)) for x in types if x is not None)
+            has_tensors = re.search(r"\bTensor\b", words) is not None
+            raises = "raise UserError" in ast.unparse(one)
+            if has_tensors > bool(SHAPE.search(doc)) or raises > bool(ERROR.search(doc)):
+                wrong.append(f"{path.relative_to(ROOT)}:{one.lineno}")
+    assert wrong == []
+
+
 @pytest.mark.slow
 def test_readme_shows_what_its_first_command_and_its_python_print(monkeypatch, capsys):
     shell, shown, code = blocks("README.md")[:3]
