@@ -5,23 +5,19 @@ It is one document that loads nothing and runs only its own script, which draws 
 recorded here from the cache and the methods.
 """
 
-import base64
-import hashlib
 import random
 import typing
 from contextlib import suppress
-from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kvalign.app.pages import rendered
 from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.foundation.errors import UserError, escape_controls
+from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
@@ -78,12 +74,9 @@ def page(method: str = "kvalign", **how: Any) -> str:
                 shown.append(_recording(name, **plain))
     for title, example in EXAMPLES.items():
         shown.append({**_recording(**example), "title": title})
-    script = Markup("\n").join(map(_inserted, SCRIPTS))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _TEMPLATES.get_template("lanes.html").render(
-        style=_inserted("lanes.css"),
-        script=script,
-        script_hash=f"sha256-{digest}",
+    return rendered(
+        "lanes",
+        SCRIPTS,
         examples=EXAMPLES,
         data={
             "recordings": shown,
@@ -92,24 +85,6 @@ def page(method: str = "kvalign", **how: Any) -> str:
             "families": FAMILIES,
         },
     )
-
-
-def _inserted(name: str) -> Markup:
-    """A style sheet or script of templates/, inserted into the page unchanged."""
-    folder = resources.files("kvalign.app").joinpath("templates")
-    return Markup(folder.joinpath(name).read_text(encoding="utf-8"))
-
-
-# Text from models and users is data, without any effect.
-_TEMPLATES = Environment(
-    loader=PackageLoader("kvalign.app"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    finalize=lambda value: value if isinstance(value, Markup) else escape_controls(value),
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keys in their own order
 
 
 def _recording(

@@ -22,6 +22,7 @@ from kvalign.models.loading import load_model
 SERVED = dict(cache_size=48, api_key="secret")
 SERVED |= dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4)
 KEY = {"Authorization": "Bearer secret"}
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -121,6 +122,11 @@ def test_addresses(server):
         assert client.get("/metrics", headers={"Authorization": ""}).status_code == 401
         for path in ("/", "/v1", "/v1/"):  # the address that is printed
             assert "\n/v1/chat/completions\n" in client.get(path).text
+        page = client.get("/", headers=BROWSER | {"Authorization": ""})  # which asks for the key
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in page.text and "gpt2-mini" not in page.text
+        assert client.get("/", headers={"Authorization": ""}).status_code == 401
+        assert client.get("/v1", headers=BROWSER | {"Authorization": ""}).status_code == 401
         told = client.get("/metrics").text
         assert "kvalign_generated_tokens_total" in told and "kvalign_streams " in told
         assert "kvalign_streams 0.0" not in told, "there is the one beside"

@@ -30,7 +30,7 @@ class Served:
 @contextmanager
 def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
     """A server of a model, until the end of the block."""
-    bound = socket.create_server(("127.0.0.1", 0))
+    bound = socket.create_server(("127.0.0.1", settings.get("port", 0)))
     port = bound.getsockname()[1]
     app = build(ServeSettings(model=loaded.spec.name, **settings), loaded)
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)

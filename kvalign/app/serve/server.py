@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvalign.app.pages import rendered
 from kvalign.app.serve import cache_view
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
@@ -122,9 +123,13 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         check_model(model_id)
         return JSONResponse(model)
 
+    page = None if settings.no_page else rendered("serve", ["serve.js"], fields=FIELDS, kinds=KINDS)
+
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
-    async def about() -> Response:
+    async def about(request: Request) -> Response:
+        if page is not None and _is_for_page(request.headers, request.url.path):
+            return Response(page, media_type="text/html", headers=OF_PAGE)
         lines = [f"{name}, served by kvalign. Addresses:", *sorted({*paths} - {"/", "/v1"}), ""]
         return Response("\n".join(lines), media_type="text/plain")
 
@@ -147,6 +152,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         allowed_hosts=[name.lower() for name in settings.allowed_hosts or ()],
         allowed_origins=origins,
         paths=paths,
+        has_page=page is not None,
         metrics=service.metrics,
     )
     if origins:  # browsers ask before they send, and want to read that they may
@@ -164,11 +170,12 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket, url: str) ->
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
     note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
+    page = "" if settings.no_page else f", a page at {url}/"
     for one in service.sessions.store.notes:
         print(f"not changed: {one}", file=sys.stderr)
     print(
         f"{service.method.spec.name} with {service.method.in_words}{note}"
-        f"{of_template(service.tokenizer)}: {url}/v1 (Ctrl-C ends it)",
+        f"{of_template(service.tokenizer)}: {url}/v1{page} (Ctrl-C ends it)",
         flush=True,
     )
     config = uvicorn.Config(
@@ -231,7 +238,32 @@ async def _answer_to(request: Request, error: Exception) -> Response:
     return RequestError("an error of the server", 500, code="internal_error").response()
 
 
-_OPEN = ("/health",)  # asks for no key
+_OPEN = ("/health",)  # asks for no key, and neither does the page, which asks for it itself
+FIELDS = (
+    ("temperature", "Temperature", 0, 2, "any"),
+    ("top_p", "Top-p", 0.01, 1, "any"),
+    ("top_k", "Top-k", -1, 1_000_000, 1),
+    ("min_p", "Min-p", 0, 1, "any"),
+    ("repetition_penalty", "Repetition penalty", 0.1, 10, "any"),
+    ("max_tokens", "Most tokens", 1, 1_000_000, 1),
+    ("seed", "Seed (empty: random)", 0, 2**31, 1),
+)
+"""Fields of sampling of the page: name, label, least, most, step."""
+KINDS = (
+    ("sink", "one of the first tokens, never evicted"),
+    ("window", "held"),
+    ("evicted", "out of the cache"),
+    ("in the memory", "out of the cache, and may be taken back"),
+    ("taken back", "from the memory for the last token, darker by more heads"),
+    ("new", "the last token, which is fed next"),
+)
+"""Kinds of cells of the page's strip, with what they mean."""
+OF_PAGE = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
+
+
+def _is_for_page(headers: Mapping[str, str], path: str) -> bool:
+    """Return whether a browser asks for the page, and no client for the list of addresses."""
+    return path == "/" and "text/html" in headers.get("accept", "")
 
 
 @dataclass
@@ -248,6 +280,7 @@ class Guard:
     allowed_hosts: Collection[str]
     allowed_origins: Collection[str]
     paths: Collection[str]
+    has_page: bool
     metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -278,7 +311,8 @@ class Guard:
         if origin is not None and origin.lower() not in (*own, *self.allowed_origins):
             what = f"pages of {origin!r:.80} are not allowed here"
             raise RequestError(what, 403, code="origin_not_allowed")
-        if self.api_key is not None and path not in _OPEN:
+        is_open = path in _OPEN or (self.has_page and _is_for_page(headers, path))
+        if self.api_key is not None and not is_open:
             kind, _, key = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
             if kind.lower() != "bearer" or not is_right:

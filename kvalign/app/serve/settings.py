@@ -34,6 +34,7 @@ class ServeSettings(TalkSettings):
     allowed_origins: tuple[str, ...] | None = option(
         None, help="origins of pages that may connect, besides its own: chrome-extension://ID"
     )
+    no_page: bool = option(False, help="no page at /, where a browser chats and sees the cache")
     sessions: Path | None = option(
         None, help="folder for sessions, which outlive a restart (default: none)", writes="folder"
     )
