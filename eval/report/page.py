@@ -20,19 +20,13 @@ from kvalign.eval.protocol import Panel, Section, Table
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import MEANS, first_screens, panels, sections
-from kvalign.foundation.console import (
-    ROW_WIDTH,
-    Heading,
-    console_for,
-    fits,
-    print_cards,
-    print_table,
-)
+from kvalign.foundation.console import Heading, console_for, fits, print_cards, print_table
 from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.files import write_text
 from kvalign.methods.registry import METHODS
 
 PAGE = "report.html"
+_PIPE_WIDTH = 168  # columns of a report in a file or a pipe
 _UNSAFE = re.compile("[&%$#_{}]")  # in LaTeX
 
 
@@ -101,7 +95,7 @@ def show(folder: Path, console: Console | None = None) -> None:
         UserError: as `kvalign.eval.report.read`.
     """
     results = read(folder)
-    console = console or console_for()
+    console = console or console_for(pipe_width=_PIPE_WIDTH)
     if screens := first_screens(results):
         console.rule(Text("Verdicts"))
     for one in screens:
@@ -119,7 +113,7 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
     """Print tables. Where the console is too narrow for one, it has no intervals; where this is not
     enough, each row is a card.
     """
-    console = console or console_for(pipe_width=ROW_WIDTH)
+    console = console or console_for()
     for table in tables:
         titles = [column.title + ARROWS[column.better] for column in table.columns]
         bare = [[replace(entry, more="") for entry in row] for row in table.rows]
@@ -165,7 +159,7 @@ def print_meanings(tables: list[Table]) -> None:
     means = {column.title: column.about for table in tables for column in table.columns}
     if any(entry.is_best for table in tables for row in table.rows for entry in row):
         means["★"] = "the best of its column with equal sinks: its interval overlaps no other"
-    console = console_for(pipe_width=ROW_WIDTH)
+    console = console_for()
     for title, about in means.items():
         if about:
             console.print(Text(f"{title}: {about}", "dim"))

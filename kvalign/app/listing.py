@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvalign import checkpoints
-from kvalign.foundation.errors import NotFoundError
 from kvalign.foundation.files import read_json
-from kvalign.foundation.folders import ROOT, folder_of
-from kvalign.foundation.settings import Settings, option
+from kvalign.foundation.folders import ROOT
+from kvalign.foundation.settings import Settings
 from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
@@ -81,22 +80,13 @@ def policies() -> list[Row]:
     return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
 
 
-def aligners(model: str | None = None) -> list[Row]:
-    """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's.
-
-    Args:
-        model: only those for a model of this name.
-
-    Raises:
-        NotFoundError: none is for that model.
-    """
+def aligners() -> list[Row]:
+    """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
     from kvalign.aligners.kinds import KINDS, label_of
 
     def row(name: str, folder: Path) -> Row | None:
         config = _config(folder)
         if (kind := config.get("kind", "")) not in KINDS:
-            return None
-        if model and folder_of(config["base_model"]) != folder_of(model):
             return None
         training = config.get("training", {})
         parts = {key: part for key, part in training.items() if isinstance(part, dict)}
@@ -112,11 +102,7 @@ def aligners(model: str | None = None) -> list[Row]:
 
     here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
     shipped = {name: checkpoints.FOLDER / name for name in checkpoints.ALIGNERS}
-    rows = list(_rows(row, shipped=shipped, here=here))
-    if not rows:
-        how = f"`kvalign train --model {model}` makes one"
-        raise NotFoundError(f"no aligner for {model!r} is here: {how}")
-    return rows
+    return list(_rows(row, shipped=shipped, here=here))
 
 
 def corpora() -> list[Row]:
@@ -151,7 +137,7 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
         return tables
     from kvalign.foundation import console
 
-    at = console.console_for(pipe_width=console.ROW_WIDTH)
+    at = console.console_for()
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
         titles = [name.replace("_", " ") for name in rows[0]]
@@ -173,20 +159,17 @@ _ABOUT = {
     "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
 }
 LISTINGS = tuple(_ABOUT)
-_OF_MODEL = option(None, help="only those for this model: shipped name, hub id or folder")
-_FIELDS = {"aligners": [("model", str | None, _OF_MODEL)]}
 
 
 def settings_of_listing(name: str) -> type[Settings]:
     about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
     how: dict[str, Any] = dict(bases=(Settings,), frozen=True, kw_only=True)
-    fields, doc = _FIELDS.get(name, ()), {"__doc__": about}
-    return make_dataclass(f"{name.title()}Settings", fields, namespace=doc, **how)
+    return make_dataclass(f"{name.title()}Settings", (), namespace={"__doc__": about}, **how)
 
 
 def show_listing(name: str, settings: Settings, as_json: bool) -> dict[str, Any]:
     """Such a command: `kvalign methods`."""
-    return show(as_json, **{name: globals()[name](**vars(settings))})
+    return show(as_json, **{name: globals()[name]()})
 
 
 def _rows(row: Callable[[str, Path], Row | None], **folders: Mapping[str, Path]) -> Iterator[Row]:

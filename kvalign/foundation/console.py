@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich import box
 from rich.cells import cell_len
@@ -13,21 +14,15 @@ from rich.text import Text
 
 from kvalign.foundation.errors import escape_controls
 
-PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
 GAP = 3  # columns between two of a table
-ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
+PIPE_WIDTH = 10_000  # columns of a file or a pipe: a row of a table is one line, however long
 
 
-@dataclass(frozen=True)
-class Heading:
-    """Heading of a column; numbers are aligned to the right. A column with a width wraps; the first
-    one without a width does not.
-    """
+class Heading(NamedTuple):
+    """Heading of a column; numbers are aligned to the right."""
 
-    text: str = ""
+    text: str
     is_number: bool = False
-    min_width: int = 0
-    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Entry:
 
 
 def console_for(pipe_width: int = PIPE_WIDTH) -> Console:
-    """Console as wide as COLUMNS says, the terminal is, or the default for files and pipes."""
+    """Console as wide as COLUMNS says or the terminal is; a file or a pipe has no width."""
     console = Console(highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, pipe_width)
@@ -65,7 +60,7 @@ def print_table(
         headings: of the columns; a table with only empty headings begins with its first row.
         rows: as many entries each.
         title: a line above the table.
-        console: where to print; by default stdout, where a row of a file or a pipe is one line.
+        console: where to print; by default stdout.
     """
     columns = [Heading(one) if isinstance(one, str) else one for one in headings]
     table = Table(
@@ -78,14 +73,12 @@ def print_table(
         table.add_column(
             Text(escape_controls(column.text)),
             justify="right" if column.is_number else "left",
-            min_width=column.min_width or None,
-            width=column.width,
-            no_wrap=number == 0 and not column.width,  # what a row is of is read at once
+            no_wrap=number == 0,  # what a row is of is read at once
             overflow="fold",
         )
     for row in rows:
         table.add_row(*map(_text, row))
-    console = console or console_for(pipe_width=ROW_WIDTH)
+    console = console or console_for()
     if title:  # over the console's width, not the table's
         console.print(Text(escape_controls(title), "bold"))
     console.print(table)

@@ -232,28 +232,20 @@ def locked(folder: Path, summary: Callable[[], str] = str) -> Iterator[None]:
 @contextmanager
 def lock_file(lock: Path, what: Path) -> Iterator[None]:
     """Hold the lock of a file; UserError if another run, which writes to `what`, has it."""
-    file_lock = FileLock(lock)
     try:
-        file_lock.acquire(timeout=0)
+        held = FileLock(lock).acquire(timeout=0)
     except Timeout:
         remedy = "wait for it, or name another folder"
         raise UserError(f"another run is writing to {what}: {remedy}") from None
-    try:
+    with held:
         yield
-    finally:
-        file_lock.release()
 
 
 def check_not_locked(folder: Path) -> None:
     """Raise UserError if a running command has the folder `locked`."""
-    if not (folder / LOCK).exists():
-        return
-    try:
-        with FileLock(folder / LOCK, timeout=0):
+    if (folder / LOCK).exists():
+        with lock_file(folder / LOCK, folder):
             pass
-    except Timeout:
-        remedy = "end that run, or work on a copy"
-        raise UserError(f"{folder} is in use by a run that writes to it: {remedy}") from None
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def check_room(num_bytes: int, what: str) -> None:
     """Raise UserError unless so many bytes are free; the message begins with `what`."""
     free = free_bytes()
     if free is not None and num_bytes > free:
-        raise UserError(f"{what} need {size(num_bytes)} of memory, but only {size(free)} are free")
+        raise UserError(f"{what} need {decimal(num_bytes)} of memory, but only {decimal(free)} are free")
 
 
 def check_disk(num_bytes: int, folder: Path, what: str) -> None:
@@ -58,16 +60,8 @@ def check_disk(num_bytes: int, folder: Path, what: str) -> None:
     there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:
-        raise UserError(f"{what} needs {size(num_bytes)} in {folder}, which has {size(free)} left")
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in words: `1.5 GB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} EB"
+        room = f"{decimal(num_bytes)} in {folder}, which has {decimal(free)} left"
+        raise UserError(f"{what} needs {room}")
 
 
 def resolved(device: str) -> str:

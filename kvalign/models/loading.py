@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich.filesize import decimal
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -30,7 +31,7 @@ from transformers.utils import cached_file
 from kvalign import checkpoints
 from kvalign.foundation import files, progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.machine import AUTO, has_room, resolved, size
+from kvalign.foundation.machine import AUTO, has_room, resolved
 from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
 from kvalign.models import fetched, kernel, model_folder, packed
@@ -125,7 +126,7 @@ def _read(
         model.to(torch.bfloat16)
     if device_map is None:
         if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
-            log.warning("%s goes to the cpu: the GPU has no %s free", name, size(num_bytes))
+            log.warning("%s goes to the cpu: the GPU has no %s free", name, decimal(num_bytes))
             device = "cpu"
         model.to(device)
     if weights is not None:
@@ -145,7 +146,7 @@ def device_map_for(
         return {"": device}
     num = torch.cuda.device_count()
     if num_bytes < sum(torch.cuda.mem_get_info(i)[0] for i in range(num)):
-        log.warning("%s lies on %s GPUs: one has no %s free", name, num, size(num_bytes))
+        log.warning("%s lies on %s GPUs: one has no %s free", name, num, decimal(num_bytes))
         return "auto"
     return None
 

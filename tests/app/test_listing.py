@@ -68,13 +68,6 @@ def test_rows_say_what_the_configs_say():
     assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
 
 
-def test_aligners_of_a_model_alone(capsys):
-    of_llama = [row for row in listing.aligners() if row["base_model"] == "llama-mini"]
-    assert listing.aligners("llama-mini") == listing.aligners("./some/llama-mini/") == of_llama
-    assert main(["aligners", "--model", "some/other"]) == 2
-    assert "`kvalign train --model some/other` makes one" in capsys.readouterr().err
-
-
 def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path):
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path / "own")

@@ -111,7 +111,7 @@ def test_auto_is_cuda_where_torch_sees_one(monkeypatch):
 def test_what_fits_and_what_does_not(monkeypatch):
     assert machine.free_bytes() > 10**6
     machine.check_room(1, "weights")
-    said = r"^weights need 1e\+03 EB of memory, but only .* are free$"
+    said = r"^weights need 1.0 ZB of memory, but only .* are free$"
     with pytest.raises(UserError, match=said):
         machine.check_room(10**21, "weights")
     monkeypatch.setattr(machine, "free_bytes", lambda: None)  # a system that does not tell

@@ -15,8 +15,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import kvalign
@@ -49,24 +48,10 @@ example:
 """
 
 
-@contextmanager
-def _kill_is_ctrl_c() -> Iterator[None]:
-    """Let `kill` end a command like Ctrl-C, with a line on what is kept."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _on_kill)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _on_kill(*_: object) -> NoReturn:
     raise Killed
 
 
-@_kill_is_ctrl_c()
 def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
         from kvalign.app.cli.completion import complete
@@ -77,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--debug"]:
         del args[0]
     _open_streams()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_kill)  # as Ctrl-C, with a line on what is kept
     gc.set_threshold(100_000)  # to import torch and transformers takes a quarter less
     os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
     logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[progress.LogHandler()])

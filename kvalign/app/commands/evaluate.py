@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,21 +58,20 @@ class RunSettings(Settings):
     )
 
 
-def eval_run(settings: RunSettings, as_json: bool) -> None:
+def eval_run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.suite import run_suite
     from kvalign.eval import write_report
 
     states = run_suite(settings)
     has_results = any(settings.out.glob("*.json"))  # preparations have none
     page = str(write_report(settings.out)) if has_results else None
-    if as_json:
-        print(json.dumps({"out": str(settings.out), "cells": states, "report": page}))
-    else:
+    if not as_json:
         before = f"{list(states.values()).count('kept')} of them from before"
         print(f"{len(states)} cells in {settings.out}, {before}", file=sys.stderr)
-    if page and not as_json:
-        print(f"report: {page}")
-        say_next("report", settings.out, "--terminal")
+        if page:
+            print(f"report: {page}")
+            say_next("report", settings.out, "--terminal")
+    return {"out": str(settings.out), "cells": states, "report": page}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,22 +50,21 @@ def url_of(host: str, at: socket.socket) -> str:
 @contextmanager
 def loading(at: socket.socket) -> Iterator[None]:
     """Within it each request is answered by 503 and `LOADING`; those that come as it ends wait."""
-    about = {"Content-Type": "application/json", "Content-Length": f"{len(LOADING)}"}
 
     class Loading(BaseHTTPRequestHandler):
         timeout = _PATIENCE_S
+        error_message_format, error_content_type = LOADING, "application/json"
 
         def do_GET(self) -> None:
             length = self.headers.get("Content-Length", "")
             self.rfile.read(min(int(length), _LARGEST) if length.isdecimal() else 0)
-            self.send_response_only(503)
-            for name, value in (*about.items(), ("Retry-After", "1")):
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(LOADING.encode("ascii"))
+            self.send_error(503)
 
         do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
+
+        def end_headers(self) -> None:
+            self.send_header("Retry-After", "1")
+            super().end_headers()
 
         def log_message(self, *_: object) -> None:
             pass
