@@ -8,7 +8,6 @@ recorded here from the cache and the methods.
 import random
 import typing
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from kvalign.cache.sizes import OF_MEMORY, CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
+from kvalign.methods.as_encoded import Reencoding
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.registry import METHODS
@@ -168,43 +168,28 @@ def _of_cache(sizes: CacheSizes) -> list[Frame]:
     return frames
 
 
-class _Encoder:
-    """A stand-in for a model: notes the tokens that it is run on, and at which positions."""
-
-    device, dtype = torch.device("cpu"), torch.float32
-
-    def __init__(self, config: Any):
-        self.config, self.cache, self.encoded = config, None, 0
-        self.entries: list[Entry] = []
-        self._known = set[int]()
-
-    def __call__(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> Any:
-        if past_key_values is None or past_key_values is not self.cache:
-            self.entries, self.cache = [], past_key_values
-        for token in input_ids[0].tolist():
-            place = len(self.entries)
-            again = [1] if token in self._known else []
-            self.entries.append([token, place, place, *again])
-            self._known.add(token)
-        self.encoded = input_ids.shape[1]
-        if past_key_values is not None:
-            past_key_values.update(*2 * [torch.zeros(1, 1, self.encoded, 1)], 0)
-        return SimpleNamespace(logits=torch.zeros(1, 1, 2))
-
-
 def _of_method(method: Method) -> list[Frame]:
     """Frames of what a method runs its model on; it stores what the next token joins."""
-    encoder: Any = _Encoder(method.model.config)
-    method.model, frames = encoder, list[Frame]()
+    ran, seen, frames = [0], list[Entry](), list[Frame]()
+
+    def note(model: torch.nn.Module, args: Any, given: Any) -> None:
+        ran[0] = given["input_ids"].shape[1]
+
+    method.model.register_forward_pre_hook(note, with_kwargs=True)
     for token in range(NUM_TOKENS + 1):
         try:
             method.feed(torch.tensor([[token]]))
         except UserError:  # at the context length
             return frames
+        if ran[0] == 1:
+            seen = [*seen, [token, len(seen), len(seen)]]
+        else:
+            assert isinstance(method, Reencoding)
+            kept = enumerate(method.rows[0].tolist())
+            seen = [[one, at, at, *[1] * (one != token)] for at, one in kept]
         if frames:
-            frames[-1]["stored"] = encoder.entries[:-1]
-        seen = [*encoder.entries]
-        frames.append({"seen": seen, "stored": seen, "encoded": encoder.encoded})
+            frames[-1]["stored"] = seen[:-1]
+        frames.append({"seen": seen, "stored": seen, "encoded": ran[0]})
     return frames[:-1]
 
 

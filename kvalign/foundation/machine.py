@@ -52,7 +52,8 @@ def check_room(num_bytes: int, what: str) -> None:
     """Raise UserError unless so many bytes are free; the message begins with `what`."""
     free = free_bytes()
     if free is not None and num_bytes > free:
-        raise UserError(f"{what} need {decimal(num_bytes)} of memory, but only {decimal(free)} are free")
+        room = f"{decimal(num_bytes)} of memory, but only {decimal(free)} are free"
+        raise UserError(f"{what} need {room}")
 
 
 def check_disk(num_bytes: int, folder: Path, what: str) -> None:

@@ -1,8 +1,8 @@
 """Names: registries, the name that was meant by one that is nearly right, and keywords."""
 
 import difflib
-import importlib
 import inspect
+import pkgutil
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar, cast
@@ -88,8 +88,7 @@ class Registry(UserDict[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         value = self.data[name]
         if isinstance(value, str):  # not imported yet
-            module, _, member = value.partition(":")
-            value = self.data[name] = getattr(importlib.import_module(module), member)
+            value = self.data[name] = pkgutil.resolve_name(value)
         return value
 
     def find(self, name: str) -> T:

@@ -130,9 +130,12 @@ class Settings:
         return shlex.join(words)
 
 
+_hints = functools.cache(typing.get_type_hints)  # which evaluates them anew at each call
+
+
 def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
     """Check the `option`s of a frozen dataclass, in place; UserError with a field, by `name_of`."""
-    hints = _hints(values.__class__)
+    hints: Any = _hints(values.__class__)
     for field in fields(values):
         value, hint = getattr(values, field.name), without_none(hints[field.name])
         if value is None and hint is not hints[field.name]:
@@ -147,11 +150,6 @@ def check_fields(values: Any, name_of: Callable[[str], str] = str) -> None:
             kind = typing.get_args(hint)[0]
             value = tuple(_check_value(name, item, kind, field) for item in items)
         object.__setattr__(values, field.name, value)
-
-
-@functools.cache  # as they are evaluated anew at each call
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def flag(name: str) -> str:

@@ -111,8 +111,6 @@ def verify(
             is_number = math.isfinite(measured.figure)
             note = measured.note if is_number else f"no number; {measured.note}".rstrip("; ")
             figures = (measured.figure if is_number else None, measured.bound, invariant.unit, note)
-            if measured.holds:
-                outcomes.append(outcome("passed", *figures))
-            else:
-                outcomes.append(outcome("failed", *figures, look_at))
+            ending = ("passed", *figures) if measured.holds else ("failed", *figures, look_at)
+            outcomes.append(outcome(*ending))
     return outcomes

@@ -4,14 +4,14 @@ long past its first eviction, observed from its first token.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Move
-from kvalign.aligners.entries import cat
+from kvalign.aligners.entries import KV, cat
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import LONG_RUN, OnRead, Realigner, rotated
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
@@ -35,17 +35,13 @@ class Aged:
     """
 
     stream: Stream
-    fault: int
-    where: int
-    num_sinks: int | None
-    seen: list[Tensor]
-    hidden: list[Tensor]
+    watched: Watched
+    fault: int = 0
+    where: int = 0
+    num_sinks: int | None = None
+    seen: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
     no_seen: str = ""
-
-    @property
-    def watched(self) -> Watched:
-        assert self.stream.watched is not None
-        return self.stream.watched
 
 
 @once
@@ -60,7 +56,7 @@ def age(subject: Subject) -> Aged:
         while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
             num += 1
     ids, num_fed = subject.ids(1, num), 0
-    aged = Aged(stream, fault=0, where=0, num_sinks=None, seen=[], hidden=[])
+    aged = Aged(stream, stream.watched)
     with first_layer_outputs(subject.model) as outputs:
         while num_fed < num:
             size = min(FIRST_INPUT, capacity) if num_fed == 0 else 1
@@ -158,14 +154,10 @@ def kept(subject: Subject) -> Measured:
     if isinstance(cache, FixedSizeCache):
         tokens, which = aged.stream.tokens(), "entries, as index() reports them"
         if aligner_of(cache) is not None:
-            tokens, which = (
-                tokens[: cache.sizes.num_sinks],
-                "sinks; for its other entries see moves",
-            )
+            tokens = tokens[: cache.sizes.num_sinks]
+            which = "sinks; for its other entries see moves"
             if not tokens:
-                raise NotApplicableError(
-                    "its aligner changes values, and it has no sinks: see moves"
-                )
+                raise NotApplicableError("its aligner changes values, without sinks: see moves")
         apart = (values[:, : len(tokens)] - originals[:, tokens]).abs().amax((0, 2))
         num_other = int((apart > subject.same * originals.abs().max()).sum())
         return Measured(num_other, 0, f"{len(tokens)} {which}")
@@ -204,10 +196,7 @@ def moves(subject: Subject) -> Measured:
     if isinstance(cache, FixedSizeCache) and (placing := aligner_of(cache)) is not None:
         aged.stream.tokens()  # which are the same in all layers and heads
         if placing.recursive:
-            raise NotApplicableError(
-                "a network moves entries from its own last output: its moves are not meant to "
-                "add up"
-            )
+            raise NotApplicableError("a network moves entries from its own last output")
         return _placed_once(subject, aged, cache, placing)
     if subject.family is None:
         raise NotApplicableError("the position encoding of this model is unknown")
@@ -227,6 +216,20 @@ def moves(subject: Subject) -> Measured:
     return Measured(worst, subject.exact, note)
 
 
+def at_birth(
+    cache: FixedSizeCache, watched: Watched, layer: int, placing: Realigner
+) -> tuple[KV, Tensor]:
+    """Entries [B, H, N, D] of all tokens without their position, and the original place [N] of
+    each.
+    """
+    at, sizes = torch.tensor(watched.positions), cache.sizes
+    place = at
+    if cache.realigner.runs_on:
+        place = torch.tensor([sizes.num_stored(n) for n in range(len(at))])
+    evicting = (torch.arange(len(at)) >= sizes.first_input_len)[None]
+    return placing.anchor(layer, watched.originals(layer), place, at, evicting), place
+
+
 @torch.no_grad()
 def _placed_once(
     subject: Subject, aged: Aged, cache: FixedSizeCache, placing: Realigner
@@ -236,18 +239,14 @@ def _placed_once(
     behind, index = cache.frame.num_behind(num), cache.index()
     rotation = cache.realigner.rotation
     sinks, window = index.split([sizes.num_sinks, len(index) - sizes.num_sinks])
-    at = torch.tensor(aged.watched.positions)
-    rotates = cache.realigner.runs_on
-    births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if rotates else at
+    rotates, worst = cache.realigner.runs_on, 0.0
     first = sizes.num_sinks + (0 if rotates else behind)
     now = torch.arange(first, first + len(window))
-    worst, evicting = 0.0, (window >= sizes.first_input_len)[None]
-    for order, layer in enumerate(cache.attention):
+    for layer in cache.attention:
         i = layer.layer_idx
-        originals = aged.watched.originals(order)
-        entries = placing.anchor(i, originals.at(window), births[window], at[window], evicting)
-        placed = placing.place(i, entries, Move(num, first, now))
-        expected = cat([originals.at(sinks), placed])
+        entries, _ = at_birth(cache, aged.watched, i, placing)
+        placed = placing.place(i, entries.at(window), Move(num, first, now))
+        expected = cat([aged.watched.originals(i).at(sinks), placed])
         if rotates:
             expected = rotated(rotation, i, expected, -behind)
         for actual, one in zip((layer.keys, layer.values), expected, strict=True):

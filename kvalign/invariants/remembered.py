@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Move
-from kvalign.aligners.entries import KV
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.invariants.entries import at_birth
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Measured, Subject, difference, invariant, once
 from kvalign.memory.memories import Memories
@@ -134,28 +134,14 @@ def _record(cache: StreamingCache, memories: Memories) -> Iterator[dict[int, Att
         cache.update = update
 
 
-def _at_birth(remembered: Remembered, layer: int) -> tuple[KV, Tensor]:
-    """Entries [B, H, N, D] of all tokens without their position, and the original position [N] of
-    each.
-    """
-    cache, watched = remembered.cache, remembered.watched
-    at = torch.tensor(watched.positions)
-    place = at
-    if cache.realigner.runs_on:
-        place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
-    placer = remembered.memories.recall.placer
-    evicting = (torch.arange(len(at)) >= cache.sizes.first_input_len)[None]
-    return placer.anchor(layer, watched.originals(layer), place, at, evicting), place
-
-
 def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tensor:
     """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
     original form.
     """
-    sizes, recall = remembered.cache.sizes, remembered.memories.recall
-    watched = remembered.watched
-    num_sinks, rotation = sizes.num_sinks, recall.placer.rotation
-    entries, place = _at_birth(remembered, layer)
+    cache, recall, watched = remembered.cache, remembered.memories.recall, remembered.watched
+    sizes, rotation = cache.sizes, recall.placer.rotation
+    num_sinks = sizes.num_sinks
+    entries, place = at_birth(cache, watched, layer, recall.placer)
     last, device = len(place) - 1, entries.keys.device
     ages = step.matches.ages[:, :, 0].to(device)
     of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
@@ -194,14 +180,15 @@ def _attention(remembered: Remembered, layer: int, step: AttentionStep) -> Tenso
 def stored(subject: Subject) -> Measured:
     remembered = remember(subject)
     cache, memories = remembered.cache, remembered.memories.of
+    placer = remembered.memories.recall.placer
     cache.settle()
     sizes, num = cache.sizes, cache.seen[0]
     first = max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory)
     num_other = 0
     for layer, memory in memories.items():
-        at_birth, _ = _at_birth(remembered, layer)
+        originals, _ = at_birth(cache, remembered.watched, layer, placer)
         read = memory.form.decode_at(memory.written(first, num - first), slice(0))
-        for original, actual in zip(at_birth, read, strict=True):
+        for original, actual in zip(originals, read, strict=True):
             original, actual = original[:, :, first:], actual.to(original)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
             same = torch.isclose(original, actual, rtol=1e-5, atol=1e-6)

@@ -77,9 +77,11 @@ class Watched:
         """Entries that the last token found before it."""
         return self.entries[0][0].shape[2] - self.births[0][-1][0].shape[2]
 
-    def originals(self, layer: int = 0) -> KV:
-        """The entries [B, H, N, D] of all tokens, as they were passed in."""
-        return cat(self.births[layer])
+    def originals(self, layer: int | None = None) -> KV:
+        """The entries [B, H, N, D] of all tokens in a layer of the model, as they were passed in;
+        None: in the first with attention.
+        """
+        return cat(self.births[0 if layer is None else self.layers.index(layer)])
 
     def tokens(self, row: int = 0) -> list[int | None]:
         """Tokens of the entries that a row's last token found, by their values."""

@@ -157,7 +157,10 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
     file = _vocabulary(values)
     kind, pre = file.get("model"), None
     if kind == "gpt2":
-        pre = _pre_of(file.get("pre", "default"))
+        name = file.get("pre", "default")
+        if name not in SPLITS:
+            raise UserError(f"its {_OURS}pre is {name!r:.80}, which is not read")
+        pre = SPLITS[name]
     tokenizer = _of_scores(file) if pre is None else _of_merges(file, pre)
     names = {"bos": file.token("bos", 1 if pre is None else None)}
     names["eos"] = file.token("eos", 2 if pre is None else None)
@@ -213,12 +216,6 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
         raise UserError(f"its {_OURS}tokens has {token!r:.80} twice")
     types = [_CONTROL if x in _ENDS else kind for x, kind in zip(tokens, types, strict=False)]
     return _Vocabulary(values, tokens, types)
-
-
-def _pre_of(name: str) -> Pre:
-    if name not in SPLITS:
-        raise UserError(f"its {_OURS}pre is {name!r:.80}, which is not read")
-    return SPLITS[name]
 
 
 def _of_type(file: _Vocabulary, *types: int) -> Iterator[int]:

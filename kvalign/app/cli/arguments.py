@@ -61,10 +61,6 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
         add_help=False,
     )
     fields = add_arguments(parser, cls, has_json=has_json)
-    for action, field, _ in fields.values():
-        action.required = False  # a file may give it
-        if field.metadata["positional"]:
-            action.nargs = "?"
     arguments = vars(parser.parse_args(argv))
     given = {name: arguments[name] for name in fields if arguments[name] is not None}
     path = arguments[_FILE[2:]]
@@ -143,11 +139,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """Keywords of `add_argument` for a field; absent flags are None: the dataclass has defaults."""
-    help_text = field.metadata["help"].replace("%", "%%")
-    required = field.default is dataclasses.MISSING
-    if not required and field.default not in (None, False, ""):
-        default = field.default
+    """Keywords of `add_argument` for a field. None is required, as a file may give it; absent ones
+    are None: the dataclass has defaults.
+    """
+    help_text, default = field.metadata["help"].replace("%", "%%"), field.default
+    if default not in (dataclasses.MISSING, None, False, ""):
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         default = "on" if default is True else default
         help_text += f" (default: {default})"
@@ -158,7 +154,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         return {"action": "store_const", "const": True, **words}
     words["type"] = str if hint is Path else hint  # Path("") would be this folder
     if field.metadata["positional"]:
-        return {"metavar": field.name.upper(), **words}
+        return {"metavar": field.name.upper(), "nargs": "?", **words}
     if choices := field.metadata["choices"]:
         named = "{" + ",".join(choices) + "}"
         if len(named) <= LONGEST_CHOICES:
@@ -169,7 +165,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         words |= {"action": "append", "type": typing.get_args(hint)[0]}
     elif typing.get_origin(hint) is tuple:
         words |= {"action": "extend", "type": _comma_separated(typing.get_args(hint)[0])}
-    return {"required": required, **words}
+    return words
 
 
 def _comma_separated(item: type) -> Any:

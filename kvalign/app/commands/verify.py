@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import operator
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -110,14 +109,11 @@ def _text(number: float | None) -> str:
 
 def _import_member(name: str) -> Any:
     """Return what `MODULE:NAME` names, of installed modules and of the folder of the command."""
-    module, _, member = name.partition(":")
-    if not module or not member:
-        raise UserError(f"--cache takes MODULE:NAME, got {name!r:.80}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = operator.attrgetter(member)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"--cache {name}: {error}") from error
     if not callable(function):
         raise UserError(
