@@ -1,9 +1,8 @@
 """Stream of tokens through a cache that can be observed."""
 
-import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load, save
@@ -179,24 +178,18 @@ class Stream:
         """Stream restored from its own bytes: with `state` and `restore` if the cache has them,
         into `empty`, else by pickle.
         """
-        keeper: Any = self.keeper
-        if isinstance(keeper, Method):
-            assert isinstance(empty, Method)
-            try:
-                state = keeper.state()
-            except UserError as error:
-                raise NotApplicableError(str(error)) from error
-            empty.restore(_through_bytes(state, self.model.device))
-        elif hasattr(keeper, "state") and hasattr(keeper, "restore"):
-            into: Any = empty
-            into.restore(_through_bytes(keeper.state(), self.model.device), self.model)
-        else:
-            try:
-                data = pickle.dumps(keeper)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise NotApplicableError(f"it cannot be pickled: {error}") from error
-            empty = pickle.load(io.BytesIO(data))  # our own bytes of a moment ago
-        return Stream(self.model, empty)
+        keeper, into = cast(Any, self.keeper), cast(Any, empty)
+        has_state = hasattr(keeper, "state") and hasattr(keeper, "restore")
+        refusals = UserError if has_state else (pickle.PicklingError, AttributeError, TypeError)
+        try:
+            saved = keeper.state() if has_state else pickle.dumps(keeper)
+        except refusals as error:
+            raise NotApplicableError(f"it cannot be saved: {error}") from error
+        if not has_state:
+            return Stream(self.model, pickle.loads(saved))  # our own bytes of a moment ago
+        of_model = () if isinstance(keeper, Method) else (self.model,)
+        into.restore(_through_bytes(saved, self.model.device), *of_model)
+        return Stream(self.model, into)
 
 
 def _with_attention(model: PreTrainedModel) -> list[int]:

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import expect
 from kvalign.invariants.stream import SAME, NotApplicableError, Stream
 from kvalign.methods.base import Method
 from kvalign.models.architectures import Family, ModelSpec, spec_of
@@ -106,12 +107,8 @@ class Subject:
     def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
         model = model or self.model
         keeper = self.make(model)
-        if not isinstance(keeper, Cache | Method):
-            raise UserError(
-                "the function that makes the cache must return a Cache of transformers or a "
-                "method of "
-                f"kvalign.make_method, got {type(keeper).__name__}"
-            )
+        needed = "a Cache of transformers or a method of kvalign.make_method"
+        expect("what `make` returns", keeper, Cache | Method, needed)
         return Stream(model, keeper.new() if isinstance(keeper, Method) else keeper, is_watched)
 
     @cached_property

@@ -152,9 +152,8 @@ def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
 
 
 def _num_kv_heads(config: PretrainedConfig, num_heads: int) -> int:
-    if getattr(config, "multi_query", False) and not getattr(
-        config, "new_decoder_architecture", False
-    ):
+    is_new = getattr(config, "new_decoder_architecture", False)
+    if getattr(config, "multi_query", False) and not is_new:
         return 1
     name = "num_key_value_heads" if hasattr(config, "num_key_value_heads") else "num_kv_heads"
     return _size(config, name, num_heads)

@@ -167,18 +167,14 @@ def precision_of(
     if weights is not None and weights not in WEIGHTS:
         raise UserError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r:.80}")
     default = DTYPES[0] if device.startswith("cpu") else None
-    if weights is None and dtype is None:
-        weights = "auto"  # what a user gets at each door: the command line's default
-    if weights is None:
+    if weights is None and dtype is not None:
         return dtype, None
+    if weights in (None, "auto"):  # what a user gets at each door: the command line's default
+        return (default, "auto") if dtype in (None, DTYPES[0]) else (dtype, None)
     if dtype not in (None, DTYPES[0], weights):
-        if weights == "auto":
-            return dtype, None
         raise UserError(
             f"weights {weights} and dtype {dtype} contradict each other: leave out dtype"
         )
-    if weights == "auto":
-        return default, weights
     if weights in DTYPES:
         return weights, None
     if device.startswith("cuda"):

