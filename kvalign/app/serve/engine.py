@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvalign.app.serve.cache_view import Watch
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.turn import OUR_FAULT, AnswerRow, Turn, states_of
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import give_back
 from kvalign.methods.base import Method
@@ -49,6 +50,8 @@ class Metrics:
 
 
 log = logging.getLogger(__name__)
+Kind = tuple[str, CacheSizes]
+"""Title and sizes of a method: rows of equal ones share a batch."""
 PART = 512
 GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
@@ -67,7 +70,7 @@ class Engine(threading.Thread):
         self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
         self._waiting: deque[Turn] = deque()
         self._feeding: deque[Turn] = deque()
-        self._batches: dict[int, Batch[AnswerRow]] = {}  # by their number of sinks
+        self._batches: dict[Kind, Batch[AnswerRow]] = {}
         self._wakes, self._is_stopping = threading.Condition(), False
         self.num_rows, self._step_s = 0, 0.0
 
@@ -146,7 +149,7 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        by_sinks = defaultdict[int, list[tuple[Method, list[AnswerRow]]]](list)
+        by_kind = defaultdict[Kind, list[tuple[Method, list[AnswerRow]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
@@ -171,12 +174,12 @@ class Engine(threading.Thread):
                 if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:
                         turn.method.select([0] * len(going))
-                    by_sinks[turn.method.sizes.num_sinks].append((turn.method, going))
+                    by_kind[turn.method.title, turn.method.sizes].append((turn.method, going))
             except Exception as error:
                 self._fail([turn], error)
-        for num_sinks, pairs in by_sinks.items():
+        for kind, pairs in by_kind.items():
             methods = [method for method, _ in pairs]
-            batch = self._batches.setdefault(num_sinks, Batch(methods[0]))
+            batch = self._batches.setdefault(kind, Batch(methods[0]))
             try:
                 batch.join([row for _, rows in pairs for row in rows], methods)
             except Exception as error:

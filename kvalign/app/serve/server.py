@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvalign.app.pages import rendered
 from kvalign.app.serve import cache_view
-from kvalign.app.serve.engine import Metrics
+from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
@@ -39,9 +40,12 @@ _READ = ["GET", "HEAD"]
 _CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
-def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
-    """The application; its engine runs as long as it does."""
-    service, name = Service(settings, loaded), loaded.spec.name
+def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None) -> FastAPI:
+    """The application; its engine runs as long as it does. With the engine of another one it is a
+    part of that: it checks no requests, and has no page.
+    """
+    service, name = Service(settings, loaded, engine), loaded.spec.name
+    beside = build(settings.of_beside(), loaded, service.engine) if settings.beside else None
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
 
     @contextlib.asynccontextmanager
@@ -50,6 +54,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         yield
         reader.shutdown(wait=False)
         await run_in_threadpool(service.stop)
+        if beside is not None:
+            await run_in_threadpool(beside.state.service.stop)
 
     app = FastAPI(lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
@@ -111,8 +117,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
             )
         return JSONResponse(await run_in_threadpool(cache_view.view, service, session, int(since)))
 
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
+    model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
     model["kvalign"] = cache_view.about(service)
+    if beside is not None:
+        model["kvalign"]["beside"] = cache_view.about(beside.state.service)
+        app.mount("/beside", beside)
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
@@ -123,7 +132,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         check_model(model_id)
         return JSONResponse(model)
 
-    page = None if settings.no_page else rendered("serve", ["serve.js"], fields=FIELDS, kinds=KINDS)
+    page = (
+        None
+        if settings.no_page or engine
+        else rendered("serve", ["serve.js"], fields=FIELDS, kinds=KINDS)
+    )
 
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
@@ -145,6 +158,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     paths = [getattr(route, "path", "") for route in app.routes]
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
+    if engine is not None:
+        return app
     origins = [name.lower() for name in settings.allowed_origins or ()]
     app.add_middleware(
         Guard,
@@ -170,12 +185,12 @@ def serve(settings: ServeSettings, app: FastAPI, at: socket.socket, url: str) ->
     """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
     note = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
-    page = "" if settings.no_page else f", a page at {url}/"
+    page = "" if settings.no_page else f"a page: {url}/; "
     for one in service.sessions.store.notes:
         print(f"not changed: {one}", file=sys.stderr)
     print(
         f"{service.method.spec.name} with {service.method.in_words}{note}"
-        f"{of_template(service.tokenizer)}: {url}/v1{page} (Ctrl-C ends it)",
+        f"{of_template(service.tokenizer)}: {url}/v1 ({page}Ctrl-C ends it)",
         flush=True,
     )
     config = uvicorn.Config(
@@ -254,7 +269,7 @@ KINDS = (
     ("window", "held"),
     ("evicted", "out of the cache"),
     ("in the memory", "out of the cache, and may be taken back"),
-    ("taken back", "from the memory for the last token, darker by more heads"),
+    ("taken back", "from the memory for the last token, stronger by more heads"),
     ("new", "the last token, which is fed next"),
 )
 """Kinds of cells of the page's strip, with what they mean."""

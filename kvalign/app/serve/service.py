@@ -43,9 +43,11 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine; UserError if settings or sessions do not fit."""
+    """One model, its sessions and its engine, or that of another service of the model; UserError if
+    settings or sessions do not fit.
+    """
 
-    def __init__(self, settings: ServeSettings, loaded: LoadedModel):
+    def __init__(self, settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None):
         self.settings, self.tokenizer = settings, loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
@@ -67,17 +69,18 @@ class Service:
         self.prompts = Prompts(self.tokenizer, self.method, settings, keeps_opening)
         self.spelled = lru_cache(2**16)(self._spelled)
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
-        self.metrics = Metrics()
-        self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
+        self.metrics = engine.metrics if engine else Metrics()
+        self.engine = engine or Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = Store()
         if settings.sessions is not None:
             of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
             store = InFolder(settings.sessions, self._method_for, *of)
         unnamed = store if settings.keep_unnamed else Store()
         self.sessions = Sessions(store, settings.max_sessions, unnamed, settings.max_unnamed)
-        self.metrics.streams.set_function(lambda: self.engine.num_rows)
-        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
-        self.metrics.sessions.set_function(lambda: len(self.sessions))
+        if engine is None:
+            self.metrics.streams.set_function(lambda: self.engine.num_rows)
+            self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+            self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
@@ -136,9 +139,8 @@ class Service:
             return self._submit([(new, ids)], sampling, request, put, reading, tools)
         with self._session(name, request.messages, request.opening) as former:
             if request.continue_final_message:
-                session = _cut(former, request, reading)
-                new = torch.empty(0, dtype=torch.int64)
-                return self._submit([(session, new)], sampling, request, put, reading, None, [])
+                pair = _cut(former, request, reading), torch.empty(0, dtype=torch.int64)
+                return self._submit([pair], sampling, request, put, reading, None, [])
             session: Session | None = former
             if former.is_new or previous != len(former.ids) - former.num_new:
                 session = session_for(former, request)
