@@ -92,8 +92,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     """
     loaded = loaded or load_model(settings.model, settings.device, "float32")
     config = new_config(settings, loaded)
-    num_needed = first_val_chunk(settings.chunk_len, config.settings.stride) + 1
-    needed_len = (num_needed - 1) * config.settings.stride + settings.chunk_len
+    num_needed = first_val_chunk(settings.chunk_len, config.stride) + 1
+    needed_len = (num_needed - 1) * config.stride + settings.chunk_len
     if settings.num_tokens < needed_len:
         raise UserError(
             f"--num-tokens must be at least {needed_len} for a chunk in both train and val, "
@@ -102,7 +102,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     is_finished = (settings.folder / MANIFEST).exists()
     run = ResumableRun(
         settings.folder,
-        config.model_dump(mode="json"),
+        config.model_dump(mode="json", exclude={"settings": {"out"}}),
         free=_FREE + ("versions",) * is_finished,
         config_name=CONFIG,
         result_name=MANIFEST,
@@ -111,7 +111,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         return open_store(settings.folder)
     progress.phase("reading")
     opening = prefix_ids(loaded.tokenizer)
-    cut = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
+    cut = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.stride)
     chunks = ([*opening, *ids[len(opening) :]] for ids in cut)
     first_chunks = list(islice(chunks, num_needed))
     if len(first_chunks) < num_needed:
@@ -186,7 +186,7 @@ def by_shard(chunks: Iterable[list[int]], config: RecordingConfig) -> Iterator[S
 
     of = config.settings
     for index, ids in enumerate(chunks):
-        split = split_of(index, of.chunk_len, of.stride, of.val_share, of.seed)
+        split = split_of(index, of.chunk_len, config.stride, of.val_share, of.seed)
         if split is not None:
             waiting[split].append((index, ids))
             if len(waiting[split]) == config.chunks_per_shard:
@@ -235,7 +235,7 @@ def expected_shard(
 
 
 def _num_expected(settings: RecordSettings, config: RecordingConfig) -> int:
-    return (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
+    return (settings.num_tokens - settings.chunk_len) // config.stride + 1
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -5,13 +5,7 @@ from pathlib import Path
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import DEFAULT_CORPUS, RECORDING, folder_of, of_corpus
-from kvalign.foundation.settings import (
-    DEFAULT_MODEL,
-    MOST_ROWS,
-    MOST_SEED,
-    Settings,
-    option,
-)
+from kvalign.foundation.settings import DEFAULT_MODEL, MOST_ROWS, MOST_SEED, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)

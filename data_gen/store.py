@@ -12,7 +12,7 @@ int64, the chunks' indices in the corpus.
 import json
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,31 +39,12 @@ _DTYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}  # torch's an
 _NOTES = "kvalign"  # one entry, because safetensors writes several in random order
 
 
-class RecordedSettings(BaseModel):
-    """Settings of a recording that its bytes depend on; see `RecordSettings`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    corpus: tuple[str, ...]
-    num_tokens: int
-    chunk_len: int
-    num_sinks: int
-    num_evicted: tuple[int, ...]  # ascending, each once
-    stride: int
-    val_share: float
-    dtype: str
-    shard_mb: float
-    batch_size: int
-    device: str
-    seed: int
-
-
 class RecordingConfig(BaseModel):
     """Config of a recording, `config.json`: the text, the model and the shapes.
 
     Attributes:
         format: of the file.
+        settings: without `out`; the numbers evicted ascend, each once.
         identity: of the model (`kvalign.models.identity`).
         embedding_fingerprint: of the model, for the config of an aligner.
         stale: description of the stale keys and values.
@@ -75,7 +56,7 @@ class RecordingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = 1
-    settings: RecordedSettings
+    settings: RecordSettings
     model: ModelSpec
     identity: str
     embedding_fingerprint: tuple[float, ...]
@@ -83,6 +64,10 @@ class RecordingConfig(BaseModel):
     shapes: dict[int, tuple[int, int, int, int]]
     chunks_per_shard: int
     versions: dict[str, str]
+
+    @property
+    def stride(self) -> int:
+        return self.settings.stride or self.settings.chunk_len
 
     def num_bytes(self, num_chunks: int) -> int:
         """Bytes of all pairs of so many chunks."""
@@ -103,18 +88,16 @@ def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig
             f"--chunk-len must be at most {limit} for {spec.name} (its context length), "
             f"got {settings.chunk_len}"
         )
-    values = settings.as_dict() | {
-        "stride": settings.stride or settings.chunk_len,
-        "num_evicted": sorted(set(settings.num_evicted)),
-    }
-    recorded = RecordedSettings(**{name: values[name] for name in RecordedSettings.model_fields})
+    shifts = tuple(sorted(set(settings.num_evicted)))
+    stride = settings.stride or settings.chunk_len
+    recorded = replace(settings, out=None, stride=stride, num_evicted=shifts)
     num_slots = recorded.chunk_len - recorded.num_sinks
     shapes = {
         shift: (spec.num_layers, spec.num_kv_heads, num_slots - shift, spec.head_dim)
-        for shift in recorded.num_evicted
+        for shift in shifts
     }
     itemsize = getattr(torch, settings.dtype).itemsize
-    chunk_bytes = len(PAIRS) * math.prod(shapes[recorded.num_evicted[0]]) * itemsize
+    chunk_bytes = len(PAIRS) * math.prod(shapes[shifts[0]]) * itemsize
     versions = {name: version(name) for name in ("kvalign", "torch", "transformers")}
     rotated = "keys rerotated to the new positions, values as encoded"
     return RecordingConfig(

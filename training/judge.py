@@ -63,11 +63,7 @@ def usual_sinks(family: str) -> int:
 
 
 def judge(
-    aligner: Aligner,
-    untrained: Weights,
-    model: PreTrainedModel,
-    text: Text,
-    kvs: Parts,
+    aligner: Aligner, untrained: Weights, model: PreTrainedModel, text: Text, kvs: Parts
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks. `aligner` keeps the simplest set
     that does not differ from the best: few parts, then the usual sinks, then a low loss. Sets

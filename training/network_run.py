@@ -45,16 +45,7 @@ from kvalign.training.settings import TuneSettings
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
-_FREE = (
-    "data",
-    "model",
-    "out",
-    "target",
-    "accelerator",
-    "num_threads",
-    "overwrite",
-    "judge",
-)
+_FREE = ("data", "model", "out", "target", "accelerator", "num_threads", "overwrite", "judge")
 
 
 def train_judge_save(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
@@ -162,7 +153,8 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
         base_model=model.name,
         **{name: getattr(model, name) for name in OF_MODEL},
         embedding_fingerprint=store.config.embedding_fingerprint,
-        **store.config.settings.model_dump(include={"chunk_len", "num_sinks"}),
+        chunk_len=store.config.settings.chunk_len,
+        num_sinks=store.config.settings.num_sinks,
         shifts=store.shifts[:1],  # larger ones are several of the smallest
         sizes={name: getattr(settings, name) for name in NETWORK_SIZES},
     )
@@ -170,11 +162,11 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
 
 def describe_data(store: Store) -> dict[str, Any]:
     """Return the fields of a recording for an aligner's config and card."""
-    names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
+    names = ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
     return {
         "model": store.config.model.name,
         IDENTITY: store.config.identity,
-        **store.config.settings.model_dump(include=names),
+        **{name: getattr(store.config.settings, name) for name in names},
         "num_rows": store.manifest.num_rows,
         "manifest_sha256": sha256(store.folder / MANIFEST),
         "datasets": hub_datasets(store.config.settings.corpus),

@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.protocol import (
     Column,
@@ -94,27 +94,13 @@ def streameval(
     return ask_all(methods, lambda size: streams, "queries", MEANS)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A line, counted from 1, that registers a number; or a query for it `distance` lines later."""
 
     line: int
-    number: int
-    distance: int | None = None
-
-    @property
-    def opening(self) -> str:
-        if self.distance is None:
-            return f"line {self.line}: REGISTER_CONTENT is <"
-        return f"What is the REGISTER_CONTENT of line {self.line}? <"
-
-    @property
-    def answer(self) -> str:
-        return f"{self.number}>"
-
-    @property
-    def text(self) -> str:
-        return f"{self.opening}{self.answer}\n"
+    distance: int | None
+    opening: str
+    answer: str  # the number, and what closes it
 
 
 @dataclass(frozen=True)
@@ -140,13 +126,14 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
     """Lines with random numbers of five digits, the same at every distance. After every
     `query_every` lines comes a query for the line `distance` lines before, once there is one.
     """
-    draws, numbers = random.Random(seed), dict[int, int]()
+    draws, answers = random.Random(seed), dict[int, str]()
     for line in range(1, num_lines + 1):
-        numbers[line] = draws.randint(10_000, 99_999)
-        yield Piece(line, numbers[line])
+        answers[line] = f"{draws.randint(10_000, 99_999)}>"
+        yield Piece(line, None, f"line {line}: REGISTER_CONTENT is <", answers[line])
         past = line - distance
-        if line % query_every == 0 and past in numbers:
-            yield Piece(past, numbers[past], distance)
+        if line % query_every == 0 and past in answers:
+            question = f"What is the REGISTER_CONTENT of line {past}? <"
+            yield Piece(past, distance, question, answers[past])
 
 
 def encode(stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> list[EncodedPiece]:

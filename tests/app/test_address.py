@@ -14,10 +14,7 @@ from kvalign.foundation.errors import UserError
 def test_it_says_that_it_loads_whatever_is_asked():
     with address.listening("127.0.0.1", 0) as at:
         url = address.url_of("127.0.0.1", at)
-        with (
-            address.loading(at),
-            httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
-        ):
+        with address.loading(at), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             for method in ("GET", "HEAD", "POST", "DELETE", "OPTIONS"):
                 content = 10**6 * b"x" if method == "POST" else None
                 answer = client.request(method, "/any", content=content)

@@ -40,8 +40,7 @@ QUICK = ("messages: whole", "prompt: mixed")
 
 
 @pytest.mark.parametrize(
-    "what",
-    [pytest.param(x, marks=pytest.mark.slow if x not in QUICK else ()) for x in MANY],
+    "what", [pytest.param(x, marks=pytest.mark.slow if x not in QUICK else ()) for x in MANY]
 )
 def test_the_first_fault_ends_it(what):
     kind, body = MANY[what]

@@ -129,8 +129,7 @@ def test_logprobs_are_told(client):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("prompt", {"id": "a"}), ("n", 2), ("conversation", "c"), ("session", "a")],
+    ("name", "value"), [("prompt", {"id": "a"}), ("n", 2), ("conversation", "c"), ("session", "a")]
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
     body = json.dumps({"model": "m", "input": "Hello", name: value}).encode()

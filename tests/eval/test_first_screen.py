@@ -14,7 +14,8 @@ from kvalign.eval.report.contents import first_screens
 
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):
-    sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=0, num_evicted=1)
+    sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=0)
+    sizes["num_evicted"] = cache_size // 2 if method == "discard-half" else 1
     ends = dict(ratio_low=ratio, ratio_high=ratio)
     ends |= dict(ratio_low=low, ratio_high=high) if low is not None else {}
     low, high = (end and 80.0 * end for end in (ends["ratio_low"], ends["ratio_high"]))
@@ -78,7 +79,7 @@ def test_a_method_has_a_row_with_its_verdict():
         "1.050."
     )
     half = {"reference": "discard-half"}
-    rows = [REFERENCE | {"method": "discard-half"}, row("kvalign", 1.012, 1.003, 1.021)]
+    rows = [row("discard-half"), row("kvalign", 1.012, 1.003, 1.021)]
     assert scored(rows, **half).take.startswith("Take discard-half, 0 sinks (reference): ")
     assert not scored([REFERENCE, row("window", 1.9, 0.0, None, labels=60)]).take
 

@@ -21,7 +21,7 @@ from kvalign.streaming.loop import stream_tokens
 
 
 def as_text(*args):
-    return "".join(piece.text for piece in pieces(*args))
+    return "".join(f"{piece.opening}{piece.answer}\n" for piece in pieces(*args))
 
 
 def queries(stream):
