@@ -182,7 +182,7 @@ class Stream:
         has_state = hasattr(keeper, "state") and hasattr(keeper, "restore")
         refusals = UserError if has_state else (pickle.PicklingError, AttributeError, TypeError)
         try:
-            saved = keeper.state() if has_state else pickle.dumps(keeper)
+            saved: Any = keeper.state() if has_state else pickle.dumps(keeper)
         except refusals as error:
             raise NotApplicableError(f"it cannot be saved: {error}") from error
         if not has_state:

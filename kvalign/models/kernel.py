@@ -178,9 +178,7 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def attends(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `attend` takes queries of such heads, on this device and of this dtype, on
-    this machine.
-    """
+    """Return whether `attend` takes queries of such heads here, on this device, of this dtype."""
     return (
         dtype in (torch.float32, torch.float16, torch.bfloat16)
         and head_dim in DIMS
