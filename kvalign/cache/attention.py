@@ -82,7 +82,7 @@ def attend(
         recalled = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
     if rotation is not None and tables is not None:
         at_means = rotation.shift(query, step.behind_rows.to(query.device))
-    if step.by_kernel:
+    if step.by_kernel and query.is_cpu:
         if rotation is not None and reader.angles is not None:  # which count from the first place
             query = rotation.shift(query, step.behind_rows)
         beside = None

@@ -161,10 +161,14 @@ class Pass:
 
     # Tokens.
 
+    @property
+    def _numbers(self) -> Tensor:
+        return torch.arange(self.num_new, device=self.device)
+
     @cached_property
     def tokens(self) -> Tensor:
         """The new tokens, counted from the first of the stream, [T] int64; rows are alike."""
-        return torch.arange(self.seen[0], self.seen[0] + self.num_new, device=self.device)
+        return self.seen[0] + self._numbers
 
     @cached_property
     def dropped(self) -> Tensor:
@@ -180,26 +184,19 @@ class Pass:
             moved = self.dropped if self.rotates else self.frame.num_moved(self.tokens)
             return (self.tokens - moved)[None]
         first = self.of_rows("positions")[:, None]
-        return (
-            first if self.num_new == 1 else first + torch.arange(self.num_new, device=self.device)
-        )
+        return first if self.num_new == 1 else first + self._numbers
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Return what the model is told of the new tokens, [B or 1, T] int64."""
-        table = self.place_positions
-        return (
-            self.model_positions if table is None else table.to(self.device)[self.model_positions]
-        )
+        places, table = self.model_positions, self.place_positions
+        return places if table is None else table.to(self.device)[places]
 
     @cached_property
     def frame_positions(self) -> Tensor:
         """Positions of the tokens of a segment, in the frame of the entries before, [T] int64."""
-        return (
-            self.tokens - self.frame.num_moved(self.seen[0])
-            if self.rotates
-            else self.model_positions[0]
-        )
+        moved = self.frame.num_moved(self.seen[0])
+        return self.tokens - moved if self.rotates else self.model_positions[0]
 
     @property
     def rotates_queries(self) -> bool:
@@ -229,10 +226,9 @@ class Pass:
         """
         if not self.is_alike:
             return None
-        is_filling = self.is_static and self.hides
-        return (
-            self.of_rows("births")[:1] if is_filling else slice(self.births[0], self.births[0] + 1)
-        )
+        if self.is_static and self.hides:
+            return self.births_of_rows[:1]
+        return slice(self.births[0], self.births[0] + 1)
 
     @cached_property
     def evicting(self) -> Flags:
@@ -243,9 +239,7 @@ class Pass:
                 return True
             if max(self.seen) + self.num_new <= least:
                 return False
-        return (
-            self.of_rows("seen")[:, None] + torch.arange(self.num_new, device=self.device) >= least
-        )
+        return self.of_rows("seen")[:, None] + self._numbers >= least
 
     @property
     def evicts(self) -> bool:

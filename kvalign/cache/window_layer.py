@@ -97,7 +97,7 @@ class WindowLayer(StreamingLayer):
             data = data.at(step.read)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
-        is_raw = form.is_int8 and step.by_kernel and self.cache.reads_stored
+        is_raw = form.is_int8 and step.by_kernel and data.keys.is_cpu and self.cache.reads_stored
         is_read = self.realigner.strategy == "read" or recall is not None
         if form.is_int8 and not is_raw:
             data = form.decode_at(data, step.at_slots)

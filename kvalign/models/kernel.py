@@ -263,7 +263,7 @@ def write(
         network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
             it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
     """
-    are_floats = ring[0].dtype == new[0].dtype == torch.float32
+    are_floats = ring[0].is_cpu and ring[0].dtype == new[0].dtype == torch.float32
     if not are_floats or new[0].stride(3) != 1 or not ring[0].is_contiguous():
         return False
     of_network = network
