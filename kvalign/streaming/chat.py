@@ -45,7 +45,7 @@ UNREPEATED = {"repetition_penalty": 1.1}
 MOST_OF_ANSWER = 1000  # tokens, of a model that ends its answers
 WINDOW = 256  # generated tokens that a penalty counts, the model's own or ours
 # Entries that a step takes back from a memory. With more of them a fact of an early turn is less
-# likely to be answered: tests/scripts/talk.py.
+# likely to be answered (docs/tutorials/memory.md).
 MOST_RECALLED = 8
 LEAST_RUNS = 20  # of an answer that may be a loop
 CUT = "…"  # what the model reads after an answer that was cut, before the template ends it
