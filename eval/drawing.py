@@ -201,8 +201,9 @@ FAR_ABOVE = 1.12  # times the lowest perplexity: what is higher stands at the up
 
 def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
     """Perplexity against the mean time of a token of rows of `eval frontier`, in panels by title.
-    What is on the frontier has a ring, a dashed one if it is perhaps, and is joined by a line. What
-    lies far above stands at the upper edge with its figure, and `dense` is a line.
+    What is on the frontier has a ring, a dotted one if it is perhaps, and is joined by a line. Bars
+    are of the time and of the ratio to the best that is not slower. What lies far above stands at
+    the upper edge with its figure, and `dense` is a line.
     """
     styles = styles_of(row for rows in panels.values() for row in rows)
     with mpl.rc_context(THEME):
@@ -213,28 +214,29 @@ def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
             for row in rows:
                 y, label = row["perplexity"], label_of(row)
                 color, marker, _ = styles[label]
-                if "mean_ms" not in row:
+                if row["mean_ms"] is None:
                     axes.axhline(y, color=color, linestyle=":", label=label)
                     continue
                 x, shown = row["mean_ms"], min(y, top)
                 if y > top:
                     place: dict[str, Any] = dict(textcoords="offset points", xytext=(0, -14))
                     axes.annotate(f"{y:.0f} \u2191", (x, top), ha="center", fontsize=8, **place)
-                reach = [[x - row["ms_low"]], [row["ms_high"] - x]]
-                axes.errorbar(
-                    x, shown, xerr=reach, color=color, marker=marker, linestyle="", label=label
-                )
+                across = [[x - row["ms_low"]], [row["ms_high"] - x]]
+                up = None
+                if row["ratio_high"] and y <= top:
+                    base = y / row["ratio"]
+                    up = [[y - base * row["ratio_low"]], [base * row["ratio_high"] - y]]
+                how: dict[str, Any] = dict(color=color, marker=marker, elinewidth=1, linestyle="")
+                axes.errorbar(x, shown, up, across, label=label, **how)
                 if row["frontier"]:
                     ring: dict[str, Any] = dict(s=190, facecolors="none", edgecolors=INK)
                     axes.scatter(
                         x, shown, linestyle="-" if row["frontier"] == "yes" else ":", **ring
                     )
-            best = sorted(
-                (r["mean_ms"], min(r["perplexity"], top)) for r in rows if r.get("frontier")
-            )
+            best = sorted((r["mean_ms"], min(r["perplexity"], top)) for r in rows if r["frontier"])
             axes.step(*zip(*best, strict=True), where="post", color=INK, linewidth=0.8, zorder=1)
             axes.set_xscale("log")
-            _round_ticks(axes.xaxis, [row["mean_ms"] for row in rows if "mean_ms" in row])
+            _round_ticks(axes.xaxis, [row["mean_ms"] for row in rows if row["mean_ms"]])
             axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
             axes.set_xlabel("ms a token (log)")
             axes.grid(alpha=0.25)

@@ -108,7 +108,7 @@ def frontier(
         scored, losses, _ = score_all(methods, ids, of_text)
     names = ("first_label", "num_labels", "nll_nats", "perplexity", "low", "high")
     rows = [
-        sizes_of(method) | {name: row[name] for name in names}
+        sizes_of(method) | {name: row[name] for name in names} | dict.fromkeys(OF_TIME)
         for method, row in zip(methods, scored, strict=True)
     ]
     for size in dict.fromkeys(settings.cache_sizes):
@@ -116,7 +116,7 @@ def frontier(
         timed = [i for i in of_size if methods[i].name != "dense"]
         turns = time_turns([methods[i] for i in timed], settings)
         judge([rows[i] for i in timed], [losses[i] for i in timed], turns)
-    return sorted(rows, key=lambda row: (row["cache_size"], row.get("mean_ms", math.inf)))
+    return sorted(rows, key=lambda row: (row["cache_size"], row["mean_ms"] or math.inf))
 
 
 def time_turns(methods: Sequence[Method], settings: FrontierSettings) -> Turns:
@@ -138,6 +138,8 @@ def time_turns(methods: Sequence[Method], settings: FrontierSettings) -> Turns:
         torch.set_num_threads(num_threads)
 
 
+OF_TIME = ("num_steps", "mean_ms", "ms_low", "ms_high", "median_ms")
+OF_TIME += ("ratio", "ratio_low", "ratio_high", "frontier")
 SURE, PERHAPS = "yes", "perhaps"
 
 

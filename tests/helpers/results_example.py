@@ -49,7 +49,15 @@ def documents():
         ]
     ]
     against = [
-        row | dict(mean_ms=5.0 + i, ms_low=4.0, ms_high=20.0, median_ms=5.0, frontier="perhaps")
+        row
+        | dict(
+            mean_ms=5.0 + i,
+            ms_low=4.0,
+            ms_high=20.0,
+            median_ms=5.0,
+            ratio_high=None,
+            frontier="perhaps",
+        )
         for i, row in enumerate(scored)
     ]
     texts = [PASSAGE, f"{HOSTILE} {HEBREW} {PASSAGE}", ""]
