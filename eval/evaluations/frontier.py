@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.cache.sizes import num_evicted_of
 from kvalign.eval.evaluations.perplexity import COLUMNS as OF_TEXT
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.protocol import (
@@ -75,6 +76,8 @@ class FrontierSettings(DrawnSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.of_text()
+        for number in self.discard:
+            num_evicted_of(number, 2)
         if {*self.methods} == {"dense"}:
             raise UserError("dense has no time of its own: give other --methods, too")
 
@@ -138,8 +141,10 @@ def time_turns(methods: Sequence[Method], settings: FrontierSettings) -> Turns:
         torch.set_num_threads(num_threads)
 
 
-OF_TIME = ("num_steps", "mean_ms", "ms_low", "ms_high", "median_ms")
-OF_TIME += ("ratio", "ratio_low", "ratio_high", "frontier")
+OF_TIME = (
+    *("num_steps", "mean_ms", "ms_low", "ms_high", "median_ms"),
+    *("ratio", "ratio_low", "ratio_high", "frontier"),
+)
 SURE, PERHAPS = "yes", "perhaps"
 
 
