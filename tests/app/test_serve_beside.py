@@ -30,7 +30,7 @@ def test_what_cannot_stream_beside_is_refused(beside, message, loaded):
 
 def test_a_method_beside_answers_as_alone(loaded):
     """Its rows are stepped by the same loop, at the same time."""
-    asked = dict(model=MODEL, prompt="In the year", temperature=0, max_tokens=60)
+    asked = dict(model=MODEL, prompt="In the year", temperature=2, top_p=1, seed=3, max_tokens=60)
     how = dict(method="streaming-llm", memory=40, cache_size=48)
     with serving(loaded, beside="discard-half:32", **how) as server, ThreadPoolExecutor(2) as pool:
         two = [f"{server.address}{x}/v1/completions" for x in ("", "/beside")]

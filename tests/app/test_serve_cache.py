@@ -110,7 +110,8 @@ def told(server, text, **how):
 @pytest.mark.parametrize(
     "how", [dict(method="streaming-llm"), dict(evict="turns"), MEMORY], ids=str
 )
-def test_a_stream_tells_what_is_held_and_taken_back(how, loaded):
+def test_a_stream_tells_what_is_held_and_taken_back(how, loaded, monkeypatch):
+    monkeypatch.setattr("kvalign.app.serve.turn.PAUSE_S", 0)
     with serving(loaded, cache_size=40, **how) as server:
         for text in TURNS:
             tokens, usage = told(server, text)

@@ -98,7 +98,7 @@ def test_thirteen_turns_an_edit_a_stop_and_a_restart(visit, loaded, tmp_path):
         assert len(said(tab)) == 13 and said(tab)[-1].strip() == session.answer.strip()
         facts = tab.locator(".facts").inner_text()
         assert f"{len(session.ids):,} tokens: 180 held of at most 200" in facts
-        assert re.search(r" [1-9]\d* taken back for the last token", facts)
+        assert re.search(r" [1-9]\d* taken back for token", facts)
         tab.get_by_label("Tokens: the arrow keys go through them").focus()
         tab.keyboard.press("End")
         assert tab.locator(".at").inner_text().endswith(", new")

@@ -189,7 +189,7 @@ class Engine(threading.Thread):
         start_s = time.perf_counter()
         for batch in self._batches.values():
             try:
-                if any(row.place for row in batch.rows):
+                if any(row.is_cache_due() for row in batch.rows):
                     with Watch(batch.method) as watch:
                         rows = batch.step()
                     self._report(rows, batch.method, watch)
@@ -212,7 +212,7 @@ class Engine(threading.Thread):
                 seconds = self.metrics.first if is_first else self.metrics.between
                 seconds.observe(now - row.since_s)
                 row.since_s = now
-                if row.place is not None:
+                if row.place is not None and (watch or is_first):
                     row.tell_cache(row.place, watch.recalled(i, row.place) if watch else [])
         whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))

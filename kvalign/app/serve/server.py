@@ -269,7 +269,7 @@ KINDS = (
     ("window", "held"),
     ("evicted", "out of the cache"),
     ("in the memory", "out of the cache, and may be taken back"),
-    ("taken back", "from the memory for the last token, stronger by more heads"),
+    ("taken back", "from the memory for one token, stronger by more heads"),
     ("new", "the last token, which is fed next"),
 )
 """Kinds of cells of the page's strip, with what they mean."""

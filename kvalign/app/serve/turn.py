@@ -28,6 +28,8 @@ from kvalign.streaming.loop import Row
 from kvalign.streaming.sampling import Sampling
 
 log = logging.getLogger(__name__)
+PAUSE_S = 0.1
+"""Seconds between two tokens after which an answer tells what its cache holds."""
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 
@@ -62,12 +64,14 @@ class AnswerRow(Row):
     Attributes:
         turn: whose answer it is, once that has begun.
         place: of its stream in the conversation, if the request wants to know what is held.
+        told_s: time at which that was told last.
         failure: why it cannot continue.
         since_s: time of its last token; at first, of the request.
     """
 
     turn: Turn
     place: Place | None = None
+    told_s = 0.0
 
     def __init__(self, rules: Rules, index: int, draw: int, ids: Tensor, method: Method):
         before, device = ids.tolist(), method.model.device
@@ -117,8 +121,14 @@ class AnswerRow(Row):
         if text or logprobs:
             self.rules.put(Piece(self.index, text, logprobs))
 
+    def is_cache_due(self) -> bool:
+        """Return whether the request wants to know what is held after the next token."""
+        return self.place is not None and time.perf_counter() - self.told_s >= PAUSE_S
+
     def tell_cache(self, place: Place, recalled: list[list[int]]) -> None:
         """Tell what its cache holds, and what its last step took back."""
+        if len(self.token_ids) > 1:  # the first has taken nothing back alone: the next is told, too
+            self.told_s = time.perf_counter()
         num_fed = place.num_before + len(self.token_ids) - 1
         held = place.holds(num_fed) if self._sizes.is_oldest else {}  # else each head has its own
         told = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}

@@ -31,7 +31,7 @@ MOST_MESSAGES = 4096
 class StreamOptions(Form):
     within = "stream_options"
     include_usage: bool | None = None
-    include_cache: bool | None = None  # after each token: what is held, and what was taken back
+    include_cache: bool | None = None  # what is held, and what a token took back, as it comes
 
 
 class Request(Form):

@@ -297,6 +297,7 @@ class Strip {
   take({ recalled, ...told }) {
     this.view = { num_sinks: this.about.num_sinks, since: 0, texts: [], ...this.view, ...told };
     this.recalled = new Map(recalled);
+    this.last = told.num_tokens - 2;
     if (!this.isWaiting) requestAnimationFrame(() => this.show());
     this.isWaiting = true;
   }
@@ -319,7 +320,7 @@ class Strip {
     if (!view) return;
     const megabytes = view.num_bytes === undefined ? "" : `; ${(view.num_bytes / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MB`;
     const text = `${count(view.num_tokens, "token")}: ${view.num_held.toLocaleString("en")} held of at most ${about.cache_size.toLocaleString("en")}, ${view.num_evicted.toLocaleString("en")} evicted` +
-      (about.memory ? `, ${view.num_in_memory.toLocaleString("en")} of them in the memory; ${this.recalled.size} taken back for the last token` : "") +
+      (about.memory ? `, ${view.num_in_memory.toLocaleString("en")} of them in the memory; ${this.recalled.size ? `${this.recalled.size} taken back for token ${this.last}` : "none taken back"}` : "") +
       megabytes + (this.speed ? `; ${this.speed.toFixed(0)} tokens a second` : "");
     this.facts.textContent = text;
     this.canvas.setAttribute("aria-label", text);
