@@ -183,6 +183,12 @@ def test_two_methods_answer_the_same_words(visit, loaded):
         assert "at most 200" in facts[0] and "at most 64" in facts[1]
         boxes = [tab.locator(".answer").nth(x).bounding_box() for x in (4, 5)]
         assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+        texts = said(tab)
+        tab.get_by_label("mark chunks of ten tokens").check()
+        tab.locator(".answer .good, .answer .bad").nth(4).wait_for()
+        assert said(tab) == texts
+        wrong = httpx.post(f"{server.address}/v1/readability", json={"text": 1})
+        assert wrong.status_code == 400
         assert faults(tab, ALL) == []
         first = server.service.sessions.known("talk")
         assert said(tab)[4].strip() == first.answer.strip()

@@ -35,6 +35,7 @@ from kvalign.app.serve.wire import Chat, Completion, parsed
 from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
+from kvalign.streaming.calls import read_json
 
 _READ = ["GET", "HEAD"]
 _CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
@@ -116,6 +117,11 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
                 f"since must be a number of tokens, got {since!r:.80}", param="since"
             )
         return JSONResponse(await run_in_threadpool(cache_view.view, service, session, int(since)))
+
+    @app.post("/v1/readability")
+    async def readability(request: Request) -> Response:
+        body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
+        return JSONResponse({"chunks": await run_in_threadpool(_judged, body)})
 
     model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
     model["kvalign"] = cache_view.about(service)
@@ -213,6 +219,21 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await run_in_threadpool(self.service.stop)
         await super().shutdown(sockets)
+
+
+def _judged(body: bytes) -> list[list[int]]:
+    """Chunks of the `text` of a body, by the paper's rule: start, end, whether it is readable."""
+    try:
+        from kvalign.eval.judging import RULES, load_words
+        from kvalign.eval.judging.chunks import chunks
+    except ImportError:
+        raise RequestError("this needs the extra eval: pip install kvalign[eval]", 501) from None
+    try:
+        text = read_json(body.decode())["text"]
+        parts = chunks(text, load_words(), RULES["paper"])
+    except (ValueError, KeyError, TypeError):
+        raise RequestError('the body must be {"text": "..."}', param="text") from None
+    return [[part.start, part.end, int(part.is_readable)] for part in parts]
 
 
 async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:

@@ -175,9 +175,27 @@ function showTurn(turn, number) {
       one.append(line);
     }
     answers.append(one);
+    if (said && !running && $("readable").checked) mark(one.querySelector(".said"));
   });
   element.append(user, answers);
   return element;
+}
+
+// Underline the chunks of an answer: by the rule of `kvalign eval readability`.
+async function mark(element) {
+  const text = element.textContent, letters = [...text];
+  try {
+    const { chunks } = await (await api("/v1/readability", { text })).json();
+    let done = 0;
+    const parts = chunks.flatMap(([start, end, isReadable]) => {
+      const between = letters.slice(done, start).join("");
+      done = end;
+      return [between, make("span", isReadable ? "good" : "bad", letters.slice(start, end).join(""), { title: isReadable ? "readable" : "not readable" })];
+    });
+    element.replaceChildren(...parts, letters.slice(done).join(""));
+  } catch (error) {
+    tell(error.message, true);
+  }
 }
 
 function edit(element, holder, field, marked, about) {
@@ -393,6 +411,7 @@ function listen() {
     show();
   };
   for (const id of SAMPLING) $(id).onchange = () => ($(id).reportValidity() ? keep() : ($(id).value = ""));
+  $("readable").onchange = show;
   $("beside").onchange = () => look().then(show);
   $("save").onclick = () => {
     const link = make("a", "", "", { href: URL.createObjectURL(new Blob([JSON.stringify(chat, null, 1)])), download: `${chat.name}.json` });
