@@ -85,7 +85,8 @@ class RandomStream:
         if way == "again":
             name = pick(AGAIN)
             if name == "discard-half":
-                num_evicted = max(1, (size - num_sinks) // 2)
+                half = max(1, (size - num_sinks) // 2)
+                num_evicted = asked["num_evicted"] = pick((half, num_evicted))
             if name == "dense":
                 size, num_sinks, num_evicted = 10**6, 0, 1
         elif way == "policy":
