@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.filesize import decimal
-
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +50,8 @@ def check_room(num_bytes: int, what: str) -> None:
     """Raise UserError unless so many bytes are free; the message begins with `what`."""
     free = free_bytes()
     if free is not None and num_bytes > free:
+        from rich.filesize import decimal
+
         room = f"{decimal(num_bytes)} of memory, but only {decimal(free)} are free"
         raise UserError(f"{what} need {room}")
 
@@ -61,6 +61,8 @@ def check_disk(num_bytes: int, folder: Path, what: str) -> None:
     there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:
+        from rich.filesize import decimal
+
         room = f"{decimal(num_bytes)} in {folder}, which has {decimal(free)} left"
         raise UserError(f"{what} needs {room}")
 
