@@ -101,7 +101,7 @@ class Pass:
         num_visible: entries that the longest row's last new token sees.
         size: slots that are in use after the pass; in a static one all.
         length: entries or slots that attention gets.
-        grows: whether slots are used that were not before.
+        grows: whether layers must have slots that were not used before.
         hides: whether some of these are not of its row.
         is_even: whether rows have equally many entries.
         is_alike: whether the entries of rows have equal positions, too.

@@ -183,10 +183,11 @@ class StreamingCache(FixedSizeCache):
         if self.memory is not None:
             self.memory.begin(step, self.attention, self._num_moved)
         self._move_back(step)
-        if step.num_new == 1 and step.end <= self.sizes.cache_size:
+        if step.is_single and step.grows and self.is_filled:
             for layer in self.attention:
                 for ring in layer.rings:
                     ring.grow(step.size)
+            step.grows = False
         self.realigner.prepare()
         if not self.is_decode(step):
             self._rotate_sinks(step)
@@ -212,11 +213,12 @@ class StreamingCache(FixedSizeCache):
     def describe_all(self) -> Pass:
         """Same, with all that layers ask of it made beforehand: for steps that are compiled."""
         step, realigner = self.describe(), self.realigner
+        # A value that is made at first use cannot be made in a trace.
         _ = step.slot, step.read, step.born, step.evicting, step.position_ids, step.behind_rows
-        if self.stores_bare and not (step.by_kernel and self.reads_stored):
-            _ = step.at_slots
+        if self.stores_bare:
+            _ = self.angles if step.by_kernel and self.reads_stored else step.at_slots
         if realigner.strategy == "read" or step.hides or self.stores_bare:
-            step.sights()
+            _ = step.sight_of_one, step.births_of_rows
         if self.memory is not None:
             self.memory.prepare(step)
         return step

@@ -136,6 +136,8 @@ class Memories(Part):
         """Prepare what a pass of one token a row asks for: for a step that is compiled."""
         if (sight := self._sight_of(step)).has_lost:
             batch = self.recall.batch_of(step, sight)
+            if self._first is not None and self._first.sketch is not None:
+                self.recall.prepare()
             for i in self.of.keys() & self.recall.loudness.keys():
                 self.of[i].prepare(batch)
 

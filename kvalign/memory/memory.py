@@ -222,7 +222,8 @@ class Memory:
 
     def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
         """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        own_queries, evicted_slots = queries.to(self.device), self.prepare(batch)
+        # Which entries are found has no slope.
+        own_queries, evicted_slots = queries.detach().to(self.device), self.prepare(batch)
         base, added = self.form.base, queries.new_zeros(queries.shape[:4], dtype=torch.float32)
         added = added.to(self.device)
         if base is not None:  # of queries that share a head of keys each has its own product

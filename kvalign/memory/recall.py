@@ -185,6 +185,13 @@ class Recall:
             sight.batch = self._batch_of(step, sight)
         return sight.batch
 
+    def prepare(self) -> None:
+        """Make all that our kernel needs of places."""
+        if self._has_kernel and self.places.by_age:
+            _ = self._far
+        if self._has_kernel and self.placer.rotation is not None:
+            _ = self._angles
+
     def _batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         # Tokens are counted on the host, but in a step that is recorded.
         rows, least = slice(1 if len(set(step.seen)) == 1 else None), min(step.seen)

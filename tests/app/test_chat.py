@@ -296,7 +296,7 @@ def test_a_file_that_others_have_is_not_overwritten(tmp_path, monkeypatch, capsy
     assert chat("--say", "Who?", "--state", str(path)) == 0
     with locked(tmp_path):
         assert chat("--say", "Why?", "--state", str(path)) == 2
-    assert "is in use" in capsys.readouterr().err
+    assert "wait for it, or name another folder" in capsys.readouterr().err
 
     def lines():
         assert chat("--say", "Why?", "--state", str(path)) == 0

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from helpers.patience import PATIENCE_S
-from load import served
+from helpers.served import served
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Chat, Completion, parsed

@@ -1,6 +1,9 @@
 """A server in this process, on a port of its own, and OpenAI's client of it."""
 
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +11,7 @@ from contextlib import contextmanager
 import openai
 import uvicorn
 
+from helpers.mixed_requests import WORDS
 from helpers.patience import PATIENCE_S, until
 from kvalign.app.serve.server import build
 from kvalign.app.serve.service import Service
@@ -54,3 +58,23 @@ def running(loaded: LoadedModel, **settings) -> Iterator[Service]:
         yield service
     finally:
         service.stop()
+
+
+@contextmanager
+def served(model: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A server of a model in a process of its own: its address, and the process."""
+    command = [sys.executable, "-m", "kvalign", "serve", "--model", model, "--port", "0"]
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        if not (address := re.search(r"http\S+", process.stdout.readline())):
+            raise RuntimeError("no server listens")
+        yield address[0], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def turn_of(session: int, turn: int) -> str:
+    """What is said: of other lengths in other sessions and turns."""
+    num = 3 + (7 * session + 5 * turn) % 23
+    return " ".join(WORDS[(session + turn + i * i) % len(WORDS)] for i in range(num)) + "?"

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from load import served, turn_of
 
-from helpers.served import serving
+from helpers.served import served, serving, turn_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import LOCK
 from kvalign.models.loading import load_model

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvalign.cache.sizes import CacheSizes
 
 if TYPE_CHECKING:
-    from kvalign.app.serve.service import Service
     from kvalign.methods.base import Method
 
 MOST_TEXTS = 4096
@@ -23,7 +22,7 @@ Spans = list[list[int]]
 """Tokens of a conversation, each span from the first to before the last."""
 
 
-def about(service: Service) -> dict[str, Any]:
+def about(service: Any) -> dict[str, Any]:
     """Settings of a server that say what its sessions hold."""
     method = service.method
     names = ("cache_size", "num_sinks", "num_evicted", "policy", "memory", "num_recalled")
@@ -31,7 +30,7 @@ def about(service: Service) -> dict[str, Any]:
     return {"method": method.in_words, **how, "edit": service.settings.edit}
 
 
-def view(service: Service, name: str, since: int) -> dict[str, Any]:
+def view(service: Any, name: str, since: int) -> dict[str, Any]:
     """Return which tokens of a session its cache and its memory hold after its last turn, how many,
     and the texts of the last `MOST_TEXTS` tokens at most, those from `since` on; RequestError for
     an unknown session, or a damaged file.
