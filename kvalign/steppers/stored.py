@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -27,17 +26,14 @@ from torch.backends.cpu import get_cpu_capability
 from torch.export import Dim
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners import network as aligner_network
 from kvalign.aligners import table as aligner_table
-from kvalign.aligners.entries import KV
-from kvalign.aligners.table import TABLES, TableAligner
+from kvalign.aligners.table import TableAligner
 from kvalign.cache import int8
 from kvalign.cache import layer as cache_layer
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.int8 import Int8, is_read_by_kernel, key_bases
-from kvalign.cache.layer import Form
+from kvalign.cache.int8 import is_read_by_kernel
 from kvalign.cache.realigner import OnRead
 from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
@@ -45,12 +41,12 @@ from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper
 from kvalign.methods.cached import Cached
 from kvalign.models import attention, kernel, packed, rope
-from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.fetched import cache_dir
 from kvalign.models.packed import GROUP
-from kvalign.models.rope import Rotation
 from kvalign.models.wrapped import in_eval_mode
+from kvalign.steppers import step_module
 from kvalign.steppers.compiled import Compiled, Snapshot, has_compiler, is_plain, names_of, stays
+from kvalign.steppers.step_module import StepModule
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +118,8 @@ class Stored(Stepper):
     def compiling(cls, method: Method, **options: Any) -> Self | None:
         return cls(method) if isinstance(method, Cached) else None
 
-    def _made_step(self) -> "_Step":
-        return _Step(self.model, self.is_int8, self.table, self.num_sinks)
+    def _made_step(self) -> StepModule:
+        return StepModule(self.model, self.is_int8, self.table, self.num_sinks)
 
     def has(self, num_rows: int) -> bool:
         """Return whether a stored step of so many rows has been loaded."""
@@ -232,141 +228,7 @@ def is_empty() -> bool:
     return next(folder().glob("*.pt2"), None) is None
 
 
-class _Layer(CacheLayerMixin):
-    """Given slots, one of which is written; `read` is attention by our kernel."""
-
-    def __init__(
-        self,
-        entries: KV,
-        form: Form,
-        slot: Tensor,
-        position_ids: Tensor,
-        at_slots: Tensor,
-        anchor: Callable[[KV], KV] | None,
-        read: Callable[..., Tensor] | None,
-    ):
-        self.entries, self.length, self.is_initialized = entries, entries[0].shape[2], True
-        self.form, self.slot, self.anchor, self.read = form, slot, anchor, read
-        self.at, self.at_slots = position_ids[:, None], at_slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        new = KV(key_states, value_states)
-        stored = self.form.encode_at(self.anchor(new) if self.anchor else new, self.at)
-        for x, own in zip(self.entries, stored, strict=True):
-            x.index_copy_(2, self.slot, own)
-        if self.read is None:
-            return self.form.decode_at(self.entries, self.at_slots)
-        attention.mark(self.entries[0], self.read)
-        return self.entries
-
-    def get_seq_length(self) -> int:
-        return self.length - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class _Step(nn.Module):
-    """Step as a function of tensors only."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        is_int8: bool = False,
-        table: TableAligner | None = None,
-        num_sinks: int = 0,
-    ):
-        super().__init__()
-        self.model, self.is_int8, self.table, self.num_sinks = model, is_int8, table, num_sinks
-        self._layouts: list[str | None] = []
-        if not is_int8:
-            return
-        rotation, bases = rotation_of(model), key_bases(model) if table is None else {}
-        for i in range(spec_of(model.config).num_layers):
-            one = None if rotation is None else rotation.at(i)
-            self._layouts.append(None if one is None else one.layout)
-            self.register_buffer(f"inv_freq_{i}", None if one is None else one.inv_freq)
-            self.register_buffer(f"base_{i}", bases.get(i))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their names."""
-        named = [
-            *self.named_parameters(remove_duplicate=False),
-            *self.named_buffers(remove_duplicate=False),
-        ]
-        return {name: x.detach() for name, x in named}
-
-    def _form(self, layer_idx: int) -> Form:
-        if not self.is_int8:
-            return Form(self.model.dtype)
-        layout = self._layouts[layer_idx]
-        inv_freq, base = (getattr(self, f"{x}_{layer_idx}") for x in ("inv_freq", "base"))
-        rotation = None if layout is None else Rotation(inv_freq, layout=layout)
-        return Int8(self.model.dtype, rotation, base)
-
-    def _anchor(self, layer_idx: int, births: Tensor, new: KV) -> KV:
-        """New entries [B, H, 1, D] without their places [B]; rows take the place of entries."""
-        assert self.table is not None
-        rows = new.map(lambda x: x.transpose(0, 2))
-        anchored = self.table.anchor(layer_idx, rows, births, True)
-        return anchored.map(lambda x: x.transpose(0, 2))
-
-    def _attend(
-        self,
-        layer_idx: int,
-        form: Form,
-        places: Tensor,
-        behind: Tensor,
-        angles: Tensor | None,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """Attention of queries [B, H, 1, D] by our kernel: [B, 1, H, D]."""
-        if isinstance(form, Int8) and form.rotation is not None:  # angles count from the first
-            query = form.rotation.shift(query, behind)
-        bases = None if form.base is None else form.base[:, 0]
-        tables = None
-        if self.table is not None:
-            tables = [getattr(self.table, name)[layer_idx] for name in TABLES]
-        output, _ = kernel.attend(
-            places,
-            query,
-            keys,
-            values,
-            scale,
-            angles=angles,
-            bases=bases,
-            tables=tables,
-            num_sinks=self.num_sinks,
-        )
-        return output
-
-    def forward(
-        self, ids: Tensor, position_ids: Tensor, slot: Tensor, places: Tensor, *entries: Tensor
-    ) -> Tensor:
-        angles = entries[-1] if len(entries) % 2 else None
-        behind = (position_ids - places.amax(1, keepdim=True))[:, None]
-        is_ours, layers = is_read_by_kernel(self.model, entries[0]), []
-        for i, pair in enumerate(zip(entries[::2], entries[1::2], strict=False)):
-            form, at = self._form(i), (position_ids, places[:, None] + behind)
-            anchor = None if self.table is None else partial(self._anchor, i, position_ids[:, 0])
-            read = partial(self._attend, i, form, places, behind, angles) if is_ours else None
-            layers.append(_Layer(KV(*pair), form, slot, *at, anchor, read))
-        cache = Cache(layers=layers)
-        inputs = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
-        return self.model(input_ids=ids, logits_to_keep=1, **inputs).logits
-
-
-def load_or_make(step: _Step, inputs: list[Tensor], makes: bool) -> Run | None:
+def load_or_make(step: StepModule, inputs: list[Tensor], makes: bool) -> Run | None:
     """The file's step for these inputs, as of `Run`, if it gives the model's logits; else compiled,
     if it `makes` one. None if there is none, or none is possible.
     """
@@ -393,7 +255,7 @@ def load_or_make(step: _Step, inputs: list[Tensor], makes: bool) -> Run | None:
             return None
 
 
-def _gives_logits_of(step: _Step, run: Run, inputs: list[Tensor]) -> bool:
+def _gives_logits_of(step: StepModule, run: Run, inputs: list[Tensor]) -> bool:
     """Return whether a step runs, and gives the logits that the model gives now."""
     copies = [x.detach() for x in inputs]  # which the step marks
     expected = step(*copies)
@@ -408,7 +270,9 @@ def _gives_logits_of(step: _Step, run: Run, inputs: list[Tensor]) -> bool:
 
 
 @progress.shown_as("compile")
-def _make(step: _Step, inputs: list[Tensor], weights: dict[str, Tensor], file: Path) -> Run | None:
+def _make(
+    step: StepModule, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
+) -> Run | None:
     """The step, once a file has it and it gives the model's logits."""
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
@@ -481,13 +345,13 @@ def _opened(file: Path, weights: dict[str, Tensor]) -> Run:
     return compiled.boxed_run
 
 
-def _about(step: _Step, inputs: list[Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
+def _about(step: StepModule, inputs: list[Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
     """All that a compiled step depends on."""
     model, table = step.model, step.table
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = cache_layer, int8, rope, packed, kernel, aligner_table, aligner_network
+    modules = cache_layer, int8, rope, packed, kernel, aligner_table, aligner_network, step_module
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,

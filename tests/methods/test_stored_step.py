@@ -146,7 +146,7 @@ def test_several_rows_are_read_however_a_caller_slices_them(llama):
 def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeypatch):
     asked, attend = [], kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *x, **how: asked.append(x) or attend(*x, **how))
-    step, dim = of_file._Step(model), model.config.head_dim
+    step, dim = of_file.StepModule(model), model.config.head_dim
     at = torch.tensor([SIZE - 1]), torch.arange(SIZE)[None]
     token = torch.ones(1, 1).long(), torch.tensor([[SIZE]])
     inputs = [*token, *at, *torch.randn(6, 1, 2, SIZE, dim)]
