@@ -71,6 +71,8 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     if settings.arch == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(**common, **no_dropout)
+    elif settings.arch == "mpt":
+        config = transformers.MptConfig(**common, max_seq_len=settings.context_len)
     else:
         config = transformers.LlamaConfig(
             **common,

@@ -183,7 +183,11 @@ class PretrainSettings(Settings):
         kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
     """
 
-    arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
+    arch: str = option(
+        "gpt2",
+        help="architecture: gpt2 has learned positions, llama rotary ones, mpt ALiBi",
+        choices=("gpt2", "llama", "mpt"),
+    )
     corpus: tuple[str, ...] = option(
         ("python-docs",),
         help="corpora, each SPEC or SPEC@WEIGHT; recall alone: facts and questions",

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvalign.data_gen.facts import ANSWER, WORDS
+from kvalign.data_gen.facts import ANSWER, WORDS, recall_tokenizer
 from kvalign.foundation.errors import Interrupted, UserError
 from kvalign.foundation.files import sha256
+from kvalign.models.architectures import spec_of
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import Float32Muon, bits_per_byte, pretrain
@@ -24,6 +25,7 @@ from kvalign.training.pretraining_inputs import (
     build_model,
     copy_loss,
     layers_of,
+    loss_of,
     right_places,
 )
 from kvalign.training.settings import PretrainSettings
@@ -47,6 +49,18 @@ def tiny(text, out, **changes):
 
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"), [("gpt2", "learned"), ("llama", "rotary"), ("mpt", "alibi")]
+)
+def test_an_architecture_of_each_kind_of_positions_learns(arch, family):
+    model = build_model(tiny("x", "y", arch=arch), recall_tokenizer(32))
+    spec = spec_of(model.config)
+    assert (spec.family, spec.context_len, spec.num_layers, spec.head_dim) == (family, 32, 1, 64)
+    rows = RecallRows(32).batch(0, 0, 2, 32)
+    loss_of(model, *rows.on(model.device)).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 STOPS = {
