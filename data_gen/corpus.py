@@ -28,6 +28,10 @@ PIECE_LEN = 1 << 20  # characters in memory at once
 # Of the corpus `recall`, in tokens.
 RECALL_LEN = {"train": 1_000_000, "test": 200_000}
 RECALL_LINE_LEN = 64
+COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
+THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
+OWNERS = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
+"""Owners of codes that a text tells."""
 _QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 

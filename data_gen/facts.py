@@ -6,6 +6,7 @@ question and answer is one token of a separate vocabulary. After recall tasks of
 (Zoology), made endless.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,51 @@ def ages(ids: Sequence[int]) -> list[int]:
         elif token >= ANSWER and i and (at := times.pop(ids[i - 1] - QUESTION, None)) is not None:
             distances[i] = i - 1 - at
     return distances
+
+
+NUM_QUARTERS = 4
+PIECE_LEN = 4096  # tokens made at once
+
+
+def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
+    """Number of the range of a fact's distance: the quarter of the cache, and what is beyond; with
+    `farthest`, beyond it those up to 2 C, 4 C, 8 C, ...
+    """
+    quarter = (NUM_QUARTERS * age - 1) // cache_size
+    if quarter < NUM_QUARTERS:
+        return quarter
+    times = -(-age // cache_size)  # above C: 2, up to 2 C; 3 and 4, up to 4 C; ...
+    return NUM_QUARTERS + ((times - 1).bit_length() - 1 if farthest else 0)
+
+
+def asked_streams(
+    cache_size: int, *, num_questions: int, farthest: int, num_streams: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Streams long enough for so many questions in each range of distance, up to 1.5 or `farthest`
+    cache sizes; more are not counted.
+
+    Returns:
+        ids [B, N] int64; ages [B, N - C - 1] int64: of each label that counts the distance of its
+        fact, else 0.
+    """
+    first, max_age = cache_size + 1, cache_size * farthest or math.ceil(1.5 * cache_size)
+    streams = FactStreams(seed, num_streams, max_age, resting=bool(farthest))
+    ids = np.empty((num_streams, 0), np.int64)
+    while True:
+        piece_len = max(-(-PIECE_LEN // num_streams), ids.shape[1] // 4)
+        ids = np.concatenate([ids, streams.take(piece_len)], axis=1)
+        distances = np.array([ages(row) for row in ids.tolist()])[:, first:]
+        distances[distances > max_age] = 0
+        counts = np.zeros(part_of(max_age, cache_size, farthest) + 1, np.int64)
+        for label in zip(*distances.T.nonzero()[::-1], strict=True):  # in the order of time
+            part = part_of(int(distances[label]), cache_size, farthest)
+            counts[part] += 1
+            if counts[part] > num_questions:
+                distances[label] = 0
+        if counts.min() >= num_questions:
+            break
+    end = int(distances.nonzero()[1].max()) + 1
+    return ids[:, : first + end], distances[:, :end]
 
 
 WORDS = (

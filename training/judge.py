@@ -32,11 +32,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.kinds import TARGETS
 from kvalign.data_gen.corpora import some_ids
-from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.foundation.settings import keywords_of
+from kvalign.foundation.statistics import interval
 from kvalign.methods import make_method
 from kvalign.methods.cached import StreamingLLM
 from kvalign.models.identity import has_fingerprint, identity

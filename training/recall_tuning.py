@@ -23,13 +23,12 @@ from kvalign.aligners import Aligner
 from kvalign.cache.memory_sizes import loudness_of, usual_places
 from kvalign.data_gen import facts
 from kvalign.data_gen.corpora import first_ids
-from kvalign.eval.evaluations.needle import NAMES
-from kvalign.eval.evaluations.recall import RecallSettings, read_stream
-from kvalign.eval.protocol.statistics import interval
+from kvalign.data_gen.corpus import OWNERS
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_json
 from kvalign.foundation.settings import keywords_of
+from kvalign.foundation.statistics import interval
 from kvalign.memory.plan import FILE, RecallPlan, folder_of, in_cache
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -125,7 +124,10 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
     away = max(1, AWAY * size // APART)
     while piece := [*islice(text, APART)]:
         number = int(torch.randint(10_000, 100_000, (1,), generator=rng))
-        words = f"\n The secret code of the {NAMES[len(told) % len(NAMES)]} is", f" {number}"
+        words = (
+            f"\n The secret code of the {OWNERS[len(told) % len(OWNERS)]} is",
+            f" {number}",
+        )
         question, code = (ids_of(x, tokenizer, prefix=False, goes_on=True) for x in words)
         told.append((question, code))
         parts += [(piece, False), (question + code, None)]
@@ -143,10 +145,11 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
 
 def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
     """Streams of facts, of which equally many answers count of each age."""
-    how = dict[str, Any](num_questions=num_questions, farthest=FARTHEST, seed=SEED)
-    settings = RecallSettings(cache_sizes=(size,), num_streams=NUM_STREAMS, **how)
-    one = read_stream(size, settings, loaded.model.device)
-    return Streams(one.ids, (one.ages.flatten() > 0).float())
+    ids, ages = facts.asked_streams(
+        size, num_questions=num_questions, farthest=FARTHEST, num_streams=NUM_STREAMS, seed=SEED
+    )
+    weights = torch.from_numpy(ages.flatten() > 0).float()
+    return Streams(torch.from_numpy(ids).to(loaded.model.device), weights)
 
 
 def measured(

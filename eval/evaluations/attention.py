@@ -25,10 +25,10 @@ from kvalign.eval.protocol import (
     corpus_option,
 )
 from kvalign.eval.protocol.document import measures
-from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.errors import UserError, escape_controls
 from kvalign.foundation.settings import MOST_ITEMS, option
+from kvalign.foundation.statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

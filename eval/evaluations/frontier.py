@@ -157,7 +157,7 @@ def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
     """
     import torch
 
-    from kvalign.eval.protocol.statistics import interval, mean_interval
+    from kvalign.foundation.statistics import interval, mean_interval
 
     means = [1e3 * torch.tensor([sum(x) / len(x) for x in own]).double() for own in turns]
     for i, (row, own) in enumerate(zip(rows, turns, strict=True)):

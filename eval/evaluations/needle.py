@@ -22,6 +22,7 @@ from itertools import islice, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvalign.data_gen.corpus import OWNERS
 from kvalign.eval.protocol import (
     METHODS_AND_DENSE,
     Column,
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
 
-COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
-THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
-NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
-"""Owners of the codes; each code of a stream has its own."""
 NUM_VALUES, NUM_HOPS, NUM_COMMON, NUM_FREQUENT = 4, 4, 10, 3
 COMMON_TIMES = 6
 """Times that a list has a common word; others are there once."""
@@ -172,7 +169,7 @@ class NeedleSettings(DrawnSettings):
         help="codes (of other kinds: passages) of a stream, near its beginning; small models "
         "confuse several",
         at_least=1,
-        at_most=len(NAMES) // max(num for num, _ in KINDS.values()),
+        at_most=len(OWNERS) // max(num for num, _ in KINDS.values()),
     )
     gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
     num_streams: int = option(
@@ -282,7 +279,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> dict[str, list[H
         text, rng, (num_names, hide) = iter(text_ids), random.Random(settings.seed), KINDS[kind]
         for _ in range(settings.num_streams):
             stream, needles = prefix_ids(tokenizer), []
-            names = iter(rng.sample(NAMES, num_names * settings.num_needles))
+            names = iter(rng.sample(OWNERS, num_names * settings.num_needles))
             for _ in range(settings.num_needles):
                 hidden = hide(list(islice(names, num_names)), rng)
                 stream = [*stream, *islice(text, settings.gap)]

@@ -40,12 +40,12 @@ from kvalign.eval.protocol import (
     seed_option,
 )
 from kvalign.eval.protocol.document import document, kept, summary_of
-from kvalign.eval.protocol.statistics import MIN_RUNS, runs_interval
 from kvalign.eval.protocol.tables import grouped, label_of, means
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, read_text, write_json
 from kvalign.foundation.settings import flag, keywords_of, option
+from kvalign.foundation.statistics import MIN_RUNS, runs_interval
 
 if TYPE_CHECKING:
     from kvalign.foundation.progress import Bar

@@ -34,7 +34,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from kvalign.methods.base import Method
@@ -102,6 +101,8 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
     Raises:
         UserError: a model that was not trained on such streams.
     """
+    import torch
+
     from kvalign.data_gen import facts
     from kvalign.eval.protocol.grid import one_by_one
 
@@ -112,12 +113,14 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
         )
     progress.phase("making the streams")
     sizes = dict.fromkeys(settings.cache_sizes)
-    streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
-    longest = max(stream.ages.numel() for stream in streams.values())
+    names = ("num_questions", "farthest", "num_streams", "seed")
+    asked: dict[str, int] = {name: getattr(settings, name) for name in names}
+    streams = {size: facts.asked_streams(size, **asked) for size in sizes}
+    longest = max(ages.size for _, ages in streams.values())
     for method, bar in one_by_one(methods, longest, "tokens"):
-        stream = streams[method.sizes.cache_size]
-        yield score_method(method, stream, bar.update, settings.farthest)
-        bar.skip(longest - stream.ages.numel())
+        ids, ages = map(torch.from_numpy, streams[method.sizes.cache_size])
+        yield score_method(method, ids, ages, bar.update, settings.farthest)
+        bar.skip(longest - ages.numel())
 
 
 QUARTERS = ("newest", "second", "third", "oldest")
@@ -127,15 +130,6 @@ FAR = {2**i: f"to_{2**i}c" for i in range(1, 7)}
 """With `--farthest` the parts beyond C: distances up to so many times C."""
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
 """Position of a part in plots: its distance relative to C."""
-PIECE_LEN = 4096  # tokens made at once
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Streams side by side for one cache size."""
-
-    ids: Tensor  # [B, N] int64, on the model's device
-    ages: Tensor  # [B, N - C - 1] int64, of each label that counts the distance of its fact; else 0
 
 
 def parts_of(farthest: int) -> tuple[str, ...]:
@@ -144,56 +138,21 @@ def parts_of(farthest: int) -> tuple[str, ...]:
     return (*QUARTERS, *(far or [BEYOND]))
 
 
-def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
-    """Number of the range of a fact's distance."""
-    quarter = (4 * age - 1) // cache_size
-    if quarter < len(QUARTERS):
-        return quarter
-    times = -(-age // cache_size)  # above C: 2, up to 2 C; 3 and 4, up to 4 C; ...
-    return len(QUARTERS) + ((times - 1).bit_length() - 1 if farthest else 0)
-
-
-def read_stream(cache_size: int, settings: RecallSettings, device: torch.device) -> Stream:
-    """Stream long enough for `num_questions` in each range; more are not counted."""
-    import numpy as np
+def score_method(
+    method: Method, ids: Tensor, ages: Tensor, on_labels: OnLabels, farthest: int = 0
+) -> Row:
+    """Row of a method on streams of `facts.asked_streams`: ids [B, N], ages [B, N - C - 1]."""
     import torch
 
-    from kvalign.data_gen import facts
-
-    first, farthest = cache_size + 1, settings.farthest
-    max_age = cache_size * farthest or math.ceil(1.5 * cache_size)
-    num_rows = settings.num_streams
-    streams = facts.FactStreams(settings.seed, num_rows, max_age, resting=bool(farthest))
-    ids, num_parts = np.empty((num_rows, 0), np.int64), len(parts_of(farthest))
-    while True:
-        piece_len = max(-(-PIECE_LEN // num_rows), ids.shape[1] // 4)
-        ids = np.concatenate([ids, streams.take(piece_len)], axis=1)
-        ages = np.array([facts.ages(row) for row in ids.tolist()])[:, first:]
-        ages[ages > max_age] = 0
-        counts = np.zeros(num_parts, np.int64)
-        for at in zip(*ages.T.nonzero()[::-1], strict=True):  # in the order of time
-            part = part_of(int(ages[at]), cache_size, farthest)
-            counts[part] += 1
-            if counts[part] > settings.num_questions:
-                ages[at] = 0
-        if counts.min() >= settings.num_questions:
-            break
-    end = int(ages.nonzero()[1].max()) + 1
-    ids, ages = ids[:, : first + end], ages[:, :end]
-    return Stream(torch.from_numpy(ids).to(device), torch.from_numpy(ages))
-
-
-def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: int = 0) -> Row:
-    import torch
-
+    from kvalign.data_gen.facts import part_of
     from kvalign.eval.protocol.questions import row_of
     from kvalign.streaming.scoring import check_losses, hits, score
 
     start = time.perf_counter()
-    of_labels = stream.ages.flatten()
+    ids, of_labels = ids.to(method.model.device), ages.flatten()
     is_answer = of_labels > 0
-    mask = is_answer.to(stream.ids.device)
-    right = score(method, stream.ids, on_labels, hits, mask).cpu()[is_answer]
+    mask = is_answer.to(ids.device)
+    right = score(method, ids, on_labels, hits, mask).cpu()[is_answer]
     seconds = time.perf_counter() - start
     check_losses(right, method)
     cache_size = method.sizes.cache_size

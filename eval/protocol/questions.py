@@ -15,8 +15,8 @@ import torch
 
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import one_by_one, sizes_of, title_of
-from kvalign.eval.protocol.statistics import share_of
 from kvalign.foundation.progress import Bar
+from kvalign.foundation.statistics import share_of
 from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)

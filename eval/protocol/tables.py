@@ -1,4 +1,5 @@
-"""Rows of results and the tables made from them, for pages and terminals.
+"""Rows of results and the tables made from them, for pages and terminals, with verdicts on a method
+relative to the reference, by plain rules with fixed limits.
 
 An aligner's name in a row is as short as possible, but different from others beside it. A shipped
 aligner, or one in `kvalign-data/MODEL`, is called by its last part (`table`), unless another has
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import PurePath
 from statistics import fmean
 from typing import Any, Literal
@@ -21,8 +23,8 @@ from kvalign.aligners.kinds import often
 from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.cache.sizes import num_evicted_of
 from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
-from kvalign.eval.protocol.statistics import MIN_LABELS, SLOW, apart, comparable, is_reference
 from kvalign.foundation.folders import ROOT
+from kvalign.foundation.statistics import MIN_LABELS, apart
 from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
@@ -30,6 +32,56 @@ TOO_FEW = (
     f"No intervals: they need {MIN_LABELS} labels or more (--num-tokens). Without them "
     "differences may be chance."
 )
+MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
+GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
+FAR = 1.25  # a ratio above it is a failure, not a price
+SLOW = ("recompute", "dense")  # re-encodes all for each token; stops at the context length
+WITHOUT_SINKS = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
+MEANING = (
+    "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
+    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
+    f"above {FAR:g}."
+)
+
+
+class Verdict(StrEnum):
+    """Verdict on a ratio to the reference and its 95 % interval; the worst comes first."""
+
+    FAILS = "fails"  # the interval lies above 1, and the ratio far above
+    WORSE = "worse"  # it lies above 1
+    OPEN = "too few labels to tell"  # it holds 1 and reaches far above
+    UNKNOWN = "too few labels"  # there is no interval
+    GOOD = "as good"  # it holds 1, narrowly, or lies below
+
+
+def verdict(row: Row) -> Verdict:
+    """Return the verdict on a row with `ratio`, `ratio_low`, `ratio_high`."""
+    low, high = row.get("ratio_low"), row.get("ratio_high")
+    if low is None or high is None:
+        return Verdict.UNKNOWN
+    if low > 1:
+        return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE
+    return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
+
+
+def comparable(rows: Sequence[Row], reference: str | None = None) -> list[Row]:
+    """Rows that can be judged together, since their sinks are equal: those with the number of the
+    reference, or without one those with the number that all methods have whose sinks can be chosen.
+    If these differ, there are none. `dense` evicts nothing, so it compares with any.
+    """
+    first = [row for row in rows if is_reference(row, reference)][:1]
+    basis = first or [row for row in rows if row["method"] not in WITHOUT_SINKS] or rows
+    numbers = {row["num_sinks"] for row in basis}
+    if len(numbers) > 1:
+        return []
+    return [row for row in rows if row["method"] == "dense" or row["num_sinks"] in numbers]
+
+
+def is_reference(row: Row, reference: str | None) -> bool:
+    """Return whether others are relative to this row; rows of the same method with other sinks,
+    another policy or memory are relative to it, too.
+    """
+    return row["method"] == reference and row.get("ratio") in (1.0, None)
 
 
 def table(

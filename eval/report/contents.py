@@ -12,20 +12,24 @@ from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.judging import MEASURES
 from kvalign.eval.protocol import FLOOR, Column, Document, Panel, Plot, Row, Section, Table
-from kvalign.eval.protocol.statistics import (
+from kvalign.eval.protocol.tables import (
     MEANING,
-    MIN_LABELS,
+    METHOD,
     MIN_POINT,
     SLOW,
     Verdict,
-    apart,
     comparable,
+    grouped,
+    identity_of,
     is_reference,
+    label_of,
+    means,
+    renamed,
     verdict,
 )
-from kvalign.eval.protocol.tables import METHOD, grouped, identity_of, label_of, means, renamed
 from kvalign.eval.report import Results
 from kvalign.foundation.console import Entry
+from kvalign.foundation.statistics import MIN_LABELS, apart
 
 
 def sections(results: Results) -> list[Section]:

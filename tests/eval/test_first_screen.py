@@ -7,10 +7,10 @@ from helpers.results_example import documents
 
 from kvalign.eval.evaluations.latency import busy
 from kvalign.eval.evaluations.perplexity import COLUMNS
-from kvalign.eval.protocol.statistics import MEANING, Verdict, comparable, share_interval, verdict
-from kvalign.eval.protocol.tables import table
+from kvalign.eval.protocol.tables import MEANING, Verdict, comparable, table, verdict
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import first_screens
+from kvalign.foundation.statistics import share_interval
 
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):

@@ -11,8 +11,9 @@ from helpers.reader import Reader
 
 import kvalign.eval
 from kvalign import load_model
+from kvalign.data_gen.corpus import OWNERS
 from kvalign.eval.evaluations import needle
-from kvalign.eval.evaluations.needle import KINDS, NAMES, NeedleSettings, asker, haystacks
+from kvalign.eval.evaluations.needle import KINDS, NeedleSettings, asker, haystacks
 from kvalign.eval.protocol.questions import on_copies, rows_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -62,7 +63,7 @@ def test_codes_are_in_the_text(loaded, streams):
         for one in stream.needles:
             question, code = decode(one.question), decode(one.answers[0])
             (name,) = re.findall(r"^\n The secret code of the (.*) is$", question)
-            assert re.fullmatch(r" \d{5}", code) and name in NAMES
+            assert re.fullmatch(r" \d{5}", code) and name in OWNERS
             names.add(name)
             said = f"{question}{code} . Remember : the secret code of the {name} is{code} . \n"
             assert decode(stream.ids[: one.end]).endswith(said)
@@ -106,7 +107,7 @@ def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_hidden_and_asked_for(kind):
     num_names, hide = KINDS[kind]
-    hidden = hide(NAMES[:num_names], Random(5))
+    hidden = hide(OWNERS[:num_names], Random(5))
     times, text = Counter(hidden.passage), "".join(hidden.passage)
     assert all(answer in times for answer in hidden.answers)
     if "words" in kind:
@@ -120,7 +121,7 @@ def test_answers_are_hidden_and_asked_for(kind):
         assert len(chain) == 5 and all(link in text for link in links)
         assert f"VAR{chain[0]} ={value} ." in text and value in hidden.question
     else:
-        names = [name for name in NAMES if f"the {name}" in hidden.question]
+        names = [name for name in OWNERS if f"the {name}" in hidden.question]
         told = re.findall(r"codes? of the (\w+ \w+) is( \d{5}) \.", text)
         assert len({*told}) == {"single": 1}.get(kind, 4)
         assert {code for name, code in told if name in names} == {*hidden.answers}

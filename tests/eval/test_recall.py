@@ -2,13 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
-import torch
 
 import kvalign
-from kvalign.data_gen.facts import ANSWER, ages
+from kvalign.data_gen.facts import ANSWER, ages, asked_streams, part_of
 from kvalign.eval.evaluations import recall
-from kvalign.eval.evaluations.recall import RecallSettings, part_of, read_stream
+from kvalign.eval.evaluations.recall import RecallSettings
 
 MODEL = "recall-gpt2"
 
@@ -21,16 +21,17 @@ def result(loaded):
 
 @pytest.mark.parametrize("num_streams", [1, 3])
 def test_every_part_of_the_cache_has_its_questions(num_streams):
-    settings = RecallSettings(num_questions=25, num_streams=num_streams)
-    stream = read_stream(30, settings, torch.device("cpu"))
-    first, labels = 31, stream.ids[:, 31:]
-    assert labels.shape == stream.ages.shape == (num_streams, labels.shape[1])
-    counted = stream.ages > 0
+    ids, of_labels = asked_streams(
+        30, num_questions=25, farthest=0, num_streams=num_streams, seed=1
+    )
+    first, labels = 31, ids[:, 31:]
+    assert labels.shape == of_labels.shape == (num_streams, labels.shape[1])
+    counted = of_labels > 0
     assert counted[:, -1].any()
-    assert (labels[counted] >= ANSWER).all() and stream.ages.max() <= 45
-    told = torch.tensor([ages(row) for row in stream.ids.tolist()])[:, first:]
-    assert torch.equal(told[counted], stream.ages[counted])
-    parts = [part_of(age, 30) for age in stream.ages[counted].tolist()]
+    assert (labels[counted] >= ANSWER).all() and of_labels.max() <= 45
+    told = np.array([ages(row) for row in ids.tolist()])[:, first:]
+    assert (told[counted] == of_labels[counted]).all()
+    parts = [part_of(age, 30) for age in of_labels[counted].tolist()]
     assert [parts.count(part) for part in range(5)] == [25] * 5
     assert [part_of(age, 30) for age in (1, 7, 8, 15, 16, 22, 23, 30, 31, 45)] == [
         *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
@@ -52,8 +53,8 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
 def test_far_facts_are_known_to_a_memory_alone(loaded):
     sizes = dict(cache_sizes=(32,), num_sinks=(0,), memory=(0, 1000), num_questions=40)
     settings = RecallSettings(methods=("kvalign",), **sizes, farthest=8)
-    stream = read_stream(32, settings, torch.device("cpu"))
-    parts = [part_of(age, 32, 8) for age in stream.ages[stream.ages > 0].tolist()]
+    _, of_labels = asked_streams(32, num_questions=40, farthest=8, num_streams=1, seed=1)
+    parts = [part_of(age, 32, 8) for age in of_labels[of_labels > 0].tolist()]
     assert [parts.count(part) for part in range(7)] == [40] * 7
     assert [part_of(age, 32, 8) for age in (32, 33, 64, 65, 128, 129, 256)] == [3, 4, 4, 5, 5, 6, 6]
     document = json.loads(json.dumps(kvalign.eval.recall(settings, loaded=loaded)))

@@ -17,7 +17,7 @@ from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDIT
 from kvalign.eval.evaluations.latency.timing import clocked
 from kvalign.eval.protocol import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.eval.protocol.statistics import mean_interval
+from kvalign.foundation.statistics import mean_interval
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.models.input_ids import prefix_ids

@@ -33,8 +33,7 @@ from kvalign.eval.protocol import (
     corpus_option,
 )
 from kvalign.eval.protocol.document import measures, summary_of
-from kvalign.eval.protocol.statistics import MIN_POINT, is_reference
-from kvalign.eval.protocol.tables import grouped, table
+from kvalign.eval.protocol.tables import MIN_POINT, grouped, is_reference, table
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 

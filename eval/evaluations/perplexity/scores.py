@@ -30,10 +30,10 @@ from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.protocol import OF_POLICY, Row
 from kvalign.eval.protocol.document import say_damaged
 from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
-from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation.files import write_whole
 from kvalign.foundation.folders import as_file_name
 from kvalign.foundation.machine import wait_for
+from kvalign.foundation.statistics import by_part, by_segment, interval
 from kvalign.methods.base import Method
 from kvalign.streaming.scoring import check_losses, score, score_stepwise
 

@@ -1,5 +1,5 @@
-"""Statistics of what is measured: the intervals of shares and of perplexities, whether a perplexity
-drifts, and verdicts on a method relative to the reference, by plain rules with fixed limits.
+"""Statistics of what is measured: the intervals of shares and of perplexities, and whether a
+perplexity drifts.
 
 Neighbouring tokens are correlated, so the bootstrap of a perplexity draws blocks of them, which may
 overlap and begin anywhere: moving blocks (Künsch 1989).
@@ -9,68 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, variance
 from typing import TYPE_CHECKING
-
-from kvalign.eval.protocol import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_LABELS = 200  # fewer have no interval
-MIN_POINT = 20  # labels of a point in a plot: fewer show one label's luck
-GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
-FAR = 1.25  # a ratio above it is a failure, not a price
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
-SLOW = ("recompute", "dense")  # re-encodes all for each token; stops at the context length
-WITHOUT_SINKS = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
-MEANING = (
-    "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
-    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
-    f"above {FAR:g}."
-)
-
-
-class Verdict(StrEnum):
-    """Verdict on a ratio to the reference and its 95 % interval; the worst comes first."""
-
-    FAILS = "fails"  # the interval lies above 1, and the ratio far above
-    WORSE = "worse"  # it lies above 1
-    OPEN = "too few labels to tell"  # it holds 1 and reaches far above
-    UNKNOWN = "too few labels"  # there is no interval
-    GOOD = "as good"  # it holds 1, narrowly, or lies below
-
-
-def verdict(row: Row) -> Verdict:
-    """Return the verdict on a row with `ratio`, `ratio_low`, `ratio_high`."""
-    low, high = row.get("ratio_low"), row.get("ratio_high")
-    if low is None or high is None:
-        return Verdict.UNKNOWN
-    if low > 1:
-        return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE
-    return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
-
-
-def comparable(rows: Sequence[Row], reference: str | None = None) -> list[Row]:
-    """Rows that can be judged together, since their sinks are equal: those with the number of the
-    reference, or without one those with the number that all methods have whose sinks can be chosen.
-    If these differ, there are none. `dense` evicts nothing, so it compares with any.
-    """
-    first = [row for row in rows if is_reference(row, reference)][:1]
-    basis = first or [row for row in rows if row["method"] not in WITHOUT_SINKS] or rows
-    numbers = {row["num_sinks"] for row in basis}
-    if len(numbers) > 1:
-        return []
-    return [row for row in rows if row["method"] == "dense" or row["num_sinks"] in numbers]
-
-
-def is_reference(row: Row, reference: str | None) -> bool:
-    """Return whether others are relative to this row; rows of the same method with other sinks,
-    another policy or memory are relative to it, too.
-    """
-    return row["method"] == reference and row.get("ratio") in (1.0, None)
 
 
 def share_interval(share: float, total: float) -> tuple[float, float]:
@@ -82,7 +29,7 @@ def share_interval(share: float, total: float) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def share_of(name: str, right: Sequence[bool | float]) -> Row:
+def share_of(name: str, right: Sequence[bool | float]) -> dict[str, float]:
     """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high. One
     that is right in part counts as a share. Shares scatter less than answers that are all right or
     all wrong with the same mean, so the interval then reaches rather too far.
