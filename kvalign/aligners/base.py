@@ -94,6 +94,8 @@ class AlignerConfig(BaseModel):
             did best, and a stream's default.
         shifts: numbers of entries evicted at once, as in training.
         last_position: the last that a table's entries are written at; None: that of chunk_len.
+        positions: by ascending cache size, the position at which a table on learned positions has a
+            token computed once something was evicted, as measured; elsewhere it is the cache size.
         sizes: sizes of the kind's own parts.
         training: data, settings and versions, in one dict for each part (`key` and `value`);
             informative. The card prints the fields that it knows.
@@ -116,6 +118,7 @@ class AlignerConfig(BaseModel):
     num_sinks: Count
     shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
     last_position: Size | None = None
+    positions: tuple[tuple[Size, Size], ...] = ()
     sizes: dict[str, Size] = {}
     training: dict[str, dict[str, Any]] = {}
 
@@ -142,6 +145,13 @@ class AlignerConfig(BaseModel):
             below = [one for one in near if one.cache_size <= cache_size][-1:]
             near = (*below, *[one for one in near if one.cache_size >= cache_size][:1])
         return max(near, key=lambda one: one.ratio, default=None)
+
+    def position_at(self, cache_size: int) -> int:
+        """Position of a new token in a full cache of this size: that of the nearest size that was
+        measured, if it is not below.
+        """
+        near = [(abs(size - cache_size), at) for size, at in self.positions if at >= cache_size]
+        return min(near, default=(0, cache_size))[1]
 
     def sizes_of_discard_half(self) -> list[int]:
         """The judged sizes at which `auto` takes `discard-half`."""

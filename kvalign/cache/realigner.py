@@ -13,7 +13,7 @@ form of an entry, how it changes when it moves, and how attention reads it.
   (`attention.py`).
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal
 
 import torch
@@ -26,8 +26,9 @@ from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TABLES, Tables
 from kvalign.cache.attention import Reader
 from kvalign.cache.passes import Pass
-from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.sizes import CacheSizes, Frame
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST
 from kvalign.models import kernel
 from kvalign.models.architectures import MASKED, REGISTERED, rotation_of, window_of
 from kvalign.models.attention import install
@@ -51,6 +52,7 @@ class Realigner:
         runs_on: whether keys keep their original positions; only differences matter.
         aligner: corrects entries when they move; None: nothing does.
         place_positions: [P] int64, the model's position of each place; None: they are the same.
+        lift: positions by which a table lifts all entries at the first eviction.
     """
 
     strategy: Strategy = "keep"
@@ -58,6 +60,7 @@ class Realigner:
     """Whether the input of `place` is its own last output, in float32."""
     aligner: Aligner | None = None
     place_positions: Tensor | None = None
+    lift = 0
     version: tuple[tuple[int, int], ...] = ()
     """Of what `prepare` computes: place and number of changes of each tensor that it is made of."""
 
@@ -144,7 +147,9 @@ class FromBirth(Realigner):
         self.aligner = aligner
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
-        return sizes if self.aligner else replace(sizes, realign_every=1)
+        if self.aligner is None:
+            return replace(sizes, realign_every=1)
+        return lifted(sizes, self.lift, self.aligner, context_len)
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))
@@ -205,7 +210,9 @@ class OnRead(Realigner):
         return self.moving
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
-        return running(sizes, self.rotation, context_len) if self.rotation else sizes
+        if self.rotation is not None:
+            return running(sizes, self.rotation, context_len)
+        return lifted(sizes, self.moving.lift, self.table, context_len)
 
     def prepare(self) -> None:
         """Take the tables of all layers as they are now."""
@@ -283,6 +290,8 @@ def realigner_of(
     aligner, positions = aligner.squeezed(cache_size)
     moving = FromBirth(rotation, aligner)
     moving.place_positions = positions
+    if rotation is None and positions is None:
+        moving.lift = aligner.config.position_at(cache_size) - cache_size
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
 
 
@@ -304,6 +313,16 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
         if not rotation.is_bounded:
             run = max(run, sizes.cache_size // 4)
     return replace(sizes, realign_every=max(run, 1))
+
+
+def lifted(sizes: CacheSizes, lift: int, aligner: Aligner, context_len: int | None) -> CacheSizes:
+    """Frame whose entries are lifted by so many positions, as far as there are any; not with a
+    memory or a policy, which place each entry by itself.
+    """
+    most = min(context_len or MOST, aligner.config.chunk_len) - 1 - sizes.last_position
+    if sizes.memory or not sizes.is_oldest or min(lift, most) <= 0:
+        return sizes
+    return Frame(**asdict(sizes), lift=min(lift, most))
 
 
 def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:

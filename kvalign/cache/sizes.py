@@ -115,6 +115,8 @@ class CacheSizes:
         "added to their scores (default: the model's plan)",
     )
 
+    lift = 0  # of a `Frame`
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.cache_size <= self.num_sinks:
@@ -196,14 +198,16 @@ class CacheSizes:
 
     def num_moved(self, num_entries: N) -> N:
         """Positions by which kept entries have been moved after so many tokens: all that were
-        evicted, or those up to the last multiple of `realign_every`.
+        evicted, or those up to the last multiple of `realign_every`, less `lift`.
         """
-        dropped = self.num_dropped(num_entries)
-        return dropped - dropped % self.move_size
+        return self.num_dropped(num_entries) - self.num_behind(num_entries)
 
     def num_behind(self, num_entries: N) -> N:
-        """Positions by which the stream has run on since the last move."""
-        return self.num_dropped(num_entries) % self.move_size
+        """Positions by which entries lie beyond their places: what the stream has run on since the
+        last move, and `lift` once something was evicted.
+        """
+        dropped = self.num_dropped(num_entries)
+        return dropped % self.move_size + self.lift * (dropped > 0)
 
     @cached_property
     def move_size(self) -> int:
@@ -213,7 +217,7 @@ class CacheSizes:
     @property
     def last_position(self) -> int:
         """The highest position of a token that is fed alone."""
-        return self.cache_size + self.move_size - self.num_evicted
+        return self.cache_size + self.move_size - self.num_evicted + self.lift
 
     def check_fits(self, spec: ModelSpec) -> None:
         """Raise UserError unless the model has a position for each entry and the new token."""
@@ -230,6 +234,17 @@ class CacheSizes:
             f"realign_every must be at most {most} for {spec.name} "
             f"with cache_size {self.cache_size} (positions run on), got {self.realign_every}"
         )
+
+
+@dataclass(frozen=True)
+class Frame(CacheSizes):
+    """Sizes of a cache whose entries lie beyond their places.
+
+    Attributes:
+        lift: by so many positions, from the first eviction on.
+    """
+
+    lift: int = option(0, help="positions by which entries are lifted", at_least=0)
 
 
 def _num_recalled(sizes: CacheSizes) -> int:

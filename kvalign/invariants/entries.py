@@ -53,7 +53,9 @@ def age(subject: Subject) -> Aged:
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
     if isinstance(stream.cache, FixedSizeCache):
-        while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
+        while stream.cache.frame.num_behind(num) > stream.cache.frame.lift and num < 4 * (
+            capacity + LONG_RUN
+        ):
             num += 1
     ids, num_fed = subject.ids(1, num), 0
     aged = Aged(stream, stream.watched)

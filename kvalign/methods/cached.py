@@ -288,7 +288,7 @@ class KVAlign(Cached):
         self.aligner = aligner
         super().__init__(model, sizes)
         aligner.check(self.model, sizes)
-        if sizes.realign_every > 1 and self.cache.realigner.frame(sizes, None) != sizes:
+        if sizes.realign_every > 1 and self.cache.realigner.runs_on:
             raise UserError("realign_every must be 1: a table on rotary keys moves nothing")
         self.aligner_name = often(aligner.label, sizes.realign_every)
 

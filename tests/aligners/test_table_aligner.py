@@ -81,6 +81,57 @@ def test_squeezed_places_are_those_of_a_model_that_counts_so(kind, sizes, models
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", {}),
+        ("opt", dict(num_sinks=0)),
+        ("gpt_neo", dict(num_evicted=3)),
+        ("gpt2", dict(cache_dtype="int8", realign_every=3)),
+        ("gpt2", dict(num_evicted="half")),
+    ],
+)
+def test_entries_are_lifted_once_at_the_first_eviction(kind, sizes, models, ids):
+    """From then on it is as if the model counted so, and the tables."""
+    model, lift = models[kind], 9
+    table, other, by_place = tables(model, 0.5), deepcopy(model), tables(model, 0.5)
+    table.config = table.config.model_copy(update={"positions": ((CACHE_SIZE, CACHE_SIZE + lift),)})
+    both = [
+        make("kvalign", one, aligner=aligner, **sizes)
+        for one, aligner in ((model, table), (other, by_place))
+    ]
+    before = [method.feed(ids[:, : CACHE_SIZE + 1]) for method in both]
+    torch.testing.assert_close(*before)
+    positions = torch.arange(CONTEXT_LEN)
+    positions = torch.where(positions < both[0].sizes.num_sinks, positions, positions + lift)
+    positions = positions.clamp_max(CONTEXT_LEN - 1)
+    weight = next(
+        x.weight.data for name, x in other.named_modules() if name.endswith(("wpe", "positions"))
+    )
+    weight[-CONTEXT_LEN:] = weight[-CONTEXT_LEN:][positions]
+    for x in by_place.parameters():
+        x.data = x.data[:, :, positions]
+    rest = ids[:, CACHE_SIZE + 1 : 100].split(1, 1)
+    found, expected = (torch.stack([method.feed(x) for x in rest]) for method in both)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert max(both[0].cache.positions()) >= CACHE_SIZE + lift - both[0].sizes.num_evicted
+    if both[0].is_exact:  # a long input is read in segments
+        torch.testing.assert_close(
+            both[0].new().feed(ids[:, :100]), expected[-1], atol=1e-4, rtol=1e-4
+        )
+    alone = [both[0].new(), both[0].new()]
+    for method, num in zip(alone, (90, 7), strict=True):
+        method.feed(ids[:1, :num])
+    rows = both[0].new()
+    rows.restore(alone[0].state())
+    shorter = both[0].new()
+    shorter.restore(alone[1].state())
+    rows.join([shorter])
+    for x in ids[:1, :60].split(1, 1):  # the second row evicts on the way
+        expected = torch.cat([method.feed(x) for method in alone])
+        torch.testing.assert_close(rows.feed(x.expand(2, 1)), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_what_counts_positions_itself_is_refused_a_squeezed_cache(models, ids):
     table = tables(models["gpt2"], 0.5)
     table.config = table.config.model_copy(update={"last_position": CACHE_SIZE - 5})
