@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from pandas import DataFrame
 
-from kvalign.eval.protocol import FLOOR, PEER, Row
+from kvalign.eval.protocol.data import FLOOR, PEER, Row
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.files import write_whole

@@ -15,15 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol import (
-    Column,
-    Document,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    Row,
-    corpus_option,
-)
+from kvalign.eval.protocol import DrawnSettings, Evaluation, corpus_option
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.errors import UserError, escape_controls

@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING
 from kvalign.cache.sizes import num_evicted_of
 from kvalign.eval.evaluations.perplexity import COLUMNS as OF_TEXT
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.protocol import (
-    Column,
-    Document,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    Row,
-    corpus_option,
-    seed_option,
-)
+from kvalign.eval.protocol import DrawnSettings, Evaluation, corpus_option, seed_option
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row
 from kvalign.eval.protocol.document import measures, summary_of
 from kvalign.eval.protocol.tables import grouped
 from kvalign.foundation import progress

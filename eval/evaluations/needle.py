@@ -25,16 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvalign.data_gen.corpus import OWNERS
 from kvalign.eval.protocol import (
     METHODS_AND_DENSE,
-    Column,
-    Document,
-    Drawing,
     DrawnSettings,
     Evaluation,
-    Row,
     corpus_option,
     seed_option,
-    share_column,
 )
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress

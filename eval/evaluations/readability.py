@@ -23,21 +23,18 @@ from kvalign.eval.judging import (
     dense_perplexity,
     load_words,
 )
-from kvalign.eval.protocol import (
-    KEEP_PARTS,
+from kvalign.eval.protocol import KEEP_PARTS, ComparisonSettings, Evaluation, seed_option
+from kvalign.eval.protocol.data import (
     SIZES,
     Column,
-    ComparisonSettings,
     Document,
     Documents,
-    Evaluation,
     Panel,
     Passage,
-    Piece,
+    PassagePart,
     Plot,
     Row,
     Section,
-    seed_option,
 )
 from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.eval.protocol.tables import grouped, label_of, means
@@ -315,6 +312,17 @@ class Readability(Evaluation):
             plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption))
         return plots
 
+    def yardstick(self, document: Document) -> Row | None:
+        """Text by Darwin (On the Origin of Species, 1859) under the document's rule: the scale of
+        readability. None if the rule is not one of this version.
+        """
+        from kvalign.eval.judging.chunks import judged
+
+        if (rule := RULES.get(document["rule"].get("name", ""))) is None:
+            return None
+        of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
+        return of_none | {"method": HUMAN} | judged(data_of("human.txt"), load_words(), rule)
+
     def panels(self, document: Document) -> list[Panel]:
         """Panels, one for each cache size, n-gram rule and prompt; texts share one."""
         model, panels = document["settings"]["model"], []
@@ -358,18 +366,6 @@ def _unknown(text: str, document: Document) -> list[tuple[int, int]]:
     return unknown(text, load_words(), rule) if rule and is_same else []
 
 
-def human_row(document: Document) -> Row | None:
-    """Text by Darwin (On the Origin of Species, 1859) under the document's rule: the scale of
-    readability. None if the rule is not one of this version.
-    """
-    from kvalign.eval.judging.chunks import judged
-
-    if (rule := RULES.get(document["rule"].get("name", ""))) is None:
-        return None
-    of_none = dict.fromkeys((*SIZES, "no_repeat_ngram_size"))
-    return of_none | {"method": HUMAN} | judged(data_of("human.txt"), load_words(), rule)
-
-
 def _passage(row: Row, unknown: list[tuple[int, int]]) -> Passage:
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
@@ -379,7 +375,7 @@ def _passage(row: Row, unknown: list[tuple[int, int]]) -> Passage:
     pieces = []
     for (_, _, num_tokens, num_known, is_readable), (start, end) in spans:
         mine = tuple((a - start, b - start) for a, b in unknown if start <= a and b <= end)
-        pieces.append(Piece(text[start:end], num_tokens, num_known, is_readable, mine))
+        pieces.append(PassagePart(text[start:end], num_tokens, num_known, is_readable, mine))
     head, tail = text[: starts[0]], text[starts[-1] :]
     return Passage(label_of(row), row["readable"], head, pieces, tail)
 

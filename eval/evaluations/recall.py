@@ -19,15 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import (
-    Document,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    Row,
-    seed_option,
-    share_column,
-)
+from kvalign.eval.protocol import DrawnSettings, Evaluation, seed_option
+from kvalign.eval.protocol.data import Document, Drawing, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

@@ -21,16 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvalign.eval.protocol import (
-    Column,
-    ComparisonSettings,
-    Document,
-    Drawing,
-    Evaluation,
-    Row,
-    seed_option,
-    share_column,
-)
+from kvalign.eval.protocol import ComparisonSettings, Evaluation, seed_option
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ITEMS, option

@@ -21,16 +21,12 @@ from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import (
     METHODS_AND_DENSE,
-    Column,
-    Document,
-    Drawing,
     DrawnSettings,
     Evaluation,
-    Row,
     corpus_option,
     seed_option,
-    share_column,
 )
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol import Column
+from kvalign.eval.protocol.data import Column
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:

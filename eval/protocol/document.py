@@ -27,7 +27,8 @@ from zlib import crc32
 
 import kvalign
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import ComparisonSettings, Document, ResultSettings, Row
+from kvalign.eval.protocol import ComparisonSettings, ResultSettings
+from kvalign.eval.protocol.data import Document, Row
 from kvalign.eval.protocol.tables import csv_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError

@@ -16,7 +16,8 @@ from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import note_of_use
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.data_gen.corpora import first_ids
-from kvalign.eval.protocol import OF_POLICY, ComparisonSettings, Row
+from kvalign.eval.protocol import ComparisonSettings
+from kvalign.eval.protocol.data import OF_POLICY, Row
 from kvalign.eval.protocol.tables import method_name, names_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method

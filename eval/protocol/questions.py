@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvalign.eval.protocol import Row
+from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.grid import one_by_one, sizes_of, title_of
 from kvalign.foundation.progress import Bar
 from kvalign.foundation.statistics import share_of

@@ -13,19 +13,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import PurePath
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvalign import checkpoints
 from kvalign.aligners.kinds import often
 from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.cache.sizes import num_evicted_of
-from kvalign.eval.protocol import FLOOR, PEER, SIZES, Column, Row, Table
+from kvalign.eval.protocol.data import FLOOR, PEER, SIZES, Column, Row, Table
+from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.folders import ROOT
 from kvalign.foundation.statistics import MIN_LABELS, apart
 from kvalign.policies import OLDEST
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
@@ -251,3 +256,47 @@ def _forms(row: Row) -> list[str]:
     ends = [f"{end}{colon}{targets}" for end in (*ends, f"{path}@{revision}")]
     is_ours = checkpoints.aligner_path(path) or parts[-3:-2] == (ROOT.name,)
     return [*([label] if is_ours or not parts else []), *ends]
+
+
+ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
+
+
+def print_tables(tables: list[Table], console: Console | None = None) -> None:
+    """Print tables. Where the console is too narrow for one, it has no intervals; where this is not
+    enough, each row is a card.
+    """
+    from rich.text import Text
+
+    from kvalign.foundation.console import Heading, console_for, fits, print_cards, print_table
+
+    console = console or console_for()
+    for table in tables:
+        titles = [column.title + ARROWS[column.better] for column in table.columns]
+        bare = [[replace(entry, more="") for entry in row] for row in table.rows]
+        rows = table.rows if fits(titles, table.rows, console.width) else bare
+        notes = [table.note]
+        if fits(titles, rows, console.width):
+            headings = [Heading(t, c.is_number) for t, c in zip(titles, table.columns, strict=True)]
+            print_table(headings, rows, title=table.title, console=console)
+            if rows != table.rows:
+                notes.insert(0, f"without intervals, which need more than {console.width} columns")
+        else:
+            console.print(Text(escape_controls(table.title), "bold"))
+            print_cards(titles, table.rows, console)
+        for note in filter(None, notes):
+            console.print(Text(note, "dim"))
+
+
+def print_meanings(tables: list[Table]) -> None:
+    """Print the meaning of the tables' columns and of the mark of the best."""
+    from rich.text import Text
+
+    from kvalign.foundation.console import console_for
+
+    means = {column.title: column.about for table in tables for column in table.columns}
+    if any(entry.is_best for table in tables for row in table.rows for entry in row):
+        means["★"] = "the best of its column with equal sinks: its interval overlaps no other"
+    console = console_for()
+    for title, about in means.items():
+        if about:
+            console.print(Text(f"{title}: {about}", "dim"))

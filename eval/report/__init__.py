@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import Document
+from kvalign.eval.protocol.data import Document
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, read_json, read_text
 

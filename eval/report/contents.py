@@ -8,10 +8,8 @@ from statistics import fmean
 
 from kvalign.eval.drawing import Series, draw, draw_chunks, series
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.evaluations.latency import busy
-from kvalign.eval.evaluations.readability import human_row
 from kvalign.eval.judging import MEASURES
-from kvalign.eval.protocol import FLOOR, Column, Document, Panel, Plot, Row, Section, Table
+from kvalign.eval.protocol.data import FLOOR, Column, Document, Panel, Plot, Row, Section, Table
 from kvalign.eval.protocol.tables import (
     MEANING,
     METHOD,
@@ -64,7 +62,7 @@ class FirstScreen:
         self.names = {identity_of(row): row["aligner"] for row in rows}
         self.reference, self.subject, self.scored = self._scored()
         self.timed, self.written = self._of("latency"), self._of("readability")
-        self.busy = busy(self.timed) if self.timed else ""
+        self.busy = EVALUATIONS["latency"].doubt(self.timed) if self.timed else ""
         digest = hashlib.sha256(model.encode()).hexdigest()[:8]  # names are unique on a page
         self.pictures = [
             one._replace(name=f"{one.name}-{digest}")
@@ -155,7 +153,7 @@ class FirstScreen:
         shortest = min((len(row["chunks"]) for row in passages if row["chunks"]), default=0)
         if not shortest:
             return None
-        human = human_row(self.written)
+        human = EVALUATIONS["readability"].yardstick(self.written)
         rows = [*passages, human] if human else passages
         cut = [row | {"chunks": row["chunks"][:shortest]} for row in rows]
         figure = draw_chunks({"": cut}, width=SIZE[0], height=0.36)

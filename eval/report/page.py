@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
-from kvalign.eval.protocol import Panel, Section, Table
-from kvalign.eval.protocol.tables import csv_of
+from kvalign.eval.protocol.data import Panel, Section
+from kvalign.eval.protocol.tables import ARROWS, csv_of, print_tables
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import MEANS, first_screens, panels, sections
-from kvalign.foundation.console import Heading, console_for, fits, print_cards, print_table
+from kvalign.foundation.console import console_for
 from kvalign.foundation.errors import escape_controls
 from kvalign.foundation.files import write_text
 from kvalign.methods.registry import METHODS
@@ -85,9 +85,6 @@ def render(results: Results, contents: list[Section]) -> str:
     )
 
 
-ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
-
-
 def show(folder: Path, console: Console | None = None) -> None:
     """Print the verdicts, the tables and the strips of a folder of results.
 
@@ -107,28 +104,6 @@ def show(folder: Path, console: Console | None = None) -> None:
             console.rule(Text(section.title))
         print_tables(section.tables, console)
     print_passages(panels(results), console, as_strips=True)
-
-
-def print_tables(tables: list[Table], console: Console | None = None) -> None:
-    """Print tables. Where the console is too narrow for one, it has no intervals; where this is not
-    enough, each row is a card.
-    """
-    console = console or console_for()
-    for table in tables:
-        titles = [column.title + ARROWS[column.better] for column in table.columns]
-        bare = [[replace(entry, more="") for entry in row] for row in table.rows]
-        rows = table.rows if fits(titles, table.rows, console.width) else bare
-        notes = [table.note]
-        if fits(titles, rows, console.width):
-            headings = [Heading(t, c.is_number) for t, c in zip(titles, table.columns, strict=True)]
-            print_table(headings, rows, title=table.title, console=console)
-            if rows != table.rows:
-                notes.insert(0, f"without intervals, which need more than {console.width} columns")
-        else:
-            console.print(Text(escape_controls(table.title), "bold"))
-            print_cards(titles, table.rows, console)
-        for note in filter(None, notes):
-            console.print(Text(note, "dim"))
 
 
 def print_as(form: str, folder: Path) -> None:
@@ -152,17 +127,6 @@ def print_as(form: str, folder: Path) -> None:
         cells = ([text.replace("|", r"\|") for text in row] for row in [titles, *lines])
         head, *others = (f"| {' | '.join(row)} |" for row in cells)
         print(head, f"|{' --- |' * len(titles)}", *others, "", sep="\n")
-
-
-def print_meanings(tables: list[Table]) -> None:
-    """Print the meaning of the tables' columns and of the mark of the best."""
-    means = {column.title: column.about for table in tables for column in table.columns}
-    if any(entry.is_best for table in tables for row in table.rows for entry in row):
-        means["★"] = "the best of its column with equal sinks: its interval overlaps no other"
-    console = console_for()
-    for title, about in means.items():
-        if about:
-            console.print(Text(f"{title}: {about}", "dim"))
 
 
 def print_passages(panels: list[Panel], console: Console, *, as_strips: bool = False) -> None:

@@ -5,7 +5,7 @@ not.
 import pytest
 from helpers.results_example import documents
 
-from kvalign.eval.evaluations.latency import busy
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.perplexity import COLUMNS
 from kvalign.eval.protocol.tables import MEANING, Verdict, comparable, table, verdict
 from kvalign.eval.report import Results
@@ -145,9 +145,9 @@ def test_a_reference_that_one_could_take_is_a_rival(reference, ratio, marked):
 def test_a_busy_machine_has_no_verdict_on_time():
     timed = documents()["latency"]
     timed["environment"] |= {"load": 2.5, "cores": 2}
-    assert busy(timed) == ""
+    assert EVALUATIONS["latency"].doubt(timed) == ""
     loaded = timed | {"environment": {"load": 4.0, "cores": 2}}  # bare steps are slow, but even
-    assert "busy (a load of 4 on 2 cores)" in busy(loaded)
+    assert "busy (a load of 4 on 2 cores)" in EVALUATIONS["latency"].doubt(loaded)
     screen = first_screens(Results({"latency": timed}))[0]
     assert "time of a step" in [column.title for column in screen.verdicts.columns]
     timed["rows"][0]["mean_ms"] = 1.3 * timed["rows"][0]["median_ms"]

@@ -20,7 +20,7 @@ from kvalign.data_gen.corpus import conversations
 from kvalign.eval.evaluations.latency import EVALUATION, subjects
 from kvalign.eval.evaluations.latency.subjects import BareStep
 from kvalign.eval.evaluations.latency.timing import clocked, peak_bytes
-from kvalign.eval.protocol import SIZES
+from kvalign.eval.protocol.data import SIZES
 from kvalign.methods.cached import Cached
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]

@@ -10,7 +10,8 @@ from helpers.tiny_models import tiny_model
 import kvalign.eval
 from kvalign import load_model
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import SIZES, ComparisonSettings
+from kvalign.eval.protocol import ComparisonSettings
+from kvalign.eval.protocol.data import SIZES
 from kvalign.eval.protocol.grid import make_grid, sizes_of
 from kvalign.eval.protocol.tables import identity_of, label_of, names_of
 from kvalign.eval.report import Results

@@ -19,7 +19,7 @@ from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluations.perplexity import SLICES, slice_figure, slice_name
 from kvalign.eval.evaluations.perplexity.scores import compare, distances, of_losses, slices
-from kvalign.eval.protocol import SIZES
+from kvalign.eval.protocol.data import SIZES
 from kvalign.foundation.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of

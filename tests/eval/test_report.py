@@ -18,11 +18,11 @@ from rich.console import Console
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging import WORD_LIST
-from kvalign.eval.protocol import Column, Table
-from kvalign.eval.protocol.tables import best
+from kvalign.eval.protocol.data import Column, Table
+from kvalign.eval.protocol.tables import best, print_tables
 from kvalign.eval.report import Results, Suite, read
 from kvalign.eval.report.contents import sections
-from kvalign.eval.report.page import print_tables, render, show
+from kvalign.eval.report.page import render, show
 from kvalign.foundation.console import Entry
 from kvalign.foundation.errors import escape_controls
 

@@ -7,7 +7,7 @@ from helpers.reader import Reader
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import told
-from kvalign.eval.protocol import SIZES
+from kvalign.eval.protocol.data import SIZES
 from kvalign.eval.protocol.document import document as make_document
 from kvalign.eval.protocol.questions import rows_of
 from kvalign.foundation import progress

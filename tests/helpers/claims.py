@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from helpers.result_parts import RESULTS, ROOT
 from helpers.result_tables import PAGES, rows_of
-from kvalign.eval.protocol import Document
+from kvalign.eval.protocol.data import Document
 from kvalign.eval.report import archive_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked

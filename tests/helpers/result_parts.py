@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvalign.app.suite import Cell
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import Document
+from kvalign.eval.protocol.data import Document
 from kvalign.eval.report import ARCHIVE, SUITE_FILE, Step, Suite, archive_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, sha256, write_text

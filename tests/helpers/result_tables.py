@@ -34,7 +34,8 @@ from helpers.result_parts import (
 )
 from kvalign.eval.drawing import save
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol import Document, Evaluation, Row
+from kvalign.eval.protocol import Evaluation
+from kvalign.eval.protocol.data import Document, Row
 from kvalign.eval.report import archive_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_text

@@ -12,15 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import (
-    Column,
-    Document,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    Row,
-    corpus_option,
-)
+from kvalign.eval.protocol import DrawnSettings, Evaluation, corpus_option
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, option

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from kvalign.cache.edits import EncodedPart
 from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
 from kvalign.eval.evaluations.latency.timing import clocked
-from kvalign.eval.protocol import Row
+from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation.statistics import mean_interval
 from kvalign.methods.base import Method

@@ -10,17 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.protocol import (
-    FLOOR,
-    KEEP_PARTS,
-    Column,
-    Document,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    Row,
-    seed_option,
-)
+from kvalign.eval.protocol import KEEP_PARTS, DrawnSettings, Evaluation, seed_option
+from kvalign.eval.protocol.data import FLOOR, Column, Document, Drawing, Row
 from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -189,20 +180,6 @@ COLUMNS = {
 BUSY_FROM = 1.2  # mean of a bare step by its median
 
 
-def busy(document: Document) -> str:
-    """Return that the machine did something else, too, by its load and by the mean of a bare step;
-    "" if it did not.
-    """
-    rows, machine = document["rows"], document["environment"]
-    bare = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
-    ratio, why = max(bare, default=1.0), ""
-    if ratio > BUSY_FROM:
-        why = f"the mean of a bare step is {ratio:.1f} times its median"
-    elif machine.get("load", 0) > machine.get("cores", 1) + 1:  # what runs, and what waits for it
-        why = f"a load of {machine['load']:g} on {machine['cores']} cores"
-    return f"The machine was busy ({why}), so times are not compared: measure again." * bool(why)
-
-
 class Latency(Evaluation):
     settings = LatencySettings
     run = staticmethod(latency)
@@ -218,6 +195,21 @@ class Latency(Evaluation):
     over = "cache_size"
     columns = COLUMNS
 
+    def doubt(self, document: Document) -> str:
+        """Return that the machine did something else, too, by its load and by the mean of a bare
+        step; "" if it did not.
+        """
+        rows, machine = document["rows"], document["environment"]
+        bare = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
+        ratio, load, cores = max(bare, default=1.0), machine.get("load", 0), machine.get("cores", 1)
+        if ratio > BUSY_FROM:
+            why = f"the mean of a bare step is {ratio:.1f} times its median"
+        elif load > cores + 1:  # what runs, and what waits for it
+            why = f"a load of {load:g} on {cores} cores"
+        else:
+            return ""
+        return f"The machine was busy ({why}), so times are not compared: measure again."
+
     def figure(self, document: Document) -> Drawing:
         """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
         from kvalign.eval.drawing import draw, panels_by
@@ -226,7 +218,7 @@ class Latency(Evaluation):
         panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
         y = "ms/token (lower is better)\nbars: to the 99th percentile"
         figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
-        caption = f"Time per token: {title}; bars: to the 99th percentile. {busy(document)}"
+        caption = f"Time per token: {title}; bars: to the 99th percentile. {self.doubt(document)}"
         return figure, caption.removesuffix(". ")
 
 

@@ -24,7 +24,7 @@ from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
-from kvalign.eval.protocol import Row
+from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.grid import sizes_of, title_of
 from kvalign.foundation.errors import UserError

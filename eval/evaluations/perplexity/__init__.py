@@ -19,19 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvalign.eval.protocol import (
-    Column,
-    Document,
-    Documents,
-    Drawing,
-    DrawnSettings,
-    Evaluation,
-    ResultSettings,
-    Row,
-    Section,
-    Table,
-    corpus_option,
-)
+from kvalign.eval.protocol import DrawnSettings, Evaluation, ResultSettings, corpus_option
+from kvalign.eval.protocol.data import Column, Document, Documents, Drawing, Row, Section, Table
 from kvalign.eval.protocol.document import measures, summary_of
 from kvalign.eval.protocol.tables import MIN_POINT, grouped, is_reference, table
 from kvalign.foundation.errors import UserError

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
-from kvalign.eval.protocol import OF_POLICY, Row
+from kvalign.eval.protocol.data import OF_POLICY, Row
 from kvalign.eval.protocol.document import say_damaged
 from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
 from kvalign.foundation.files import write_whole

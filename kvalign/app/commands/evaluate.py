@@ -11,7 +11,8 @@ from kvalign.app.cli.next_steps import say_next, say_written
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 if TYPE_CHECKING:
-    from kvalign.eval.protocol import Document, Evaluation
+    from kvalign.eval.protocol import Evaluation
+    from kvalign.eval.protocol.data import Document
 
 _WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.protocol import Column, ComparisonSettings, Evaluation, Row
+from kvalign.eval.protocol import ComparisonSettings, Evaluation
+from kvalign.eval.protocol.data import Column, Row
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation.settings import option
 
