@@ -1,20 +1,19 @@
 """Frontier: perplexity against the time of a token, both of the same methods in one run.
 
 Labels are those of `eval perplexity`. Steps are those of `eval latency`, of full caches on one
-thread, whole periods from one eviction to the next, methods taking turns. On a CPU the clock is
-that of the thread, which other programs do not move.
+thread, whole periods from one eviction to the next, methods taking turns.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.cache.sizes import num_evicted_of
+from kvalign.eval.evaluations.latency import SLOWEST
 from kvalign.eval.evaluations.perplexity import COLUMNS as OF_TEXT
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.protocol import DrawnSettings, Evaluation, corpus_option, seed_option
@@ -51,6 +50,11 @@ class FrontierSettings(DrawnSettings):
         ("quarter", "eighth", "8"),
         help=f"what {MANY} drops at once beside half, a row each: numbers, or parts of the window",
     )
+    reference: str = option(
+        "recompute",
+        help="method that perplexities are relative to, too; if the default is not among "
+        "--methods, the first of them",
+    )
     num_trials: int = option(30, help="turns of each method", at_least=2)
     trial_len: int = option(
         20, help="least timed tokens of a turn; the longest period of all methods", at_least=1
@@ -67,6 +71,8 @@ class FrontierSettings(DrawnSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reference not in self.methods:
+            object.__setattr__(self, "reference", self.methods[0])
         self.of_text()
         for number in self.discard:
             num_evicted_of(number, 2)
@@ -111,6 +117,7 @@ def frontier(
         timed = [i for i in of_size if methods[i].name != "dense"]
         turns = time_turns([methods[i] for i in timed], settings)
         judge([rows[i] for i in timed], [losses[i] for i in timed], turns)
+        compare([rows[i] for i in of_size], [losses[i] for i in of_size], settings.reference)
     return sorted(rows, key=lambda row: (row["cache_size"], row["mean_ms"] or math.inf))
 
 
@@ -121,20 +128,24 @@ def time_turns(methods: Sequence[Method], settings: FrontierSettings) -> Turns:
     from kvalign.eval.evaluations.latency import LatencySettings
     from kvalign.eval.evaluations.latency.timing import time_steps
 
-    longest = max(settings.trial_len, *(method.sizes.num_evicted for method in methods))
-    how = LatencySettings(num_trials=settings.num_trials, trial_len=longest, seed=settings.seed)
-    num_threads, on_cpu = torch.get_num_threads(), methods[0].model.device.type == "cpu"
-    torch.set_num_threads(1)
+    how = LatencySettings(
+        num_trials=settings.num_trials,
+        trial_len=max(settings.trial_len, *(method.sizes.num_evicted for method in methods)),
+        num_threads=1,
+        seed=settings.seed,
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(how.num_threads)
     try:
         with progress.shown_as("timing") as bar:
             bar.expect(settings.num_trials * len(methods), "turns")
-            return time_steps(methods, 1, how, bar, time.thread_time if on_cpu else None)
+            return time_steps(methods, 1, how, bar)
     finally:
         torch.set_num_threads(num_threads)
 
 
 OF_TIME = (
-    *("num_steps", "mean_ms", "ms_low", "ms_high", "median_ms"),
+    *("num_steps", "mean_ms", "ms_low", "ms_high", "median_ms", "slowest_ms"),
     *("ratio", "ratio_low", "ratio_high", "frontier"),
 )
 SURE, PERHAPS = "yes", "perhaps"
@@ -149,7 +160,8 @@ def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
     """
     import torch
 
-    from kvalign.foundation.statistics import interval, mean_interval
+    from kvalign.eval.evaluations.latency.timing import slowest
+    from kvalign.foundation.statistics import mean_interval
 
     means = [1e3 * torch.tensor([sum(x) / len(x) for x in own]).double() for own in turns]
     for i, (row, own) in enumerate(zip(rows, turns, strict=True)):
@@ -157,6 +169,7 @@ def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
         num = sum(map(len, own))
         row |= {"num_steps": num, "mean_ms": 1e3 * sum(map(sum, own)) / num}
         row |= {"ms_low": low, "ms_high": high, "median_ms": means[i].median().item()}
+        row["slowest_ms"] = 1e3 * slowest(own)
         rivals = [
             losses[j]
             for j, other in enumerate(rows)
@@ -165,22 +178,40 @@ def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
         ]
         row["frontier"] = SURE
         if rivals:
-            difference = losses[i] - min(rivals, key=lambda nll: nll.mean().item())
-            low, end = interval(difference)
-            ratio = difference.double().mean().exp().item()
-            row |= {"ratio": ratio, "ratio_low": low, "ratio_high": end}
-            is_sure = end is not None and end < 1
-            row["frontier"] = SURE if is_sure else PERHAPS if ratio < 1 else ""
+            row |= _relative("ratio", losses[i], min(rivals, key=lambda nll: nll.mean().item()))
+            is_sure = row["ratio_high"] is not None and row["ratio_high"] < 1
+            row["frontier"] = SURE if is_sure else PERHAPS if row["ratio"] < 1 else ""
+
+
+def compare(rows: Sequence[Row], losses: Sequence[Tensor], reference: str) -> None:
+    """Add `by_reference` and its interval to rows of one cache size, with their losses [N]: their
+    perplexity relative to that of the first row of the reference.
+    """
+    base = next(nll for row, nll in zip(rows, losses, strict=True) if row["method"] == reference)
+    for row, nll in zip(rows, losses, strict=True):
+        row |= _relative("by_reference", nll, base)
+
+
+def _relative(name: str, losses: Tensor, base: Tensor) -> Row:
+    from kvalign.foundation.statistics import interval
+
+    difference = losses - base
+    low, high = interval(difference)
+    ratio = difference.double().mean().exp().item()
+    return {name: ratio, f"{name}_low": low, f"{name}_high": high}
 
 
 COLUMNS = {
     "mean_ms": Column(
         "ms/token", 2, "lower", "mean over whole periods; 95 % over turns", ("ms_low", "ms_high")
     ),
-    "median_ms": Column("median turn", 2, about="the median of the means of turns"),
+    "slowest_ms": SLOWEST,
     "perplexity": replace(OF_TEXT["perplexity"], by_reference=False),
+    "by_reference": replace(
+        OF_TEXT["ratio"], title="by reference", ends=("by_reference_low", "by_reference_high")
+    ),
     "ratio": Column(
-        "ratio",
+        "by the best not slower",
         3,
         about="perplexity relative to the best of the others with equal sinks that are not surely "
         "slower (95 %, paired turns), on the same labels; 95 %, paired moving blocks",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import DrawnSettings, Evaluation, seed_option
-from kvalign.eval.protocol.data import Document, Drawing, Row, share_column
+from kvalign.eval.protocol.data import Column, Document, Drawing, Row, share_column
 from kvalign.eval.protocol.document import measures
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -89,7 +89,8 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
 
     Returns:
         A document whose rows have the sizes, `COLUMNS`, those of `FAR` up to `farthest`, the ends
-        of 95 % intervals (NAME_low, NAME_high), num_questions, seconds.
+        of 95 % intervals (NAME_low, NAME_high; of the perplexity low, high), num_questions,
+        seconds.
 
     Raises:
         UserError: a model that was not trained on such streams.
@@ -139,26 +140,49 @@ def score_method(
 
     from kvalign.data_gen.facts import part_of
     from kvalign.eval.protocol.questions import row_of
-    from kvalign.streaming.scoring import check_losses, hits, score
+    from kvalign.foundation.statistics import interval
+    from kvalign.streaming.scoring import check_losses, score
 
     start = time.perf_counter()
     ids, of_labels = ids.to(method.model.device), ages.flatten()
     is_answer = of_labels > 0
     mask = is_answer.to(ids.device)
-    right = score(method, ids, on_labels, hits, mask).cpu()[is_answer]
+    signed = score(method, ids, on_labels, signed_losses, mask).cpu()[is_answer]
     seconds = time.perf_counter() - start
-    check_losses(right, method)
+    nll, right = signed.abs(), (signed >= 0).float()
+    check_losses(nll, method)
     cache_size = method.sizes.cache_size
     ages = of_labels[is_answer]
     parts = torch.tensor([part_of(age, cache_size, farthest) for age in ages.tolist()])
+    within = nll[parts < len(QUARTERS)]
+    low, high = interval(within)
+    more = {"perplexity": within.double().mean().exp().item(), "low": low, "high": high}
     hits_of = {"accuracy": right[parts < len(QUARTERS)]}
     hits_of |= {name: right[parts == i] for i, name in enumerate(parts_of(farthest))}
     hits_of[BEYOND] = right[(ages > cache_size) & (ages <= math.ceil(1.5 * cache_size))]
     answers = {name: of_part.tolist() for name, of_part in hits_of.items()}
-    return row_of(method, answers, seconds, {"num_questions": len(right)})
+    return row_of(method, answers, seconds, {"num_questions": len(right), **more})
+
+
+def signed_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """NLL in nats of logits [N, V] and labels [N], as [N]; negative where the label is not the most
+    likely token, which costs log 2 at least.
+    """
+    from kvalign.streaming.scoring import hits, losses
+
+    return losses(logits, labels) * (2 * hits(logits, labels) - 1)
 
 
 COLUMNS = {
+    "perplexity": Column(
+        "perplexity",
+        3,
+        "lower",
+        "of the answers at distances up to C: 1 is sure and right, 8 is by chance; 95 %, moving "
+        "blocks",
+        ("low", "high"),
+    )
+} | {
     name: share_column(
         name,
         title,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvalign.app.cli.main import main
-from kvalign.eval.evaluations import frontier
 from kvalign.eval.evaluations.frontier import EVALUATION, judge
+from kvalign.eval.evaluations.latency import timing
 from kvalign.methods.as_encoded import DiscardHalf, Recompute
 from kvalign.methods.cached import StreamingLLM
 
@@ -35,13 +35,14 @@ def test_what_no_other_beats_in_both_is_on_the_frontier():
     assert rows[0]["mean_ms"] == pytest.approx(1.55) and rows[0]["median_ms"] == pytest.approx(1.0)
     of_worst = (losses[4] - losses[3]).mean().exp().item()
     assert rows[4]["ratio"] == pytest.approx(of_worst) and "ratio" not in rows[5]
+    assert rows[2]["slowest_ms"] == pytest.approx(2 * 1.1)  # of the median turn, not of the slowest
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
     """The document of the command, on a clock that moves by the tokens that a step encodes."""
     clock = SimpleNamespace(thread_time=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(frontier, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     for cls in (DiscardHalf, Recompute, StreamingLLM):
 
         def slow(self, ids, feed=cls.feed):
@@ -70,8 +71,12 @@ def test_refills_count_as_often_as_they_come(run, capsys):
     for (name, num), row in rows.items():
         if name == "discard-half":
             assert row["mean_ms"] == pytest.approx(1e3 * (25 - num + num - 1) / num)
+            assert row["slowest_ms"] == pytest.approx(1e3 * (25 - num))
     assert rows["dense", 1]["mean_ms"] is None and EVALUATION.figure(found)
     argv = "eval perplexity --cache-sizes 24 --num-tokens 40 --num-sinks 0 --json --methods"
     assert main([*argv.split(), methods]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert rows[row["method"], row["num_evicted"]]["perplexity"] == row["perplexity"]
+        one = rows[row["method"], row["num_evicted"]]
+        assert one["perplexity"] == row["perplexity"]
+        of_base = rows["recompute", 1]["perplexity"]
+        assert one["by_reference"] == pytest.approx(row["perplexity"] / of_base)

@@ -45,6 +45,7 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
         assert best["accuracy"] > 0.95 and best["beyond"] < 0.35
         assert rows["kvalign", size]["oldest"] > 0.9
         assert half["oldest"] < best["oldest"] - 0.4
+        assert 1 <= best["low"] <= best["perplexity"] < 1.3 < half["perplexity"] < half["high"]
         for part in recall.MIDDLES:
             assert best[f"{part}_low"] <= best[part] <= best[f"{part}_high"] + 1e-9
 

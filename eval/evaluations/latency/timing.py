@@ -99,6 +99,7 @@ def rows_of(
             "p90_ms": np.quantile(times, 0.9),
             "p99_ms": np.quantile(times, 0.99),
             "max_ms": times.max(),
+            "slowest_ms": 1e3 / batch_size * slowest(turns[i]),
             "ratio": means[i] / means[reference],
             "bare_mean_ratio": means[i] / means[0],
             "bare_ratio": np.median(times) / np.median(per_token[0]),
@@ -107,6 +108,13 @@ def rows_of(
         }
         rows.append(sizes_of(method) | figures | of_memories[i])
     return rows
+
+
+def slowest(turns: Sequence[Sequence[float]]) -> float:
+    """The slowest step of a turn, the median over turns: what a stream waits for again and again,
+    as for a refill, not what happened once.
+    """
+    return float(np.median([max(turn) for turn in turns]))
 
 
 def key_of(
@@ -228,17 +236,15 @@ def time_first(
 
 
 def time_steps(
-    methods: Sequence[Method],
-    batch_size: int,
-    settings: LatencySettings,
-    bar: Bar,
-    clock: Callable[[], float] | None = None,
+    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
 ) -> Turns:
     """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
-    memories are full: all evicting, realigning, taking back and re-encoding is part of a step.
-    Without a `clock` the seconds are the wall's.
+    memories are full: all evicting, realigning, taking back and re-encoding is part of a step. With
+    `num_threads` 1 a CPU's clock is that of the thread, which other programs do not move.
     """
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
+    is_alone = settings.num_threads == 1 and model.device.type == "cpu"
+    clock = time.thread_time if is_alone else time.perf_counter
     for method in methods:
         warm_up(method, filling(method, batch_size, rng))
         if (cache := memory_of(method)) is not None:
