@@ -87,7 +87,7 @@ def share_column(
     name: str, title: str, about: str, better: Literal["higher", ""] = "higher"
 ) -> Column:
     """The column of a share as `kvalign.foundation.statistics.share_of` gives it."""
-    return Column(title, 3, better, f"{about}; 95 %, Wilson", (f"{name}_low", f"{name}_high"))
+    return Column(title, 3, better, f"{about}; 95 %", (f"{name}_low", f"{name}_high"))
 
 
 @dataclass(frozen=True)

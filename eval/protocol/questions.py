@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -58,7 +60,7 @@ class Tally:
 
     at: Row
     num_stops: int = 0  # in all
-    answers: list[Mapping[str, float]] = field(default_factory=list)
+    answers: dict[int, list[Mapping[str, float]]] = field(default_factory=dict)  # of each stream
     num_tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -88,7 +90,7 @@ def rows_of(
     tallies: dict[Any, Tally] = {}
     for stop in (stop for stops in streams for stop in stops):
         tallies.setdefault(tuple(stop.at.items()), Tally(stop.at)).num_stops += 1
-    for stops in streams:
+    for index, stops in enumerate(streams):
         method.reset()
         num_read = 0
         for number, stop in enumerate(stops):
@@ -101,20 +103,23 @@ def rows_of(
                 method.feed(torch.tensor([[*ids]], device=method.model.device))
             num_read += num_new
             tally.num_tokens.append(num_read)
+            answers = tally.answers.setdefault(index, [])
             if stop.stays:
-                tally.answers += [stop.ask(method, question) for question in stop.questions]
+                answers += [stop.ask(method, question) for question in stop.questions]
                 num_read += stop.room
             else:
-                tally.answers += on_copies(method, stop.questions, stop.ask)
+                answers += on_copies(method, stop.questions, stop.ask)
             tally.seconds += time.perf_counter() - began
             bar.update(1)
     rows = []
     for tally in tallies.values():
         if len(tally.num_tokens) == tally.num_stops:
             num_tokens = sum(tally.num_tokens) / tally.num_stops
-            answers = {name: [one[name] for one in tally.answers] for name in tally.answers[0]}
-            more = tally.at | {"num_questions": len(tally.answers), "num_tokens": num_tokens}
-            rows.append(row_of(method, answers, tally.seconds, more, means))
+            groups = [*tally.answers.values()]
+            of_all = {x: [[one[x] for one in group] for group in groups] for x in groups[0][0]}
+            num_questions = sum(map(len, groups))
+            more = tally.at | {"num_questions": num_questions, "num_tokens": num_tokens}
+            rows.append(row_of(method, of_all, tally.seconds, more, means))
         else:  # rows are of the same questions
             where = ", ".join(f"{name} {value}" for name, value in tally.at.items())
             log.warning("%s has no room for all questions at %s", title_of(method), where)
@@ -123,16 +128,17 @@ def rows_of(
 
 def row_of(
     method: Method,
-    answers: Mapping[str, Sequence[float]],
+    answers: Mapping[str, Sequence[Sequence[float]]],
     seconds: float,
     more: Row,
     means: Collection[str] = (),
 ) -> Row:
-    """Row of a method: its sizes, `more`, and by measure the share of right answers, or a mean."""
+    """Row of a method: its sizes, `more`, and by measure the share of right answers, or a mean;
+    answers that share a stream, and so its text, are a group.
+    """
     row = sizes_of(method) | more
-    for name, values in answers.items():
-        mean = torch.tensor(values, dtype=torch.float64).mean().item() if name in means else 0.0
-        row |= {name: mean} if name in means else share_of(name, values)
+    for name, groups in answers.items():
+        row |= {name: fmean(chain(*groups))} if name in means else share_of(name, groups)
     return row | {"seconds": seconds}
 
 

@@ -29,14 +29,35 @@ def share_interval(share: float, total: float) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def share_of(name: str, right: Sequence[bool | float]) -> dict[str, float]:
-    """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high. One
+def share_of(name: str, groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Share of right answers and its interval: NAME, NAME_low and NAME_high. Answers of one group,
+    such as a conversation, are correlated; those of a single group count as independent. An answer
     that is right in part counts as a share. Shares scatter less than answers that are all right or
     all wrong with the same mean, so the interval then reaches rather too far.
     """
-    share = sum(map(float, right)) / len(right)
-    low, high = share_interval(share, len(right))
+    total, num = sum(map(len, groups)), len(groups)
+    share = sum(map(sum, groups)) / total
+    if num in (1, total):
+        low, high = share_interval(share, total)
+    else:
+        squares = sum((sum(group) - share * len(group)) ** 2 for group in groups)
+        low, high = grouped_interval(share, squares * num / (num - 1) / total**2, num, total)
     return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
+def grouped_interval(share: float, of_mean: float, num: int, total: int) -> tuple[float, float]:
+    """95 % interval of a share of so many values in `num` groups, given its variance, as the
+    scatter between groups shows it.
+
+    Values of one group are correlated. All together count as the number of independent values with
+    the same scatter between groups (Korn & Graubard 1998): at least the groups, at most the values.
+    Groups that are all alike, as when each value is right, show no scatter, so all values count
+    (Parker et al. 2017, Data Presentation Standards for Proportions).
+    """
+    independent = share * (1 - share) / of_mean if of_mean else total
+    z, few = 1.96, num - 1
+    t = z + (z**3 + z) / (4 * few) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * few**2)  # Student's
+    return share_interval(share, min(max(independent, num), total) * (z / t) ** 2)
 
 
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -47,20 +68,11 @@ def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, float] | None:
     """95 % interval of the mean of shares of chunks, one for each run, of so many chunks in all;
     None for fewer than `MIN_RUNS`, or without chunks.
-
-    Chunks of one run are correlated. All together count as the number of independent chunks with
-    the same scatter between runs (Korn & Graubard 1998): at least the runs, at most the chunks.
-    Runs that are all alike, as when each chunk is readable, show no scatter, so all chunks count
-    (Parker et al. 2017, Data Presentation Standards for Proportions).
     """
     num = len(shares)
     if num < MIN_RUNS or not num_chunks:
         return None
-    share, of_mean = fmean(shares), variance(shares) / num
-    independent = share * (1 - share) / of_mean if of_mean else num_chunks
-    z = 1.96
-    t = z + (z**3 + z) / (4 * (num - 1))  # Student's, of so few runs, in its first two terms
-    return share_interval(share, min(max(independent, num), num_chunks) * (z / t) ** 2)
+    return grouped_interval(fmean(shares), variance(shares) / num, num, num_chunks)
 
 
 BLOCK_FACTOR = 8  # blocks of 8 n^(1/3) labels: 217 of 20 000, 100 of 2000

@@ -2,6 +2,8 @@
 not.
 """
 
+import random
+
 import pytest
 from helpers.results_example import documents
 
@@ -10,7 +12,7 @@ from kvalign.eval.evaluations.perplexity import COLUMNS
 from kvalign.eval.protocol.tables import MEANING, Verdict, comparable, table, verdict
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import first_screens
-from kvalign.foundation.statistics import share_interval
+from kvalign.foundation.statistics import share_interval, share_of
 
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):
@@ -168,3 +170,18 @@ def test_a_model_has_its_first_screen_and_texts_have_none():
 def test_an_interval_of_a_share():
     low, high = share_interval(0.5, 10)  # Wilson's, by hand: 0.2366, 0.7634
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
+
+
+def test_answers_of_one_stream_are_no_independent_ones():
+    """Twelve conversations of eight questions, all alike within one: twelve values, not 96."""
+    rng, covered = random.Random(0), {"alike": 0, "independent": 0}
+    for _ in range(1000):
+        alike = [[float(rng.random() < 0.7)] * 8 for _ in range(12)]
+        independent = [[float(rng.random() < 0.7) for _ in range(8)] for _ in range(12)]
+        for name, groups in (("alike", alike), ("independent", independent)):
+            row = share_of("x", groups)
+            covered[name] += row["x_low"] <= 0.7 <= row["x_high"]
+    assert 930 <= covered["alike"] <= 985 and 930 <= covered["independent"] <= 985
+    one_each, one = share_of("x", [[1.0]] * 5 + [[0.0]] * 5), share_of("x", [[1.0, 0.0] * 5])
+    assert (one_each["x_low"], one_each["x_high"]) == (one["x_low"], one["x_high"])
+    assert (one["x_low"], one["x_high"]) == share_interval(0.5, 10)
