@@ -40,7 +40,7 @@ from kvalign.data_gen.store import Shard, Store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_whole
-from kvalign.training.kinds import NetworkSettings
+from kvalign.training.settings import NetworkSettings
 
 _Step = tuple[int, int, int]
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2

@@ -31,7 +31,6 @@ from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import IDENTITY, OVERWRITE, new_aligner, record_of, save
 from kvalign.training.judge import judge_networks
-from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import (
     LAST,
     InOrder,
@@ -41,7 +40,7 @@ from kvalign.training.network_fit import (
     losses,
     planned_rows,
 )
-from kvalign.training.settings import TuneSettings
+from kvalign.training.settings import NetworkSettings, TuneSettings
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.

@@ -54,7 +54,7 @@ from kvalign.training.pretraining_inputs import (
     open_tokenizer,
     parse_mix,
 )
-from kvalign.training.settings import PretrainSettings
+from kvalign.training.pretraining_settings import PretrainSettings
 
 log = logging.getLogger(__name__)
 

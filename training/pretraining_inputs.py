@@ -48,7 +48,7 @@ from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import write_together, write_whole
 from kvalign.models.input_ids import num_ids
 from kvalign.models.loading import load_model
-from kvalign.training.settings import HEAD_DIM, PretrainSettings
+from kvalign.training.pretraining_settings import HEAD_DIM, PretrainSettings
 from kvalign.training.text import row_ages
 
 SINK = "<|sink|>"

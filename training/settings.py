@@ -1,11 +1,10 @@
-"""Settings of training; `kinds.py` has those of a single kind of aligner."""
+"""Settings of the training of aligners, and of what goes with it."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvalign.aligners.kinds import TARGETS
+from kvalign.aligners.kinds import NETWORK_SIZES, TARGETS
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.folders import (
@@ -27,13 +26,11 @@ from kvalign.foundation.settings import (
     WEIGHTS,
     ModelSettings,
     Settings,
-    flag,
     like,
     option,
 )
 from kvalign.methods.registry import AUTO
 
-HEAD_DIM = 64  # of a reference language model
 SMALL, LARGE = 64, 256
 """Caches that a memory is measured with, if the context length is long enough for them."""
 
@@ -96,6 +93,104 @@ class TextSettings(TrainSettings):
     @property
     def folder(self) -> Path:
         return self.out or folder_of(self.model) / of_corpus(self.aligner_kind, self.corpus)
+
+
+def _size(name: str, help: str) -> int:
+    return option(NETWORK_SIZES[name], help=help, at_least=1, at_most=MOST_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(TrainSettings):
+    """Train the paper's networks on recorded caches; run the same command again to resume.
+
+    kvalign train table needs a model and text instead: it takes a minute and no recording, and its
+    errors do not accumulate.
+
+    Example:
+        kvalign train network --data caches --max-steps 200 --out my-network
+    """
+
+    aligner_kind = "network"
+    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
+    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
+    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
+    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
+    position_dim: int = _size("position_dim", "size of the position embedding")
+    layer_dim: int = _size("layer_dim", "size of the layer embedding")
+    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
+    data: Path | None = option(
+        None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
+    )
+    model: str | None = option(
+        None, help=f"base model of the caches (default: {DEFAULT_MODEL}, or that of --data)"
+    )
+    batch_size: int = option(1024, help="rows per step", at_least=1, at_most=MOST_ROWS)
+    lr: float = option(7e-4, help="learning rate", above=0, at_most=MOST_RATE)
+    weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0, at_most=MOST_RATE)
+    max_epochs: int = option(3, help="epochs at most", at_least=1)
+    max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
+    patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
+
+    @property
+    def folder(self) -> Path:
+        recording = recording_or_default(self.data, self.model or DEFAULT_MODEL)
+        return self.out or beside(recording, self.aligner_kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(TextSettings):
+    """Train position tables, the mean and the scale of keys and values at each position, on text.
+
+    It takes a minute, and errors do not accumulate. The paper's networks are trained on recorded
+    caches (kvalign gen-data). Other kinds: kvalign train network or table-network.
+
+    Example:
+        kvalign train table --num-tokens 20000 --chunk-len 64 --out my-aligner
+    """
+
+    aligner_kind = "table"
+    objective: str = option(
+        "mse",
+        help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
+        "the LM that re-encodes at each step; context: divergence from the LM that sees its whole "
+        "context; projected: no training, the layers' projections of GPT-2's position embeddings",
+        choices=("mse", "nll", "kl", "context", "projected"),
+    )
+    init: str = option(
+        "means",
+        help="start from means and scales over the text, from nothing, or from the table in an "
+        "aligner's folder, shipped name or hub id",
+    )
+    lr: float = option(
+        2e-3, help="learning rate; mse and projected take no steps", above=0, at_most=MOST_RATE
+    )
+    max_steps: int = option(300, help="steps; mse and projected take none", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableNetworkSettings(TableSettings):
+    """Train position tables on text, and with them, through the streaming LM, a network that
+    corrects an entry once, when it is written. For learned positions.
+
+    Example:
+        kvalign train table-network --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-table-network
+    """  # noqa: E501
+
+    aligner_kind = "table-network"
+    objective: str = option(
+        "context",
+        help="context: divergence from the LM that sees its whole context; kl: from the LM that "
+        "re-encodes at each step; nll: the LM's own loss on the text",
+        choices=("context", "kl", "nll"),
+    )
+    lr: float = option(
+        1e-3,
+        help="learning rate of the tables; the network's is twice that",
+        above=0,
+        at_most=MOST_RATE,
+    )
+    hidden: int = option(64, help="hidden size of the network", at_least=1, at_most=MOST_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,129 +266,6 @@ class TuneSettings(Settings):
     def batch_sizes(self) -> tuple[int, ...]:
         num_doublings = (self.max_batch_size // self.min_batch_size).bit_length()
         return tuple(self.min_batch_size << n for n in range(num_doublings))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainSettings(Settings):
-    """Train a small reference language model, from scratch or from the weights of another one.
-
-    Run the same command again to resume.
-
-    Example:
-        kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
-    """
-
-    arch: str = option(
-        "gpt2",
-        help="architecture: gpt2 has learned positions, llama rotary ones, mpt ALiBi",
-        choices=("gpt2", "llama", "mpt"),
-    )
-    corpus: tuple[str, ...] = option(
-        ("python-docs",),
-        help="corpora, each SPEC or SPEC@WEIGHT; recall alone: facts and questions",
-    )
-    out: Path = option(help="folder of the model", writes="folder")
-    tokenizer: Path | None = option(
-        None, help="folder or shipped name of a model whose tokenizer to use (default: a new one)"
-    )
-    init: Path | None = option(
-        None,
-        help="folder or shipped name of a model to begin with: its weights and tokenizer; the "
-        "sizes must be the same (default: random weights)",
-    )
-    vocab_size: int = option(
-        8192, help="tokens of a new tokenizer", at_least=257, at_most=MOST_ROWS
-    )
-    sink_token: bool = option(
-        False, help="put a new, trained token before every row, as an attention sink"
-    )
-    context_len: int = option(512, help="context length in tokens", at_least=16, at_most=MOST_ROWS)
-    num_layers: int = option(6, help="transformer layers", at_least=1, at_most=MOST_SIZE)
-    hidden_size: int = option(
-        256, help="hidden size; heads have 64 dimensions", at_least=HEAD_DIM, at_most=MOST_SIZE
-    )
-    num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
-    max_minutes: float | None = option(
-        None,
-        help="most minutes of training; the shares below are then of these, if they end before "
-        "the steps do (default: no limit)",
-        above=0,
-        at_most=MOST_RATE,
-    )
-    batch_size: int = option(
-        4, help="sequences of the full context length per step", at_least=1, at_most=MOST_ROWS
-    )
-    lr: float = option(
-        2e-3, help="peak learning rate of AdamW (all other weights)", above=0, at_most=MOST_RATE
-    )
-    matrix_lr: float = option(
-        4e-3, help="peak learning rate of Muon (weight matrices)", above=0, at_most=MOST_RATE
-    )
-    decay_share: float = option(
-        0.5, help="last share of the steps, in which the rate falls to 0", above=0, at_most=1
-    )
-    short_share: float = option(
-        0.4,
-        help="first share of the steps, with rows of half the context length (an eighth, with "
-        "--repeat-share or --rename-share)",
-        at_least=0,
-        at_most=1,
-    )
-    repeat_share: float = option(
-        0.0,
-        help="share of the rows in which a passage occurs twice; it falls to 0 at 0.8 of the steps",
-        at_least=0,
-        at_most=1,
-    )
-    rename_share: float = option(
-        0.0,
-        help="share of the rows in which rare tokens trade places; it falls likewise",
-        at_least=0,
-        at_most=1,
-    )
-    copy_weight: float = option(
-        0.0,
-        help="weight of a loss that trains four heads to copy what occurred before; it falls "
-        "likewise",
-        at_least=0,
-        at_most=MOST_RATE,
-    )
-    save_minutes: float = option(
-        4.0, help="minutes between checkpoints", above=0, at_most=MOST_RATE
-    )
-    eval_corpus: str | None = option(None, help="corpus for the reported bits per byte")
-    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
-    compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
-    device: str = option("auto", help="cpu, cuda; auto: cuda if there is one")
-    seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hidden_size % HEAD_DIM:
-            raise UserError(
-                f"--hidden-size must be a multiple of {HEAD_DIM}, got {self.hidden_size}"
-            )
-        if self.init and self.tokenizer:
-            raise UserError("--init brings its own tokenizer: leave out --tokenizer")
-        for name in ("repeat_share", "rename_share", "copy_weight"):
-            if self.max_minutes and getattr(self, name):
-                raise UserError(f"{flag(name)} falls by steps: leave it out, or --max-minutes")
-        if self.copy_weight and self.num_layers < 2:
-            raise UserError(f"--copy-weight needs --num-layers 2 or more, got {self.num_layers}")
-
-    @property
-    def tokens_a_step(self) -> int:
-        """Tokens of a step, of short rows too."""
-        return self.batch_size * self.context_len
-
-    @property
-    def num_steps(self) -> int:
-        return math.ceil(self.num_tokens / self.tokens_a_step)
-
-    @property
-    def is_recall(self) -> bool:
-        """Return whether the corpus is facts and questions, with tokens and labels of its own."""
-        return self.corpus == ("recall",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,18 @@ OUT/reports.csv        a row for each validation report
 OUT/result.json        written last
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -30,13 +31,14 @@ from kvalign.foundation.machine import ray_session
 from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
-from kvalign.training.kinds import NetworkSettings, train_network
+from kvalign.training.kinds import train_network
 from kvalign.training.network_fit import LAST, RecordedRows
 from kvalign.training.network_run import describe_data, recording_of
-from kvalign.training.settings import TuneSettings
+from kvalign.training.settings import NetworkSettings, TuneSettings
 
-HIDDEN = ("hidden1", "hidden2")
-POINT = (*HIDDEN, "batch_size", "lr")
+if TYPE_CHECKING:
+    from kvalign.training.sweep_ray import Trial
+
 _TRIALS, _ALIGNER = "trials", "aligner"
 # What may differ between a sweep and its resumption.
 _FREE = ("data", "model", "out", "ray_address", "overwrite")
@@ -48,42 +50,6 @@ _ENVIRONMENT = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-
-
-@dataclass(frozen=True)
-class Trial:
-    name: str
-    point: Mapping[str, Any]  # by the names of `POINT`
-    reports: list[dict[str, Any]]  # of `kvalign.training.sweep_ray.Reports`, in order, each once
-    error: str = ""  # one line, of a failed trial
-
-    @property
-    def val_loss(self) -> float | None:
-        """Lowest validation loss; None if none is finite."""
-        finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
-        return min(finite, default=None)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Row of tables. The state is `finished` (early stopping included), `stopped` by the
-        scheduler, or `failed`.
-        """
-        last = self.reports[-1] if self.reports else {}
-        state = "finished" if last.get("is_last") else "stopped"
-        return {
-            "trial": self.name,
-            **self.point,
-            "num_reports": len(self.reports),
-            "state": "failed" if self.error or self.val_loss is None else state,
-            "val_loss": self.val_loss,
-            **{name: last.get(name) for name in ("num_parameters", "seconds")},
-        }
-
-
-def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:
-    """Training settings at a point of the search space, the rest as in `base`."""
-    sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
-    return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
 
 
 @keywords_of(TuneSettings)
@@ -135,6 +101,8 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         reports = [{"trial": t.name} | {n: r[n] for n in names} for t in trials for r in t.reports]
         write_text(out / "trials.csv", pd.DataFrame(rows).to_csv(index=False))
         write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
+        from kvalign.training.sweep_ray import settings_at
+
         best_settings = dataclasses.replace(settings_at(base, best.point), judge=True)
         (trained,) = train_network(best_settings).values()
         result: dict[str, Any] = {

@@ -5,8 +5,10 @@ continues from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint. R
 have missed are in that file, too, and are sent again.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,52 @@ from ray.tune.search import BasicVariantGenerator
 from kvalign.aligners import NetworkAligner
 from kvalign.data_gen.store import open_store
 from kvalign.foundation import progress
-from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import LAST, RecordedRows, fit
 from kvalign.training.network_run import config_for
-from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep import HIDDEN, POINT, Trial, settings_at
+from kvalign.training.settings import NetworkSettings, TuneSettings
 
+HIDDEN = ("hidden1", "hidden2")
+POINT = (*HIDDEN, "batch_size", "lr")
 # Which report it would be, had an epoch exactly as many as asked: large batches are few, so an
 # epoch of them has some more reports, and equal numbers are not equal amounts of data.
 PLACE = "place"
 LEARNING_RATES = 1e-4, 1e-1
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    point: Mapping[str, Any]  # by the names of `POINT`
+    reports: list[dict[str, Any]]  # of `Reports`, in order, each once
+    error: str = ""  # one line, of a failed trial
+
+    @property
+    def val_loss(self) -> float | None:
+        """Lowest validation loss; None if none is finite."""
+        finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
+        return min(finite, default=None)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Row of tables. The state is `finished` (early stopping included), `stopped` by the
+        scheduler, or `failed`.
+        """
+        last = self.reports[-1] if self.reports else {}
+        state = "finished" if last.get("is_last") else "stopped"
+        return {
+            "trial": self.name,
+            **self.point,
+            "num_reports": len(self.reports),
+            "state": "failed" if self.error or self.val_loss is None else state,
+            "val_loss": self.val_loss,
+            **{name: last.get(name) for name in ("num_parameters", "seconds")},
+        }
+
+
+def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:
+    """Training settings at a point of the search space, the rest as in `base`."""
+    sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
+    return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
 
 
 def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.Tuner:

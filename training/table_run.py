@@ -45,7 +45,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
-from kvalign.training.kinds import TableSettings
+from kvalign.training.settings import TableSettings
 from kvalign.training.text import Text, val_sizes
 from kvalign.training.text_run import BATCH_SIZE
 

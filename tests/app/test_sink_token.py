@@ -16,8 +16,9 @@ from kvalign.eval.protocol.grid import read_texts
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run
-from kvalign.training.kinds import TableSettings, train_table
+from kvalign.training.kinds import train_table
 from kvalign.training.pretraining_inputs import add_sink
+from kvalign.training.settings import TableSettings
 
 SINK = VOCAB - 1
 

@@ -153,8 +153,7 @@ def run_cell(cell, kept={}):  # noqa: B006
 
 def one_trial(out, settings, base):
     """In place of a sweep's trials on Ray, of which there are in test_sweep.py."""
-    from kvalign.training.sweep import Trial, settings_at
-    from kvalign.training.sweep_ray import Reports, train_trial
+    from kvalign.training.sweep_ray import Reports, Trial, settings_at, train_trial
 
     point = {"hidden1": 8, "hidden2": 4, "batch_size": settings.min_batch_size, "lr": 0.01}
     run, sent = settings_at(base, point), []

@@ -16,7 +16,7 @@ from kvalign.models.input_ids import ids_of, masked, num_ids, unknown_ids
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.answer import token_bytes
 from kvalign.training.pretraining_inputs import build_model
-from kvalign.training.settings import PretrainSettings
+from kvalign.training.pretraining_settings import PretrainSettings
 
 HOLES = range(3, 40, 4)  # bytes that the tokenizer lacks
 NUM_LOGITS = len(TOKENS) + 64

@@ -18,7 +18,6 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models.model_folder import quiet
 from kvalign.training import network_fit, network_run, train_network, tune_network
-from kvalign.training.kinds import NetworkSettings
 from kvalign.training.network_fit import (
     BEST,
     OPEN_SHARDS,
@@ -29,6 +28,7 @@ from kvalign.training.network_fit import (
     losses,
 )
 from kvalign.training.network_run import config_for
+from kvalign.training.settings import NetworkSettings
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from kvalign.training.pretraining_inputs import (
     loss_of,
     right_places,
 )
-from kvalign.training.settings import PretrainSettings
+from kvalign.training.pretraining_settings import PretrainSettings
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 

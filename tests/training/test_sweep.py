@@ -7,13 +7,19 @@ from types import SimpleNamespace
 import pytest
 
 from kvalign.training import train_network
-from kvalign.training.kinds import NetworkSettings
-from kvalign.training.settings import TuneSettings
-from kvalign.training.sweep import settings_at
+from kvalign.training.settings import NetworkSettings, TuneSettings
 
 pytest.importorskip("ray")
 
-from kvalign.training.sweep_ray import PLACE, Reports, line, scheduler, train_trial, trial_of
+from kvalign.training.sweep_ray import (
+    PLACE,
+    Reports,
+    line,
+    scheduler,
+    settings_at,
+    train_trial,
+    trial_of,
+)
 
 POINT = {"hidden1": 8, "hidden2": 4, "batch_size": 32, "lr": 0.01}
 

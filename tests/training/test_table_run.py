@@ -22,7 +22,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run, train_table_network
-from kvalign.training.kinds import TableSettings
+from kvalign.training.settings import TableSettings
 from kvalign.training.text import Text
 from kvalign.training.text_run import measure
 

@@ -19,10 +19,10 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import unknown
 from kvalign.foundation.settings import Settings, settings_of
 from kvalign.training.kinds import TRAINERS
+from kvalign.training.pretraining_settings import PretrainSettings
 from kvalign.training.settings import (
     ImportPublishedSettings,
     JudgeSettings,
-    PretrainSettings,
     TrainSettings,
     TuneMemorySettings,
     TuneSettings,
