@@ -27,7 +27,6 @@ from kvalign.data_gen.store import check_model, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, write_text
-from kvalign.foundation.machine import ray_session
 from kvalign.foundation.runs import ResumableRun, State, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
@@ -45,10 +44,13 @@ _FREE = ("data", "model", "out", "ray_address", "overwrite")
 
 # Read by Ray Tune: its new output, which would be printed beside ours; how often it writes down
 # where the sweep is, in seconds; and that Ctrl-C is ours. Ray would end as if all were done.
+# And what it would send home, and a coming change that it would warn of.
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
@@ -133,7 +135,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         UserError: no such Ray cluster, or a trial that this machine is too small for.
         KeyboardInterrupt: stopped by the user.
     """
-    with _quiet(), ray_session(settings.ray_address) as ray:
+    with _quiet(), _ray_session(settings.ray_address) as ray:
         from kvalign.training.sweep_ray import trial_of, tuner
 
         needed, has = settings.gpus_per_trial, ray.cluster_resources().get("GPU", 0)
@@ -141,6 +143,31 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
             raise UserError(f"--gpus-per-trial {needed}: this machine has {has:g}")
         results = tuner(out / _TRIALS, settings, base).fit()
         return [trial_of(result, out / _TRIALS) for result in results]
+
+
+@contextmanager
+def _ray_session(address: str | None = None) -> Iterator[Any]:
+    """The `ray` module, quiet, on the cluster at an address (else at RAY_ADDRESS, which Ray reads)
+    or started on this machine, and shut down at the end. UserError if no cluster is at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise
+        raise UserError(f"no Ray cluster at {address!r}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 @contextmanager

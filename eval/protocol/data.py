@@ -1,5 +1,5 @@
-"""What evaluations give and reports show: rows and documents of results, the columns of a table,
-tables, plots, sections, and passages side by side.
+"""Data of evaluations, which reports show: rows and documents of results, columns, tables, plots,
+sections, and passages side by side.
 """
 
 from __future__ import annotations

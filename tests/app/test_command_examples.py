@@ -61,7 +61,7 @@ def run_example(tmp_path_factory):
         for name, value in (less.INSIDE | less.UNDRAWN).items():
             patch.setattr(name, value)
         patch.setattr("kvalign.training.judge.NUM_ROWS", 2)
-        patch.setattr("kvalign.app.suite.Cell.output", less.run_cell)
+        patch.setattr("kvalign.app.commands.eval_run.Cell.output", less.run_cell)
         patch.setattr("kvalign.training.sweep.run_trials", less.one_trial)
         patch.setattr("kvalign.steppers.stored.cache_dir", lambda: folder / "cache")
         patch.chdir(folder)

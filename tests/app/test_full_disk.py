@@ -77,7 +77,7 @@ def test_it_is_one_line_and_leaves_nothing(name, disk, tmp_path, monkeypatch, ca
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "p.json").write_text(json.dumps(documents()["perplexity"]))
     (tmp_path / "suite.yaml").write_text(f"cells: [{{name: one, command: {PERPLEXITY}}}]\n")
-    monkeypatch.setattr("kvalign.app.suite.Cell.output", run_cell)
+    monkeypatch.setattr("kvalign.app.commands.eval_run.Cell.output", run_cell)
     before = files_in(Path())
     with disk():
         code = main(shlex.split(COMMANDS[name]))

@@ -23,7 +23,7 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, Command
 from kvalign.app.cli.main import main
-from kvalign.app.suite import parse_suite
+from kvalign.app.commands.eval_run import parse_suite
 from kvalign.data_gen.corpus import conversations
 from kvalign.data_gen.store import open_store
 from kvalign.eval.report import read

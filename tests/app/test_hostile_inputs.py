@@ -14,7 +14,7 @@ from helpers.results_example import write_folder
 from helpers.smaller import INSIDE
 
 from kvalign.app.cli.main import main
-from kvalign.app.suite import parse_suite
+from kvalign.app.commands.eval_run import parse_suite
 from kvalign.models.loading import check_device
 
 HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8

@@ -11,7 +11,7 @@ import pytest
 from helpers.smaller import TEXT, output_of, run_cell
 
 from kvalign.app.cli.main import main
-from kvalign.app.suite import Cell
+from kvalign.app.commands.eval_run import Cell
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ cells:
 def test_a_suite_keeps_finished_cells(tmp_path, monkeypatch, capfd, undrawn):
     """The second one, in a process of its own, is stopped."""
     (tmp_path / "two.yaml").write_text(SUITE)
-    command, place = "eval run two.yaml --out results", "kvalign.app.suite.Cell.output"
+    command, place = "eval run two.yaml --out results", "kvalign.app.commands.eval_run.Cell.output"
     apart = Cell.output
     monkeypatch.setattr(place, lambda cell: (run_cell if cell.name == "short" else apart)(cell))
     line = stopped(command, tmp_path, "results/short.json", capfd)

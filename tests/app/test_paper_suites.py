@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
-from kvalign.app.suite import parse_suite, read_suite
+from kvalign.app.commands.eval_run import parse_suite, read_suite
 from kvalign.data_gen.recording import split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.report import read
@@ -27,7 +27,7 @@ SMALL = (
 
 
 def run_here(cell):
-    """As `kvalign.app.suite.Cell.output`, here; fewer tokens are scored than recorded."""
+    """As `eval_run.Cell.output`, here; fewer tokens are scored than recorded."""
     fewer = ["--num-tokens", "20"] if "perplexity" in cell.kind.name else []
     return output_of([*shlex.split(cell.command)[1:], *fewer, "--json"])
 
@@ -52,7 +52,7 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 def hub(tmp_path, monkeypatch, undrawn):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suite.Cell.output", run_here)
+    monkeypatch.setattr("kvalign.app.commands.eval_run.Cell.output", run_here)
     for name in ("training.judge.ROW_LABELS", "eval.evaluations.latency.timing._peak_mb"):
         monkeypatch.setattr(f"kvalign.{name}", INSIDE[f"kvalign.{name}"])
     monkeypatch.setattr("kvalign.training.sweep.run_trials", one_trial)
@@ -74,7 +74,7 @@ def hub(tmp_path, monkeypatch, undrawn):
 
 @pytest.mark.slow
 def test_paper_suite_runs_whole(hub, capfd):
-    """The other suite's commands are of the same kinds, and test_suite.py reads them."""
+    """The other suite's commands are of the same kinds, and test_eval_run.py reads them."""
     name = "paper-distilgpt2"
     argv = ["eval", "run", name, "--out", "results", "--override", SMALL]
     assert main(argv) == 0, capfd.readouterr().err
@@ -96,7 +96,7 @@ def test_paper_suite_runs_whole(hub, capfd):
 @pytest.mark.slow
 def test_every_row_of_learned_positions_is_there(hub, monkeypatch):
     monkeypatch.setattr(
-        "kvalign.app.suite.Cell.output",
+        "kvalign.app.commands.eval_run.Cell.output",
         lambda cell: output_of([*shlex.split(cell.command)[1:], "--json"]),
     )
     (hub / "words.txt").write_text(TEXT)

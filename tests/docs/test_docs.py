@@ -83,7 +83,7 @@ def enter(hub, tmp_path, monkeypatch, undrawn, offline, short_runs):
         shutil.copytree(hub, folder, copy_function=os.link)
         monkeypatch.chdir(folder)
 
-    monkeypatch.setattr("kvalign.app.suite.Cell.output", run_cell)
+    monkeypatch.setattr("kvalign.app.commands.eval_run.Cell.output", run_cell)
     monkeypatch.setattr("kvalign.eval.drawing.save", lambda figure, path: path.touch())
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvalign.app.suite import Cell
+from kvalign.app.commands.eval_run import Cell
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.data import Document
 from kvalign.eval.report import ARCHIVE, SUITE_FILE, Step, Suite, archive_of

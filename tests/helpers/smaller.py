@@ -140,7 +140,7 @@ def smaller_python(code: str) -> str:
 
 
 def run_cell(cell, kept={}):  # noqa: B006
-    """As `kvalign.app.suite.Cell.output`, smaller, with one aligner of the shipped suites' two,
+    """As `eval_run.Cell.output`, smaller, with one aligner of the shipped suites' two,
     in this process, and once for all pages.
     """
     command = cell.command.replace("kvalign-gpt2-mini-network,", "")

@@ -26,7 +26,7 @@ EXTRA_OF = {
     "kvalign.training": "train",
     "kvalign.training.sweep": "tune",
     "kvalign.eval": "eval",
-    "kvalign.app.suite": "eval",
+    "kvalign.app.commands.eval_run": "eval",
     "kvalign.app.serve": "serve",
 }
 

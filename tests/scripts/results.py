@@ -33,7 +33,7 @@ from helpers.result_parts import (
 from helpers.result_tables import draw_pictures, write_pages
 
 from kvalign.app.cli.arguments import parse
-from kvalign.app.suite import Cell, parse_suite, run_cells
+from kvalign.app.commands.eval_run import Cell, parse_suite, run_cells
 from kvalign.eval.report import SUITE_FILE, Suite
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json

@@ -91,7 +91,7 @@ def in_process(monkeypatch):
         ran.append(cell)
         return output_of([*shlex.split(cell.command)[1:], "--json"])
 
-    monkeypatch.setattr("kvalign.app.suite.Cell.output", run)
+    monkeypatch.setattr("kvalign.app.commands.eval_run.Cell.output", run)
     return ran
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: what a trial reports, and what is left of it; `test_cluster.py` has a whole one."""
+"""Sweeps: what a trial reports, and what is left of it; `test_sweep_on_ray.py` has a whole one."""
 
 import dataclasses
 from pathlib import Path

@@ -56,7 +56,6 @@ GIVEN = "--given"
 """In place of flags: settings are JSON on stdin. So a suite hands over those of a cell."""
 _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tune-memory")
 _MODULES = dict.fromkeys(_OF_TRAINING, "train") | {
-    "eval run": "evaluate",
     "report": "evaluate",
     "compile": "models",
 }

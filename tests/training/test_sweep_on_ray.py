@@ -1,6 +1,4 @@
-"""Ray: an address at which nothing answers is the user's to correct; what runs in processes of a
-cluster: cells of a suite, a sweep that is killed and goes on.
-"""
+"""A sweep in the processes of a cluster of Ray, which is killed and goes on."""
 
 import contextlib
 import csv
@@ -18,32 +16,11 @@ import pytest
 from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.cache.sizes import CacheSizes
-from kvalign.eval.report import read
-from kvalign.foundation.errors import UserError
-from kvalign.foundation.machine import ray_session
 from kvalign.training.settings import TuneSettings
 
 pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster
-
-NOBODY = "127.0.0.1:1"
-SUITE = """
-cells:
-  - {name: one, command: 'eval readability --text one.txt'}
-  - {name: both, command: 'eval readability --text one.txt,other.txt'}
-"""
-
-
-@pytest.mark.parametrize("is_flag", [True, False])
-def test_a_cluster_that_does_not_answer(is_flag, monkeypatch):
-    if not is_flag:
-        monkeypatch.setenv("RAY_ADDRESS", NOBODY)
-    with (
-        pytest.raises(UserError, match=f"no Ray cluster at '{NOBODY}'"),
-        ray_session(NOBODY if is_flag else None),
-    ):
-        pass
 
 
 def ended(shown: str) -> list[str]:
@@ -141,17 +118,3 @@ def test_a_finished_sweep_is_left_alone(killed, resumed, capsys):
     assert main([*killed.words, "--seed", "1"]) == 2
     assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in killed.out.rglob("*")} == made
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_cells_run_side_by_side(cluster, tmp_path, monkeypatch, undrawn):
-    """Of texts, for which nothing is loaded."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text(SUITE)
-    for name in ("one", "other"):
-        (tmp_path / f"{name}.txt").write_text("The island was settled by people of the sea. " * 9)
-    argv = ["eval", "run", "own.yaml", "--out", "results", "--ray", "--ray-address", cluster]
-    assert main(argv) == 0
-    found = read(tmp_path / "results").documents
-    assert [len(found[name]["rows"]) for name in ("one", "both")] == [1, 2]

@@ -15,8 +15,8 @@ from helpers.other_weights import change, copy_of
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import find
 from kvalign.app.cli.main import main
+from kvalign.app.commands.eval_run import parse_suite, read_suite
 from kvalign.app.listing import suites
-from kvalign.app.suite import parse_suite, read_suite
 from kvalign.eval.report import read
 
 SUITE = """
@@ -34,7 +34,7 @@ cells:
 @pytest.fixture
 def own(tmp_path, monkeypatch, undrawn):
     """A suite file in a folder of its own, and the commands that ran, in this process: one of
-    their own takes seconds to begin, and what is killed or runs on Ray has them anyway.
+    their own takes seconds to begin, and what is killed has them anyway.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(SUITE)
@@ -47,7 +47,9 @@ def own(tmp_path, monkeypatch, undrawn):
             code = main(words[3:])
         return subprocess.CompletedProcess(words, code, printed.getvalue())
 
-    monkeypatch.setattr("kvalign.app.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr(
+        "kvalign.app.commands.eval_run.subprocess", SimpleNamespace(run=run, PIPE=None)
+    )
     return ran
 
 

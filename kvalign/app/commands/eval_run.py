@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,20 +21,44 @@ from typing import Any
 from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import GIVEN
-from kvalign.app.commands.evaluate import RunSettings
+from kvalign.app.cli.next_steps import say_next
 from kvalign.app.listing import suites
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.report import OUT, PREPARED, SUITE_FILE, Suite, parse_suite_text
-from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, read_text, write_text
-from kvalign.foundation.machine import ray_session
 from kvalign.foundation.runs import PART_OF_RUN, keeping
-from kvalign.foundation.settings import Settings
+from kvalign.foundation.settings import Settings, option
 
 _IDENTITY = "identity"
 """Entry of a document: the identity of the cell's model; empty if it was not known."""
 MAX_NAME = 100  # letters of a cell's name: it is a file's
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """Run every cell of a suite whose result is not yet in the folder, then write the report.
+
+    Suites: quick (a minute or two), full (every evaluation, short), reference (the shipped models),
+    paper-distilgpt2 and paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same
+    experiments on a shipped model), learned-positions (a larger one), or a .yaml file of your own.
+
+    Example:
+        kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
+    """
+
+    suite: str = option(help="name of a suite, or a .yaml file", positional=True)
+    out: Path = option(
+        help="folder for results and report; finished cells in it are kept", writes="folder"
+    )
+    override: str = option(
+        "",
+        help='flags that replace those of the cells, such as "--device cuda"; with '
+        "another --model, here or as a variable, a cell loses the suite's aligners",
+    )
+    variables: str = option(
+        "", help='variables of the suite to change, such as "model=FOLDER corpus=text:mine.txt"'
+    )
 
 
 @dataclass(frozen=True)
@@ -208,6 +232,21 @@ def _flags(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
+def eval_run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
+    from kvalign.eval import write_report
+
+    states = run_suite(settings)
+    has_results = any(settings.out.glob("*.json"))  # preparations have none
+    page = str(write_report(settings.out)) if has_results else None
+    if not as_json:
+        before = f"{list(states.values()).count('kept')} of them from before"
+        print(f"{len(states)} cells in {settings.out}, {before}", file=sys.stderr)
+        if page:
+            print(f"report: {page}")
+            say_next("report", settings.out, "--terminal")
+    return {"out": str(settings.out), "cells": states, "report": page}
+
+
 def run_suite(settings: RunSettings) -> dict[str, str]:
     """Run the cells whose document is missing, or whose model has other weights than at the time
     of it, preparations first and in order.
@@ -236,7 +275,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     with locked(settings.out, summary), keeping(summary):
         write_text(path, text)
         try:
-            run_cells(to_run, settings.out, changed, settings if settings.ray else None)
+            run_cells(to_run, settings.out, changed)
         except UserError as error:
             if summary():
                 raise RunError(str(error)) from error
@@ -244,19 +283,15 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     return {cell.name: "run" if cell in to_run else "kept" for cell in cells}
 
 
-def run_cells(
-    cells: Sequence[Cell], out: Path, changed: str = "", on_ray: RunSettings | None = None
-) -> None:
-    """Run cells in order and keep what they print; with `on_ray` the evaluations run side by side.
-    A line before each says how long the rest takes.
+def run_cells(cells: Sequence[Cell], out: Path, changed: str = "") -> None:
+    """Run cells in order and keep what they print. A line before each says how long the rest takes.
 
     Raises:
         UserError: a cell was refused.
         RunError: a cell failed.
     """
-    parallel = [cell for cell in cells if on_ray and not cell.is_preparation]
     began = time.perf_counter()
-    for number, cell in enumerate(cell for cell in cells if cell not in parallel):
+    for number, cell in enumerate(cells):
         there, left = cell.at(out), ""
         if number:  # by the speed of those before
             seconds = (time.perf_counter() - began) * (len(cells) / number - 1)
@@ -265,39 +300,6 @@ def run_cells(
         print(f"== {number + 1} of {len(cells)}{left}, {about}", file=sys.stderr)
         identity = identity_of_cell(there)  # as it begins
         keep(cell, out, there.output(), changed, identity)
-    if parallel and on_ray:
-        of_cells = {cell.name: identity_of_cell(cell.at(out)) for cell in parallel}
-        for cell, output in _run_on_ray(parallel, on_ray):
-            keep(cell, out, output, changed, of_cells[cell.name])
-
-
-def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell with what its command printed, as they end; when one fails, others stop."""
-    with ray_session(settings.ray_address) as ray:
-        task = ray.remote(
-            num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
-        )(_run_there)
-        more = (str(Path.cwd()), settings.cpus_per_cell)
-        waiting = {task.remote(cell.at(settings.out), *more): cell for cell in cells}
-        with progress.shown_as("eval run") as bar:
-            bar.expect(len(cells), "cells")
-            while waiting:
-                (task,), _ = ray.wait(list(waiting), num_returns=1)
-                output, error = ray.get(task)
-                if error:
-                    raise RunError(error)
-                bar.update(1)
-                yield waiting.pop(task), output
-
-
-def _run_there(cell: Cell, folder: str, num_threads: int) -> tuple[str, str]:
-    """Return what a cell prints, and its error; its relative paths start at `folder`."""
-    os.chdir(folder)
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    try:
-        return cell.output(), ""
-    except (RunError, UserError) as error:
-        return "", str(error)
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
