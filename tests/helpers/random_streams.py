@@ -259,7 +259,7 @@ class RandomStream:
                     loop.take_encoded(*_encoded(model, part))
                 continue
             for token in part:
-                of_token = taken[i, exact.seen]
+                of_token = _next_of(taken, i, exact.seen)
                 for loop in rough:
                     loop.follow(token, of_token, None)
                 exact.follow(token, of_token, *(rough or [None]))
@@ -387,7 +387,7 @@ class RandomStream:
         for i, (row, own, given) in enumerate(zip(self.rows, ids, logits, strict=True)):
             exact, *rough = row
             for token, found in zip(own, given, strict=True):
-                of_token = taken[i, exact.seen]
+                of_token = _next_of(taken, i, exact.seen)
                 others = [loop.follow(token, of_token, None) for loop in rough]
                 right = exact.follow(token, of_token, *(rough or [None]))
                 self.worst = max(self.worst, _apart(found, right))
@@ -395,8 +395,10 @@ class RandomStream:
 
     @contextmanager
     def _taken_back(self):
-        """What is taken back within it: of a row and a token, by layer, the tokens of each head."""
-        taken, find = defaultdict(dict), Memory.find
+        """What is taken back within it: of a row and a number of tokens before, which an edit may
+        come to twice, in turn; by layer, the tokens of each head.
+        """
+        taken, find = defaultdict(list), Memory.find
 
         def told(memory, queries, asking):
             found = find(memory, queries, asking)
@@ -405,7 +407,10 @@ class RandomStream:
             for row, (ages, visible) in enumerate(zip(found.ages, found.visible, strict=True)):
                 for t, now in enumerate(asking.seen[min(row, len(asking.seen) - 1)].tolist()):
                     of_heads = zip(ages[:, t], visible[:, t], strict=True)
-                    taken[row, now][layer] = [(now - x[seen]).tolist() for x, seen in of_heads]
+                    steps = taken[row, now]
+                    if not steps or layer in steps[-1]:
+                        steps.append({})
+                    steps[-1][layer] = [(now - x[seen]).tolist() for x, seen in of_heads]
             return found
 
         Memory.find = told
@@ -413,6 +418,12 @@ class RandomStream:
             yield taken
         finally:
             Memory.find = find
+
+
+def _next_of(taken, row, seen) -> dict[int, list[list[int]]]:
+    """What the next step of a row with so many tokens takes back."""
+    steps = taken[row, seen]
+    return steps.pop(0) if steps else {}
 
 
 def _encoded(model, piece) -> tuple[Tensor, Tensor, Tensor]:
