@@ -50,6 +50,11 @@ class Form:
     names = ("entries", "sinks")
     base: Tensor | None = None
 
+    @property
+    def bases(self) -> Tensor | None:
+        """The base as our kernel takes it, [H, D]."""
+        return None if self.base is None else self.base[:, 0]
+
     def __init__(self, dtype: torch.dtype):
         self.dtype = self.stored_dtype = dtype
 

@@ -13,6 +13,7 @@ form of an entry, how it changes when it moves, and how attention reads it.
   (`attention.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Literal
 
@@ -29,7 +30,6 @@ from kvalign.cache.passes import Pass
 from kvalign.cache.sizes import CacheSizes, Frame
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST
-from kvalign.models import kernel
 from kvalign.models.architectures import MASKED, REGISTERED, rotation_of, window_of
 from kvalign.models.attention import install
 from kvalign.models.rope import Rotation
@@ -37,6 +37,8 @@ from kvalign.models.wrapped import no_autograd_modes
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
+Correction = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Tables and a network, as `kernel.write` takes them; empty: there are none."""
 Strategy = Literal["keep", "move", "read"]
 """Way to keep entries right. `keep`: attention gets them as they were written. `move`: it gets
 copies, computed again from the output of `anchor` when they move. `read`: they are stored in the
@@ -91,11 +93,9 @@ class Realigner:
         """
         return new
 
-    def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
-        """Write the entries [B, H, 1, D] of a usual pass into a ring by our kernel, where it can;
-        return whether it did.
-        """
-        return False
+    def correction(self, step: Pass, layer: int) -> Correction | None:
+        """Return by what our kernel corrects the new entries of a usual pass; None: it cannot."""
+        return ((), ()) if self.strategy == "keep" else None
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
         """Entries [B, H, S, D] after the sinks at new positions, from their stored form: as they
@@ -238,15 +238,13 @@ class OnRead(Realigner):
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
 
-    def write(self, step: Pass, layer: int, ring: KV, new: KV) -> bool:
-        if not (step.by_kernel and step.is_decode) or self.rotation is not None:
-            return False
+    def correction(self, step: Pass, layer: int) -> Correction | None:
         reader, evicting = self._readers[layer], step.evicting
         network = () if evicting is False else reader.network
-        if network is None or isinstance(evicting, Tensor):
-            return False
+        if network is None or isinstance(evicting, Tensor) or self.rotation is not None:
+            return None
         assert reader.tables is not None
-        return kernel.write(ring, step.slot, new, step.births_of_rows, reader.tables, network)
+        return reader.tables, network
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table

@@ -49,7 +49,7 @@ class StreamingCache(FixedSizeCache):
         asks: whether layers need our attention, even if all slots are of their row.
         reads_stored: whether our kernel, where it attends, reads entries of 8 bits as they are
             stored.
-        angles: of places, for such keys, as of `kernel.attend`; None if they do not rotate.
+        angles: of positions, for such keys, as of `kernel.attend`; None if they do not rotate.
     """
 
     attention: list[WindowLayer]
@@ -229,7 +229,7 @@ class StreamingCache(FixedSizeCache):
         if rotation is None:
             return None
         with no_autograd_modes():
-            of_places = rotation.angles_to(slice(0, self.sizes.first_input_len), HOST)
+            of_places = rotation.angles_to(slice(0, self.frame.last_position + 1), HOST)
             return torch.stack([of_places.cos, of_places.sin])[None]
 
     def _move_back(self, step: Pass) -> None:

@@ -13,6 +13,7 @@ from kvalign.cache.attention import Recaller, attend
 from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
 from kvalign.cache.passes import Pass, order_of, slots_of
 from kvalign.cache.sizes import CacheSizes
+from kvalign.models import kernel
 from kvalign.models.attention import mark
 
 if TYPE_CHECKING:
@@ -73,9 +74,22 @@ class WindowLayer(StreamingLayer):
         if step.grows:
             for ring in self.rings:
                 ring.grow(step.size)
-        if not self.realigner.write(step, self.layer_idx, self.entries.data, new):
+        if not self._put_by_kernel(step, new):
             self._put(step, new)
         return self._seen(step, recall)
+
+    def _put_by_kernel(self, step: Pass, new: KV) -> bool:
+        """Same as `_put` by our kernel, where that is faster; return whether it did."""
+        form, cache = self.entries.form, self.cache
+        if not (step.by_kernel and step.is_decode) or (form.is_int8 and not cache.reads_stored):
+            return False
+        correction = self.realigner.correction(step, self.layer_idx)
+        if correction is None or not (form.is_int8 or correction[0]):
+            return False
+        places = step.births_of_rows if correction[0] else step.position_ids[:, 0]
+        angles = cache.angles if form.is_int8 else None
+        of_new = self.entries.data, step.slot, new, places, *correction
+        return kernel.write(*of_new, angles=angles, bases=form.bases)
 
     def _put(self, step: Pass, new: KV) -> None:
         """Write one token of each row into its slot."""
@@ -107,8 +121,7 @@ class WindowLayer(StreamingLayer):
         if recall is not None:
             reader = reader._replace(recall=recall)
         if is_raw:
-            base = None if form.base is None else form.base[:, 0]
-            reader = reader._replace(angles=self.cache.angles, bases=base)
+            reader = reader._replace(angles=self.cache.angles, bases=form.bases)
         return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
 
     def _take_many(self, step: Pass, new: KV, recall: Recaller | None) -> KV:

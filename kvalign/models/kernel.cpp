@@ -173,19 +173,32 @@ struct Entries {
   }
 };
 
-void rotate(float* x, const float* c, const float* s, int64_t num_pairs) {
+void rotate(float* x, const float* c, const float* s, int64_t num_pairs, float sign = 1) {  // -1: back
   float* other = x + num_pairs;  // the other half; the rest does not rotate
   int64_t j = 0;
   for (; j + 16 <= num_pairs; j += 16) {
-    const Floats a = load(x + j), b = load(other + j);
-    store(x + j, a * load(c + j) - b * load(s + j));
-    store(other + j, fma(a, load(s + j), b * load(c + j)));
+    const Floats a = load(x + j), b = load(other + j), sines = load(s + j) * floats(sign);
+    store(x + j, a * load(c + j) - b * sines);
+    store(other + j, b * load(c + j) + a * sines);
   }
   for (; j < num_pairs; j++) {
-    const float a = x[j], b = other[j];
-    x[j] = a * c[j] - b * s[j];
-    other[j] = a * s[j] + b * c[j];
+    const float a = x[j], b = other[j], sine = s[j] * sign;
+    x[j] = a * c[j] - b * sine;
+    other[j] = b * c[j] + a * sine;
   }
+}
+
+// A key or a value of a multiple of 16 numbers in 8 bits, as `kvalign/cache/int8.py` says.
+void encode(const float* x, int64_t dim, char* to) {
+  Ints most = ints(0);
+  for (int64_t d = 0; d < dim; d += 16) most = max(most, magnitude_bits(load(x + d)));
+  const int32_t found = greatest(most);  // it may be a NaN
+  float scale;
+  std::memcpy(&scale, &found, sizeof scale);
+  scale /= 127;
+  const Floats divisor = floats(std::max(std::numeric_limits<float>::min(), scale));
+  for (int64_t d = 0; d < dim; d += 16) store_int8(to + d, to_ints(load(x + d) / divisor));
+  std::memcpy(to + dim, &scale, sizeof scale);
 }
 
 // What entries are at a place, [heads, places, dim] and [heads, places]: mean + scale * (what is stored).
@@ -342,16 +355,18 @@ struct Attention {
   }
 };
 
-// Entries of one token of each row, without the means and scales of their places, and corrected by a network, if any.
+// Entries of one token of each row, as they are stored: without the means and scales of their places and corrected
+// by a network, or keys without their rotation and base; any of them may be missing.
 struct Writing {
   struct Part {  // keys, or values
-    float* slots;
+    char* slots;
     const float *entry, *mean, *scale, *weight, *bias;
     int64_t row, head;  // from one entry to the next
   } parts[2];
-  const float *hidden_weight, *hidden_bias;
+  const float *hidden_weight, *hidden_bias, *cosines, *sines, *bases;
   const int64_t *slot, *place;
-  int64_t num_slots, num_places, num_rows, num_heads, dim, num_hidden;
+  int64_t num_slots, num_places, num_rows, num_heads, dim, num_hidden, num_pairs;
+  bool has_tables, is_int8;
 
   static float product(const float* a, const float* b, int64_t num) {  // of a multiple of 16
     Floats sum = floats(0);
@@ -360,28 +375,31 @@ struct Writing {
   }
 
   void run() const {
-    const int64_t num = num_heads * dim;
+    const int64_t num = num_heads * dim, bytes = is_int8 ? dim + sizeof(float) : dim * sizeof(float);
     std::vector<float> both(2 * num), hidden(num_hidden);
     for (int64_t row = 0; row < num_rows; row++) {
       for (int i = 0; i < 2; i++)
         for (int64_t h = 0; h < num_heads; h++) {
           const Part& part = parts[i];
           const float* from = part.entry + row * part.row + h * part.head;
+          float* x = &both[i * num + h * dim];
+          std::memcpy(x, from, dim * sizeof(float));
           const int64_t at = h * num_places + place[row];
-          for (int64_t d = 0; d < dim; d++)
-            both[i * num + h * dim + d] = (from[d] - part.mean[at * dim + d]) / part.scale[at];
+          for (int64_t d = 0; has_tables && d < dim; d++) x[d] = (x[d] - part.mean[at * dim + d]) / part.scale[at];
         }
       for (int64_t j = 0; j < num_hidden; j++)
         hidden[j] = std::max(product(hidden_weight + j * 2 * num, both.data(), 2 * num) + hidden_bias[j], 0.0f);
       for (int i = 0; i < 2; i++)
         for (int64_t h = 0; h < num_heads; h++) {
           const Part& part = parts[i];
-          float* to = part.slots + ((row * num_heads + h) * num_slots + *slot) * dim;
-          for (int64_t d = 0; d < dim; d++) {
-            const int64_t n = h * dim + d;
-            to[d] = both[i * num + n];
-            if (num_hidden) to[d] += product(part.weight + n * num_hidden, hidden.data(), num_hidden) + part.bias[n];
-          }
+          float* x = &both[i * num + h * dim];
+          for (int64_t n = h * dim; num_hidden && n < (h + 1) * dim; n++)
+            x[n - h * dim] += product(part.weight + n * num_hidden, hidden.data(), num_hidden) + part.bias[n];
+          if (i == 0) rotate(x, cosines + place[row] * num_pairs, sines + place[row] * num_pairs, num_pairs, -1);
+          for (int64_t d = 0; i == 0 && bases && d < dim; d++) x[d] -= bases[h * dim + d];
+          char* to = part.slots + ((row * num_heads + h) * num_slots + *slot) * bytes;
+          if (is_int8) encode(x, dim, to);
+          else std::memcpy(to, x, bytes);
         }
     }
   }
@@ -804,25 +822,29 @@ void attend(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `write`, in its order.
 void write(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 16;
+  constexpr int GIVEN = 18;
   AtenTensorHandle x[GIVEN];
   for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
-  const auto ring = x[0], new_keys = x[3];
+  const auto ring = x[0], new_keys = x[3], angles = x[16], bases = x[17];
   Writing all;
   for (int i = 0; i < 2; i++) {
     auto& one = all.parts[i];
-    one.slots = data_of(x[i]), one.entry = data_of(x[3 + i]);
+    one.slots = (char*)data_of(x[i]), one.entry = data_of(x[3 + i]);
     one.row = stride_of(x[3 + i], 0), one.head = stride_of(x[3 + i], 1);
     one.mean = data_of(x[6 + i]), one.scale = data_of(x[8 + i]);
     one.weight = data_of(x[12 + 2 * i]), one.bias = data_of(x[13 + 2 * i]);
   }
   all.hidden_weight = data_of(x[10]), all.hidden_bias = data_of(x[11]), all.num_hidden = is_none(x[10]) ? 0 : size_of(x[10], 0);
+  all.num_pairs = size_of(angles, 3), all.cosines = data_of(angles), all.sines = all.cosines + size_of(angles, 2) * all.num_pairs;
+  all.bases = is_none(bases) ? nullptr : data_of(bases);
   all.slot = (int64_t*)data_of(x[2]), all.place = (int64_t*)data_of(x[5]);
-  all.num_slots = size_of(ring, 2), all.num_places = size_of(x[6], 1);
+  all.has_tables = !is_none(x[6]), all.is_int8 = kind_of(ring) == INT8;
+  all.num_slots = size_of(ring, 2), all.num_places = all.has_tables ? size_of(x[6], 1) : 0;
   all.num_rows = size_of(new_keys, 0), all.num_heads = size_of(new_keys, 1), all.dim = size_of(new_keys, 3);
   const auto is_of = [](int64_t index, int64_t num) { return index >= 0 && index < num; };
   bool is_fit = is_of(*all.slot, all.num_slots) && size_of(x[5], 0) == all.num_rows && all.dim % 16 == 0 && all.num_hidden % 16 == 0;
-  for (int64_t row = 0; is_fit && row < all.num_rows; row++) is_fit = is_of(all.place[row], all.num_places);
+  for (int64_t row = 0; is_fit && row < all.num_rows; row++)
+    is_fit = (!all.has_tables || is_of(all.place[row], all.num_places)) && (!all.num_pairs || is_of(all.place[row], size_of(angles, 2)));
   if (is_fit) all.run();
   for (int i = 0; i < GIVEN; i++) aoti_torch_delete_tensor_object(x[i]);
   if (!is_fit) throw std::runtime_error("a kernel of kvalign was given tensors that are not as it takes them");

@@ -43,7 +43,7 @@ _ATTENDED = (
 )
 _WRITTEN = (
     *("slot", "new_keys", "new_values", "places", *_TABLES, "hidden_weight", "hidden_bias"),
-    *("key_weight", "key_bias", "value_weight", "value_bias"),
+    *("key_weight", "key_bias", "value_weight", "value_bias", "angles", "bases"),
 )
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "sketch", "scales"),
@@ -54,7 +54,7 @@ _FITS = {
     "AVX2": ("avx2", "fma3", "f16c"),
 }
 """What a CPU must have, by PyTorch's names; the first that fits is taken."""
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")  # rounds as PyTorch does
 _GROUP, _BLOCK = 32, 16
 _NONE = torch.empty(1, 2, 0, 0)
 
@@ -248,28 +248,36 @@ def write(
     slot: Tensor,
     new: Sequence[Tensor],
     places: Tensor,
-    tables: Sequence[Tensor],
+    tables: Sequence[Tensor] = (),
     network: Sequence[Tensor] = (),
+    *,
+    angles: Tensor | None = None,
+    bases: Tensor | None = None,
 ) -> bool:
-    """Write the entries of one token of each row, without the means and scales of their places;
-    return False, and write nothing, if they are not as the kernel takes them.
+    """Write the entries of one token of each row as they are stored, or return False and write
+    nothing, if they are not as the kernel takes them.
 
     Args:
-        ring: keys and values [B, H, S, D] float32, of which one slot is overwritten.
+        ring: keys and values [B, H, S, D] float32, of which one slot is overwritten; or [B, H, S,
+            D + 4] int8, `Int8.encode` of each.
         slot: [1] int64.
         new: keys and values [B, H, 1, D] float32.
         places: [B] int64.
-        tables: as of `attend`.
+        tables: as of `attend`, whose means and scales at these places are taken off. Empty: none.
         network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
             it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
+        angles: as of `attend`, by which keys are rotated back from these places. None: they are
+            not.
+        bases: [H, D] float32, taken off keys; None: 0.
     """
-    are_floats = ring[0].is_cpu and ring[0].dtype == new[0].dtype == torch.float32
-    if not are_floats or new[0].stride(3) != 1 or not ring[0].is_contiguous():
+    are_fit = ring[0].is_cpu and ring[0].dtype in (torch.float32, torch.int8)
+    are_fit = are_fit and new[0].dtype == torch.float32 and new[0].stride(3) == 1
+    if not are_fit or not ring[0].is_contiguous():
         return False
-    of_network = network
-    if not network:
-        of_network = [new[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE] * 6
-    torch.ops.kvalign.write.default(*ring, slot, *new, places, *tables, *of_network)
+    none = new[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
+    of_keys = none if angles is None else angles, none if bases is None else bases
+    corrected = *(tables or (none,) * 4), *(network or (none,) * 6)
+    torch.ops.kvalign.write.default(*ring, slot, *new, places, *corrected, *of_keys)
     return True
 
 

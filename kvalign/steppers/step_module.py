@@ -125,7 +125,6 @@ class StepModule(nn.Module):
         """Attention of queries [B, H, 1, D] by our kernel: [B, 1, H, D]."""
         if isinstance(form, Int8) and form.rotation is not None:  # angles count from the first
             query = form.rotation.shift(query, behind)
-        bases = None if form.base is None else form.base[:, 0]
         tables = None
         if self.table is not None:
             tables = [getattr(self.table, name)[layer_idx] for name in TABLES]
@@ -136,7 +135,7 @@ class StepModule(nn.Module):
             values,
             scale,
             angles=angles,
-            bases=bases,
+            bases=form.bases,
             tables=tables,
             num_sinks=self.num_sinks,
         )

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.testing import assert_close
 
+from kvalign.aligners.entries import KV
+from kvalign.aligners.table import Tables, standardised
+from kvalign.cache.int8 import Int8
+from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.models import kernel, packed
@@ -163,6 +168,36 @@ def test_our_kernel_writes_entries_without_their_places_and_corrected(num_hidden
                 kernel.write(ring, torch.tensor([slot]), new, at, [*means, *scales], network)
     for x, y in zip(ring, expected, strict=True):
         assert_close(x[:, :, 5:6], y)
+        assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("way", ["plain", "table", "rotation", "rotation and base"])
+def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
+    rng = torch.Generator().manual_seed(0)
+    of_sizes = 10.0 ** torch.arange(-3, 3)[:, None, None]
+    new = KV(*torch.randn(2, 64, 6, 1, head_dim, generator=rng) * of_sizes)
+    new.keys[0, 0] = 0
+    places, form = torch.randint(500, (64,), generator=rng), Int8(torch.float32)
+    tables, angles, expected = (), None, new
+    if way == "table":
+        tables = [torch.randn(6, 512, head_dim, generator=rng) for _ in range(2)]
+        tables += [torch.rand(6, 512, generator=rng) + 0.5 for _ in range(2)]
+        rows = Tables(*(x[:, places].transpose(0, 1)[:, :, None] for x in tables))
+        expected = standardised(*new, rows)
+    if "rotation" in way:
+        rotation = Rotation(1 / 1e4 ** torch.linspace(0, 1, 8))
+        angles = torch.stack(rotation.angles_to(slice(0, 512), HOST)[:2])[None]
+        form = replace(form, rotation=rotation)
+    if "base" in way:
+        form = replace(form, base=torch.randn(6, 1, head_dim, generator=rng))
+    ring = [torch.zeros(64, 6, 9, head_dim + 4, dtype=torch.int8) for _ in range(2)]
+    of_keys = dict(angles=angles, bases=form.bases)
+    with torch.no_grad():
+        assert kernel.write(ring, torch.tensor([5]), new, places, tables, **of_keys)
+    for x, y in zip(ring, form.encode_at(expected, places[:, None, None]), strict=True):
+        assert torch.equal(x[:, :, 5:6], y)
         assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
 
 
