@@ -1,7 +1,7 @@
 """Text to record, train and evaluate on: one specification string for each corpus.
 
-`SPECS` lists them, as `kvalign corpora` does. A new one is a class (`corpus.Corpus`) in a file and
-a line in `_KINDS` here; a short name for a hub data set is a line in `corpus.HUB`. A tokenised
+`SPECS` lists them, as `kvalign list corpora` does. A new one is a class (`corpus.Corpus`) in a file
+and a line in `_KINDS` here; a short name for a hub data set is a line in `corpus.HUB`. A tokenised
 corpus is one stream of ids: no special tokens, rows joined.
 """
 

@@ -40,7 +40,7 @@ class Corpus(Protocol):
 
     @property
     def about(self) -> str:
-        """Description in half a line for `kvalign corpora`."""
+        """Description in half a line for `kvalign list corpora`."""
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """Text of `train` or `test` in pieces of about `PIECE_LEN`; `rest` is the part of the

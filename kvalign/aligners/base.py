@@ -351,7 +351,7 @@ def _no_aligner(name: str) -> str:
     names = ", ".join(checkpoints.ALIGNERS)
     return (
         f"no aligner {name!r}: neither a folder nor on the hub{hub.why_not()}{hint} (shipped: "
-        f"{names}; yours: kvalign aligners)"
+        f"{names}; yours: kvalign list aligners)"
     )
 
 

@@ -1,8 +1,7 @@
-"""Listings of choices, each from its registry or from configs, and the commands that show one."""
+"""Listings of choices, each from its registry or from configs."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import make_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from kvalign import checkpoints
 from kvalign.foundation.files import read_json
 from kvalign.foundation.folders import ROOT
-from kvalign.foundation.settings import Settings
 from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
@@ -151,25 +149,13 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     return tables
 
 
-_ABOUT = {
-    "methods": "List the ways to stream: the values of --method (--policy: kvalign policies).",
-    "policies": "List the policies, which choose the entries to evict: the values of --policy.",
-    "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
-    "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
-    "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
+LISTED: dict[str, Callable[[], list[Row]]] = {
+    "methods": methods,
+    "policies": policies,
+    "aligners": aligners,
+    "corpora": corpora,
 }
-LISTINGS = tuple(_ABOUT)
-
-
-def settings_of_listing(name: str) -> type[Settings]:
-    about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
-    how: dict[str, Any] = dict(bases=(Settings,), frozen=True, kw_only=True)
-    return make_dataclass(f"{name.title()}Settings", (), namespace={"__doc__": about}, **how)
-
-
-def show_listing(name: str, settings: Settings, as_json: bool) -> dict[str, Any]:
-    """Such a command: `kvalign methods`."""
-    return show(as_json, **{name: globals()[name]()})
+"""What `kvalign list` lists."""
 
 
 def _rows(row: Callable[[str, Path], Row | None], **folders: Mapping[str, Path]) -> Iterator[Row]:

@@ -75,7 +75,7 @@ class CacheSizes:
         at_least=1,
     )
     policy: str = option(
-        OLDEST, help="which entries are evicted (kvalign policies)", choices=POLICIES
+        OLDEST, help="which entries are evicted (kvalign list policies)", choices=POLICIES
     )
     num_recent: int | None = option(
         None,

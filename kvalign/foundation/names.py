@@ -53,6 +53,10 @@ REMOVED = {
     "eval chat": "kvalign eval told asks for what a conversation told, and kvalign eval "
     "readability judges what is written",
     "eval import-losses": "eval/results/paper.md has its figures, and version 0.2 the command",
+    **{
+        name: f"kvalign list {name} shows them"
+        for name in ("methods", "policies", "aligners", "corpora")
+    },
     "anchored": "table-network is what came of it",
     "kvalign-gpt2-mini-anchored": "kvalign-gpt2-mini-table-network is what came of it",
 }

@@ -46,6 +46,7 @@ REMOVED_WORDS = {
     "eval chat --model x": "kvalign eval told",
     "eval import-losses": "eval/results/paper.md",
     "train anchored": "table-network",
+    "methods --json": "kvalign list methods",
     "generate --prompt x --aligner kvalign-gpt2-mini-anchored": "table-network",
 }
 

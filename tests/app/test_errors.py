@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvalign.app.cli.main import main
+from kvalign.app.listing import LISTED
 from kvalign.foundation.errors import Interrupted, NotFoundError, RunError, UserError
 
 OURS = "an error in KV-Align"
@@ -28,13 +29,13 @@ ERRORS = [
 
 @pytest.fixture
 def fail(monkeypatch):
-    """Let `kvalign methods` raise an error."""
+    """Let `kvalign list methods` raise an error."""
 
     def plant(error):
         def methods():
             raise error
 
-        monkeypatch.setattr("kvalign.app.listing.methods", methods)
+        monkeypatch.setitem(LISTED, "methods", methods)
 
     return plant
 
@@ -44,32 +45,32 @@ def fail(monkeypatch):
 )
 def test_an_error_is_one_line_and_the_exit_code_says_whose_it_is(error, code, message, fail, capfd):
     fail(error)
-    assert main(["methods"]) == code
+    assert main(["list", "methods"]) == code
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("kvalign methods: error: ") and message in captured.err
+    assert captured.err.startswith("kvalign list: error: ") and message in captured.err
     ours = "please open an issue with the output of --debug\n"
     assert captured.err.endswith(ours) == (OURS in message)
 
 
-@pytest.mark.parametrize("argv", [["--debug", "methods"], ["methods", "--debug"]])
+@pytest.mark.parametrize("argv", [["--debug", "list", "methods"], ["list", "methods", "--debug"]])
 @pytest.mark.parametrize("error", [ValueError("planted"), UserError("planted")])
 def test_debug_shows_the_traceback(argv, error, fail, capfd):
     fail(error)
     assert main(argv) == (2 if isinstance(error, UserError) else 1)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and "planted" in lines[-1]
-    assert sum(line.startswith("kvalign methods: error: ") for line in lines) == 1
+    assert sum(line.startswith("kvalign list: error: ") for line in lines) == 1
 
 
 def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_path, capfd):
     fail(KeyboardInterrupt())
-    assert main(["methods"]) == 130
-    assert capfd.readouterr().err == "kvalign methods: interrupted\n"
+    assert main(["list", "methods"]) == 130
+    assert capfd.readouterr().err == "kvalign list: interrupted\n"
     fail(Interrupted("2 shards are kept"))
-    assert main(["methods", "--json"]) == 130
-    kept = "interrupted; 2 shards are kept; to go on: kvalign methods --json"
-    assert capfd.readouterr().err == f"kvalign methods: {kept}\n"
+    assert main(["list", "methods", "--json"]) == 130
+    kept = "interrupted; 2 shards are kept; to go on: kvalign list methods --json"
+    assert capfd.readouterr().err == f"kvalign list: {kept}\n"
     monkeypatch.setattr("sys.stderr", (tmp_path / "stderr").open("w"))
     fail(BrokenPipeError())
-    assert main(["methods"]) == 0
+    assert main(["list", "methods"]) == 0

@@ -16,8 +16,8 @@ from kvalign.models import fetched
 from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.policies import POLICIES
 
-COMMANDS = {name: [name] for name in ("models", "methods", "policies", "aligners", "corpora")}
-COMMANDS["models"] += ["fetchable", "architectures"]
+COMMANDS = {f"list {name}": [name] for name in listing.LISTED} | {"list": [*listing.LISTED]}
+COMMANDS["models"] = ["models", "fetchable", "architectures"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,17 +87,17 @@ def test_aligners_of_the_cache_are_shown_without_control_characters(cache, capsy
     own = put_into_cache(cache, "some/aligner", checkpoints.FOLDER / checkpoints.ALIGNERS[0])
     config = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(config | {"base_model": "a\x1b[31mb\n\u202ec"}))
-    assert main(["aligners"]) == 0
+    assert main(["list", "aligners"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("some/aligner") and "a␛[31mb [U+202E]c" in last
 
 
 @pytest.mark.parametrize(("command", "tables"), COMMANDS.items())
 def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
-    assert main([command, "--json"]) == 0
+    assert main([*command.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert list(document) == tables
-    assert main([command]) == 0
+    assert main(command.split()) == 0
     blocks = capsys.readouterr().out.strip().split("\n\n")
     for rows, block in zip(document.values(), blocks, strict=True):
         heading, rule, *lines = block.splitlines()

@@ -11,7 +11,7 @@ from kvalign.data_gen import corpora
 from kvalign.methods.registry import METHODS
 
 HEAVY = ("torch", "transformers", "datasets", "pandas")
-LISTS = ("aligners", "corpora")
+LISTS = ("list aligners", "list corpora")
 SETTINGS = f"""
 import sys
 

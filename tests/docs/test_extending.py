@@ -60,9 +60,9 @@ cells:
     command: eval variety --methods window,streaming-llm {SMALL}
 """
 COMMANDS = {
-    "methods": "methods",
+    "methods": "list methods",
     "unmoved": f"eval perplexity --methods unmoved,streaming-llm {SMALL} --json",
-    "policies": "policies",
+    "policies": "list policies",
     "value-norm": f"eval perplexity --methods kvalign --policy oldest,value-norm {SMALL} --json",
     "help of train": "train centred --help",
     "train": "train centred --num-tokens 2600 --chunk-len 64 --out mine",
@@ -72,14 +72,14 @@ COMMANDS = {
     "help": "--help all",
     "run": "eval run mine.yaml --out results",
     "report": "report results --terminal",
-    "corpora": "corpora",
+    "corpora": "list corpora",
     "numbers": f"eval perplexity --corpus numbers --methods window {SMALL}",
 }
 # Runs commands that it is sent, then tries the layout, and prints what each printed.
 PROGRAM = """
 import contextlib, io, json, shlex, sys
 from kvalign.app.cli.main import main
-from kvalign.app import suite
+from kvalign.app.commands import eval_run
 from kvalign.eval.evaluations.latency import timing
 from kvalign.eval.report import page
 from kvalign.training import judge
@@ -95,7 +95,7 @@ def run(words):
             sys.exit(code)
     return out.getvalue()
 
-suite.Cell.output = lambda cell: run([*shlex.split(cell.command)[1:], "--json"])  # here
+eval_run.Cell.output = lambda cell: run([*shlex.split(cell.command)[1:], "--json"])  # here
 printed = {name: run(shlex.split(x)) for name, x in json.load(sys.stdin).items()}
 """
 # Llama, of whose keys the last 4 of 8 numbers are turned, under a name that no line has.

@@ -31,7 +31,7 @@ EXTRA_OF = {
 }
 
 BARE = (
-    *(["doctor"], ["models"], ["methods"], ["aligners"], ["corpora"], ["policies"]),
+    *(["doctor"], ["models"], ["list"]),
     ["lanes", "--out", "{place}/lanes.html"],
     ["generate", "--model", "gpt2-mini", "--max-new-tokens", "3", "--prompt", "The"],
 )

@@ -10,6 +10,7 @@ import textwrap
 import typing
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -48,7 +49,8 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     commands = [_example(line.strip()) for line in example.strip().splitlines()]
-    named = [x.name.upper() for x in dataclasses.fields(cls) if x.metadata["positional"]]
+    positional = [x for x in dataclasses.fields(cls) if x.metadata["positional"]]
+    named = [x.name.upper() if x.default is MISSING else f"[{x.name.upper()}]" for x in positional]
     parser = OneLineParser(
         prog=prog,
         usage=" ".join([prog, *named, "[flags]"]),
@@ -65,7 +67,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     given = {name: arguments[name] for name in fields if arguments[name] is not None}
     path = arguments[_FILE[2:]]
     values = given if path is None else _of_file(Path(path), prog, fields) | given
-    lacking = [name for name, (_, x, _) in fields.items() if x.default is dataclasses.MISSING]
+    lacking = [name for name, (_, x, _) in fields.items() if x.default is MISSING]
     if missing := [fields[name][0] for name in lacking if name not in values]:
         names = ", ".join(str([*x.option_strings, x.metavar][0]) for x in missing)
         parser.error(f"the following arguments are required: {names}")
@@ -143,7 +145,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     are None: the dataclass has defaults.
     """
     help_text, default = field.metadata["help"].replace("%", "%%"), field.default
-    if default not in (dataclasses.MISSING, None, False, ""):
+    if default not in (MISSING, None, False, ""):
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         default = "on" if default is True else default
         help_text += f" (default: {default})"

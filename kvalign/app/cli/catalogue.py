@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
-from kvalign.app.listing import LISTINGS, settings_of_listing, show_listing
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import unknown
@@ -43,10 +42,7 @@ GROUPS = {
         "judge": "judge networks by streams, and save a copy with those that help",
         "import-published": "make an aligner from the networks that the paper's authors publish",
         "pretrain": "train a small reference language model",
-        "methods": "list ways to stream",
-        "policies": "list ways to choose which entries are evicted",
-        "aligners": "list aligners: their models, kinds and training text",
-        "corpora": "list texts to train and evaluate on",
+        "list": "list methods, policies, aligners and corpora",
     },
 }
 """Commands of every day in the first two, which `kvalign --help` shows; the others are named."""
@@ -58,6 +54,7 @@ _OF_TRAINING = ("gen-data", "import-published", "judge", "pretrain", "tune", "tu
 _MODULES = dict.fromkeys(_OF_TRAINING, "train") | {
     "report": "evaluate",
     "compile": "models",
+    "list": "models",
 }
 """Modules of commands/ that have commands of other names."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
@@ -104,8 +101,6 @@ class Command:
             from kvalign.app.commands.evaluate import evaluate
 
             return EVALUATIONS[name].settings, partial(evaluate, EVALUATIONS[name])
-        if first in LISTINGS:
-            return settings_of_listing(first), partial(show_listing, first)
         member = self.name.replace(" ", "_").replace("-", "_")
         module = importlib.import_module(f"kvalign.app.commands.{_MODULES.get(self.name, member)}")
         function = getattr(module, member)

