@@ -106,7 +106,7 @@ def frontier(
     shape = (1, of_text.first_label_of(max(settings.cache_sizes)) + settings.num_tokens)
     ids = read_texts(loaded, settings.corpus, shape, "--num-tokens or --cache-sizes")
     with keeping(lambda: summary_of(settings.keep)):
-        scored, losses, _ = score_all(methods, ids, of_text)
+        scored, losses = score_all(methods, ids, of_text)
     names = ("first_label", "num_labels", "nll_nats", "perplexity", "low", "high")
     rows = [
         sizes_of(method) | {name: row[name] for name in names} | dict.fromkeys(OF_TIME)

@@ -7,7 +7,8 @@ from helpers.refusals import refused
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, KINDS, UNEDITED, EditSettings
+from kvalign.eval.evaluations.edit import KINDS, EditSettings
+from kvalign.eval.evaluations.edit.ways import ANEW, EDITED, FORGOTTEN, UNEDITED
 from kvalign.eval.report import read
 from kvalign.eval.report.contents import sections
 from kvalign.foundation.errors import UserError

@@ -18,7 +18,13 @@ from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluations.perplexity import SLICES, slice_figure, slice_name
-from kvalign.eval.evaluations.perplexity.scores import compare, distances, of_losses, slices
+from kvalign.eval.evaluations.perplexity.scores import (
+    Distances,
+    compare,
+    distances,
+    of_losses,
+    slices,
+)
 from kvalign.eval.protocol.data import SIZES
 from kvalign.foundation.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
@@ -239,7 +245,7 @@ def test_segments_begin_with_the_first_label():
 
 def sliced(rows, losses, ids, reference):
     """Rows with their figures, and the comparison with the reference."""
-    far = {name: distances(ids, kind.length) for name, kind in SLICES.items()}
+    far = {x: Distances(distances(ids, kind.length), kind.edges) for x, kind in SLICES.items()}
     for row, nll in zip(rows, losses, strict=True):
         row |= of_losses(nll, row["cache_size"], row["first_label"], far)
     compare(rows, losses, reference, far)

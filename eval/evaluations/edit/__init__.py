@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol import DrawnSettings, Evaluation, corpus_option
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
 
 KINDS = ("cut", "replace", "insert")
-PIECE = "piece"
-ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class EditSettings(DrawnSettings):
         (255,), help="entries the cache keeps, more than a text has, comma-separated", at_least=1
     )
     kinds: tuple[str, ...] = option(
-        KINDS, help="kinds of edits, comma-separated", choices=(*KINDS, PIECE)
+        KINDS, help="kinds of edits, comma-separated", choices=(*KINDS, "piece")
     )
     lengths: tuple[int, ...] = option(
         (32,),
@@ -88,7 +87,7 @@ def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> 
     Raises:
         UserError: a method that cannot be edited; a corpus that is too short.
     """
-    from kvalign.eval.evaluations.edit.ways import score_method, ways_of
+    from kvalign.eval.evaluations.edit.ways import batches, score_edits, ways_of
     from kvalign.eval.protocol.grid import one_by_one, read_texts
 
     for method in methods:
@@ -97,10 +96,13 @@ def edit(settings: EditSettings, loaded: LoadedModel, methods: list[Method]) -> 
     shape = settings.num_edits, length + 2 * max(settings.lengths)
     smaller = "--num-edits, --lengths, --num-before, --num-after or --num-future"
     ids = read_texts(loaded, settings.corpus, shape, smaller)
-    num_each = settings.num_edits * len(ways_of(settings))
-    num_all = num_each * len({*settings.kinds}) * len({*settings.lengths})
+    ways = ways_of(settings.exactly)
+    edits = [*product(dict.fromkeys(settings.kinds), dict.fromkeys(settings.lengths))]
+    num_all = settings.num_edits * len(ways) * len(edits)
     for method, bar in one_by_one(methods, num_all, "streams"):
-        yield from score_method(method, settings, loaded, ids, bar.update)
+        for kind, num in edits:
+            nums = (settings.num_before, num, settings.num_after, settings.num_future)
+            yield from score_edits(method, loaded, kind, batches(ids, nums), ways, bar.update)
 
 
 COLUMNS = {

@@ -3,9 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvalign.cache.edits import EncodedPart
-from kvalign.eval.evaluations.edit import ANEW, EDITED, FORGOTTEN, PIECE, UNEDITED, EditSettings
 from kvalign.eval.evaluations.latency.timing import clocked
 from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.grid import sizes_of
@@ -25,11 +23,12 @@ from kvalign.models.loading import LoadedModel
 from kvalign.streaming.pieces import encoded_alone
 from kvalign.streaming.scoring import check_losses
 
+ANEW, EDITED, UNEDITED, FORGOTTEN = "encoded anew", "edited", "unedited", "forgotten"
 TOGETHER = 25  # edits of a batch
 NUM_TIMED = 5  # edits of one stream on the clock
 
 
-class Text(NamedTuple):
+class EditedText(NamedTuple):
     """Parts of texts side by side, [B, ...] int64 each; `other` is replaced by the middle."""
 
     before: Tensor
@@ -101,26 +100,25 @@ def _num(new: Tensor | EncodedPart) -> int:
     return new.num if isinstance(new, EncodedPart) else new.shape[1]
 
 
-def ways_of(settings: EditSettings) -> list[Way]:
-    again = [Way(EDITED, num) for num in dict.fromkeys(settings.exactly)]
+def ways_of(exactly: Sequence[int]) -> list[Way]:
+    again = [Way(EDITED, num) for num in dict.fromkeys(exactly)]
     return [Way(ANEW), *again, Way(UNEDITED), Way(FORGOTTEN)]
 
 
-def batches(settings: EditSettings, ids: Tensor, length: int) -> Iterator[Text]:
-    """Parts of texts [N, T] for edits of this length."""
-    nums = [settings.num_before, length, settings.num_after, settings.num_future, length]
-    for some in ids.split(TOGETHER):
-        yield Text(*some[:, : sum(nums)].split(nums, 1))
+def batches(ids: Tensor, nums: tuple[int, int, int, int]) -> list[EditedText]:
+    """Parts of texts [N, T]: so many tokens before an edit, of it, behind it, and of the future."""
+    sizes = [*nums, nums[1]]
+    return [EditedText(*some[:, : sum(sizes)].split(sizes, 1)) for some in ids.split(TOGETHER)]
 
 
-def edit_of(kind: str, text: Text, loaded: LoadedModel) -> Edit:
+def edit_of(kind: str, text: EditedText, loaded: LoadedModel) -> Edit:
     """An edit of this kind; a piece has been encoded as a text of its own. The last token of
     `after` is not fed yet: it asks for what follows.
     """
     start, none, alone = text.before.shape[1], text.middle[:, :0], None
     old = {"cut": text.middle, "replace": text.other}.get(kind, none)
     new = none if kind == "cut" else text.middle
-    if kind == PIECE:
+    if kind == "piece":
         prefix = torch.tensor(prefix_ids(loaded.tokenizer), dtype=torch.int64).to(new)
         alone = encoded_alone(
             loaded.model, torch.cat([prefix.expand(len(new), -1), new], 1), len(prefix)
@@ -130,41 +128,39 @@ def edit_of(kind: str, text: Text, loaded: LoadedModel) -> Edit:
 
 
 @torch.no_grad()
-def score_method(
+def score_edits(
     method: Method,
-    settings: EditSettings,
     loaded: LoadedModel,
-    ids: Tensor,
+    kind: str,
+    texts: Sequence[EditedText],
+    ways: Sequence[Way],
     on_streams: Callable[[int], object],
 ) -> list[Row]:
-    """Rows of a method, from texts [N, T] int64."""
-    rows = []
-    for kind, length in product(dict.fromkeys(settings.kinds), dict.fromkeys(settings.lengths)):
-        of_ways: dict[Way, list[tuple[Tensor, Tensor]]] = {way: [] for way in ways_of(settings)}
-        encoded, seconds = dict[Way, int](), dict.fromkeys(of_ways, 0.0)
-        for text in batches(settings, ids, length):
-            edit = edit_of(kind, text, loaded)
-            for way, parts in of_ways.items():
-                began = time.perf_counter()
-                way.prepare(method, edit)
-                encoded[way] = way(method, edit)
-                parts.append(_continued(method, text))
-                seconds[way] += time.perf_counter() - began
-                on_streams(len(edit.ids))
-        first = edit_of(kind, next(batches(settings, ids, length)), loaded)
-        times = _times(method, first, settings)
-        rows += [
-            sizes_of(method)
-            | {"kind": kind, "length": length, "way": str(way)}
-            | _figures(parts, of_ways[Way(ANEW)])
-            | {"encoded": encoded[way], "edit_ms": times[way]}
-            | {"num_edits": settings.num_edits, "seconds": seconds[way]}
-            for way, parts in of_ways.items()
-        ]
-    return rows
+    """Row of each way to go on after edits of a kind."""
+    results: dict[Way, list[tuple[Tensor, Tensor]]] = {way: [] for way in ways}
+    encoded, seconds = dict[Way, int](), dict.fromkeys(ways, 0.0)
+    for text in texts:
+        edit = edit_of(kind, text, loaded)
+        for way, parts in results.items():
+            began = time.perf_counter()
+            way.prepare(method, edit)
+            encoded[way] = way(method, edit)
+            parts.append(_continued(method, text))
+            seconds[way] += time.perf_counter() - began
+            on_streams(len(edit.ids))
+    times = _times(method, edit_of(kind, texts[0], loaded), ways)
+    num_edits, length = sum(len(text.middle) for text in texts), texts[0].middle.shape[1]
+    return [
+        sizes_of(method)
+        | {"kind": kind, "length": length, "way": str(way)}
+        | _figures(parts, results[Way(ANEW)])
+        | {"encoded": encoded[way], "edit_ms": times[way]}
+        | {"num_edits": num_edits, "seconds": seconds[way]}
+        for way, parts in results.items()
+    ]
 
 
-def _continued(method: Method, text: Text) -> tuple[Tensor, Tensor]:
+def _continued(method: Method, text: EditedText) -> tuple[Tensor, Tensor]:
     """Losses and most likely tokens of the future, [B, F] each. Nothing is evicted, so it is read
     in one pass.
     """
@@ -195,9 +191,9 @@ def _figures(own: list[tuple[Tensor, Tensor]], anew: list[tuple[Tensor, Tensor]]
     }
 
 
-def _times(method: Method, edit: Edit, settings: EditSettings) -> dict[Way, float]:
+def _times(method: Method, edit: Edit, ways: Sequence[Way]) -> dict[Way, float]:
     """Milliseconds of the edit of one stream in each way, the median of edits in turns."""
-    times: dict[Way, list[float]] = {way: [] for way in ways_of(settings)}
+    times: dict[Way, list[float]] = {way: [] for way in ways}
     for i in range(NUM_TIMED + 1):
         one = edit.row(i % len(edit.ids))
         for way, of_way in times.items():

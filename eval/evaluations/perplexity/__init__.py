@@ -95,14 +95,24 @@ def perplexity(
     Raises:
         UserError: a corpus that ends before the last label.
     """
-    from kvalign.eval.evaluations.perplexity.scores import score_methods, warn_of_guesses
+    from kvalign.eval.evaluations.perplexity.scores import (
+        Distances,
+        compare,
+        distances,
+        score_all,
+        warn_of_guesses,
+    )
     from kvalign.eval.protocol.grid import read_texts
     from kvalign.foundation.runs import keeping
 
     shape = (1, settings.first_label_of(max(settings.cache_sizes)) + settings.num_tokens)
     ids = read_texts(loaded, settings.corpus, shape, "--num-tokens or --cache-sizes")
     with keeping(lambda: summary_of(settings.keep)):
-        rows = score_methods(methods, ids, settings)
+        text = ids[0].tolist()
+        far = {x: Distances(distances(text, kind.length), kind.edges) for x, kind in SLICES.items()}
+        rows, losses = score_all(methods, ids, settings, far)
+    if settings.reference:
+        compare(rows, losses, settings.reference, far)
     warn_of_guesses(rows, loaded.model.config.vocab_size, settings.corpus)
     return rows
 

@@ -19,14 +19,13 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.protocol.data import OF_POLICY, Row
 from kvalign.eval.protocol.document import say_damaged
 from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
@@ -39,31 +38,48 @@ from kvalign.streaming.scoring import check_losses, score, score_stepwise
 
 log = logging.getLogger(__name__)
 
-NO_SLICES: Mapping[str, Tensor] = {}
 _OF_RATIO = {"": "perplexity", "_low": "low", "_high": "high"}
 """What a figure of a paired difference is called in a row, after `ratio`."""
 
 
-def score_methods(
-    methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
-) -> list[Row]:
-    """A row for each method, of the labels in ids [1, N] int64, relative to the reference."""
-    rows, losses, far = score_all(methods, ids, settings)
-    if settings.reference:
-        compare(rows, losses, settings.reference, far)
-    return rows
+class Labels(Protocol):
+    """Settings of what is scored: `num_tokens` labels, from a first one by the cache size on; step
+    by step, and with a folder that keeps losses, or not.
+    """
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def stepwise(self) -> bool: ...
+    @property
+    def keep(self) -> Path | None: ...
+    def first_label_of(self, cache_size: int) -> int: ...
+
+
+class Distances(NamedTuple):
+    """Distances [N] int64 of a text's tokens (`distances`), and the ends of slices by them, in
+    cache sizes.
+    """
+
+    far: Tensor
+    edges: Sequence[float]
+
+
+NO_SLICES: Mapping[str, Distances] = {}
 
 
 def score_all(
-    methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
-) -> tuple[list[Row], list[Tensor], dict[str, Tensor]]:
-    """Rows of methods, their losses [num_tokens], and the labels' distances by slices. Every token
-    after a method's first input is scored and kept, so that its losses also serve runs of other
-    cache sizes. Those before the first label are dropped.
+    methods: Sequence[Method],
+    ids: Tensor,
+    settings: Labels,
+    far: Mapping[str, Distances] = NO_SLICES,
+) -> tuple[list[Row], list[Tensor]]:
+    """Rows of methods, and their losses [num_tokens], of ids [1, N] int64. Every token after a
+    method's first input is scored and kept, so that its losses also serve runs of other cache
+    sizes. Those before the first label are dropped.
     """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
-    far = {name: distances(ids[0].tolist(), kind.length) for name, kind in SLICES.items()}
     for method, bar in one_by_one(methods, num_ids := ids.shape[1], "tokens"):
         cache_size, first_input_len = method.sizes.cache_size, method.sizes.first_input_len
         first_label = settings.first_label_of(cache_size)
@@ -85,7 +101,7 @@ def score_all(
         figures = of_losses(losses[-1], cache_size, first_label, far)
         seconds *= num_labels / len(after)
         rows.append({**sizes_of(method), **figures, "seconds": seconds})
-    return rows, losses, far
+    return rows, losses
 
 
 def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:
@@ -102,15 +118,15 @@ def warn_of_guesses(rows: Sequence[Row], vocab_size: int, corpus: str) -> None:
 
 
 def of_losses(
-    nll: Tensor, cache_size: int, first_label: int, far: Mapping[str, Tensor] = NO_SLICES
+    nll: Tensor, cache_size: int, first_label: int, far: Mapping[str, Distances] = NO_SLICES
 ) -> Row:
     """Figures of losses [N] in nats; for a paired difference: ratios.
 
     Returns:
         first_label (its place in the text), num_labels, nll_nats (mean per label), perplexity, low
         and high (of its 95 % interval; high is None with too few labels), tenths (perplexity of
-        each tenth of the labels), segments (`by_segment`), and the `SLICES` of which there are
-        distances (`slices`).
+        each tenth of the labels), segments (`by_segment`), and the `slices` by each of the
+        distances.
     """
     return {
         "first_label": first_label,
@@ -119,14 +135,14 @@ def of_losses(
         "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         "segments": by_segment(nll, cache_size, first_label - cache_size - 1),
         **{
-            name: slices(nll, of[first_label:][: len(nll)], cache_size, SLICES[name].edges)
-            for name, of in far.items()
+            name: slices(nll, one.far[first_label:][: len(nll)], cache_size, one.edges)
+            for name, one in far.items()
         },
     }
 
 
 def compare(
-    rows: list[Row], losses: list[Tensor], reference: str, far: Mapping[str, Tensor] = NO_SLICES
+    rows: list[Row], losses: list[Tensor], reference: str, far: Mapping[str, Distances] = NO_SLICES
 ) -> None:
     """Add to each row the comparison of its losses [N] with those of the reference (`_base`):
     ratio, its interval, drift, and the ratio of each tenth, segment and slice.
