@@ -9,9 +9,10 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.data_gen.corpus import HUB, Corpus, sha256_of
 from kvalign.foundation import hub
@@ -22,6 +23,37 @@ from kvalign.foundation.settings import typed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
+
+
+class Marked:
+    """The corpora `marked:SPEC`: any other corpus in WikiText's tokenised form."""
+
+    about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """Text of the corpus `rest`, marked a piece at a time."""
+        return map(_mark, texts(rest, split))
+
+
+@lru_cache(maxsize=1)
+def _moses() -> Any:
+    try:
+        import sacremoses
+    except ImportError as error:
+        raise UserError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
+    return sacremoses.MosesTokenizer("en")
+
+
+def _mark(text: str) -> str:
+    """Text as WikiText has it: Moses tokens, `@-@` in words, `@,@` and `@.@` in numbers."""
+    lines = []
+    for line in text.translate(_QUOTES).split("\n"):
+        line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)
+        lines.append(f" {line} " if line else " ")
+    return re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", "\n".join(lines))
+
+
 _KINDS: Registry[type[Corpus]] = Registry(
     "corpus",
     {
@@ -31,7 +63,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
         "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.corpus:AnyHubDataset",
-        "marked:SPEC": "kvalign.data_gen.corpus:Marked",
+        "marked:SPEC": "kvalign.data_gen.corpora:Marked",
     },
 )
 CORPORA: dict[str, Corpus] = {**{form: kind() for form, kind in _KINDS.items()}, **HUB}

@@ -8,10 +8,8 @@ As in `datasets`, a local folder comes before a hub data set of the same name: a
 import glob
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +30,6 @@ COLOURS = "black blue brown golden green grey orange pink purple red white yello
 THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
 OWNERS = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
 """Owners of codes that a text tells."""
-_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 class Corpus(Protocol):
@@ -129,36 +126,6 @@ class Recall:
         num_lines = RECALL_LEN[split] // RECALL_LINE_LEN
         lines = (stream.take(RECALL_LINE_LEN)[0] for _ in range(num_lines))
         return in_pieces(" ".join(WORDS[i] for i in line) + "\n" for line in lines)
-
-
-class Marked:
-    """The corpora `marked:SPEC`: any other corpus in WikiText's tokenised form."""
-
-    about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
-
-    def texts(self, rest: str, split: str) -> Iterator[str]:
-        """Text of the corpus `rest`, marked a piece at a time."""
-        from kvalign.data_gen.corpora import texts  # whose registry names this module
-
-        return map(_mark, texts(rest, split))
-
-
-@lru_cache(maxsize=1)
-def _moses() -> Any:
-    try:
-        import sacremoses
-    except ImportError as error:
-        raise UserError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
-    return sacremoses.MosesTokenizer("en")
-
-
-def _mark(text: str) -> str:
-    """Text as WikiText has it: Moses tokens, `@-@` in words, `@,@` and `@.@` in numbers."""
-    lines = []
-    for line in text.translate(_QUOTES).split("\n"):
-        line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)
-        lines.append(f" {line} " if line else " ")
-    return re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", "\n".join(lines))
 
 
 _OFFLINE = "corpora that work offline: python-docs, text:PATH, hub:FOLDER"
