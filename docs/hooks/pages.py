@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add what lies elsewhere, and the page of a cache at work."""
     for place, path in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    from kvalign.app.lanes_page import page
+    from kvalign.app.commands.lanes import page
 
     files.append(File.generated(config, LANES, content=page()))
 

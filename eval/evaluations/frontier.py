@@ -125,7 +125,7 @@ def time_turns(methods: Sequence[Method], settings: FrontierSettings) -> Turns:
     """Seconds of the steps of methods of one cache size, which take turns."""
     import torch
 
-    from kvalign.eval.evaluations.latency import LatencySettings
+    from kvalign.eval.evaluations.latency.settings import LatencySettings
     from kvalign.eval.evaluations.latency.timing import time_steps
 
     how = LatencySettings(

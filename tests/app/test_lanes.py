@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvalign.app.cli.main import main
-from kvalign.app.lanes_page import NUM_TOKENS, record
+from kvalign.app.commands.lanes import NUM_TOKENS, record
 from kvalign.methods.registry import METHODS
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers.browser import CONTRAST, faults, watched
 
-from kvalign.app.lanes_page import MAX_CACHE_SIZE, page
+from kvalign.app.commands.lanes import MAX_CACHE_SIZE, page
 
 pytestmark = pytest.mark.browser
 

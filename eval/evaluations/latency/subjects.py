@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.cache.sizes import CacheSizes, num_evicted_of
 from kvalign.data_gen.corpus import conversations
-from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.settings import LatencySettings
 from kvalign.eval.protocol.data import FLOOR
 from kvalign.eval.protocol.grid import aligners_of, load
 from kvalign.foundation.errors import UserError

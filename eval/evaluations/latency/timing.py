@@ -22,7 +22,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.settings import LatencySettings
 from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
 from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.document import environment
