@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -189,17 +189,22 @@ def draw(
         all_axes[0].set_ylabel(y)
         legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
         handles = {handle.get_label(): handle for handle in legends}
-        longest = max(map(len, handles), default=0) + 6  # with its line
-        columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+        columns = _columns(handles, figure.get_figwidth())
         layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
         figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
     return figure
 
 
+def _columns(labels: Collection[str], width: float) -> int:
+    """Columns of a legend that fit below a figure of so many inches."""
+    longest = max(map(len, labels), default=0) + 6  # with its line
+    return max(1, min(3, int(16 * width / longest)))
+
+
 FAR_ABOVE = 1.12  # times the lowest perplexity: what is higher stands at the upper edge
 
 
-def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
+def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None = None) -> Figure:
     """Perplexity against the mean time of a token of rows of `eval frontier`, in panels by title.
     What is on the frontier has a ring, a dotted one if it is perhaps, and is joined by a line. Bars
     are of the time and of the ratio to the best that is not slower. What lies far above stands at
@@ -207,7 +212,8 @@ def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
     """
     styles = styles_of(row for rows in panels.values() for row in rows)
     with mpl.rc_context(THEME):
-        figure = Figure(figsize=(max(6.4, 4.4 * len(panels)), 5.0), layout="constrained")
+        size = size or (max(6.4, 4.4 * len(panels)), 5.0)
+        figure = Figure(figsize=size, layout="constrained")
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
             top = FAR_ABOVE * min(row["perplexity"] for row in rows)
@@ -243,8 +249,34 @@ def draw_frontier(panels: dict[str, list[Row]]) -> Figure:
         all_axes[0].set_ylabel("perplexity (lower is better)")
         legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
         handles = {handle.get_label(): handle for handle in legends}
-        layout: dict[str, Any] = dict(loc="outside lower center", ncols=3)
+        columns = _columns(handles, size[0])
+        layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
         figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
+    return figure
+
+
+def draw_bars(
+    rows: Sequence[Row], key: str, x: str, *, mark: str = "", size: tuple[float, float]
+) -> Figure:
+    """A bar for each row in the colour of its method, with its figure, and a mark at another."""
+    styles = styles_of(rows)
+    with mpl.rc_context(THEME):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        for number, row in enumerate(rows):
+            color = styles[label_of(row)][0]
+            axes.barh(number, row[key], color=color, height=0.6)
+            place: dict[str, Any] = dict(textcoords="offset points", xytext=(3, 0), va="center")
+            axes.annotate(f"{row[key]:.3g}", (row[key], number), fontsize=8, **place)
+            if mark:
+                axes.plot(row[mark], number, "|", color=INK, markersize=14)
+        axes.set_yticks(
+            range(len(rows)), [escape_controls(label_of(row)) for row in rows], fontsize=8
+        )
+        axes.set_xlim(0, 1.18 * max(row[key] for row in rows) or 1.0)
+        axes.invert_yaxis()
+        axes.set_xlabel(x)
+        axes.grid(axis="x", alpha=0.25)
     return figure
 
 

@@ -1,7 +1,8 @@
 """Document of an evaluation: rows, the command that made them, and the environment.
 
     {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
-     "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
+     "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3,
+     "auto": [{"cache_size": 64, "method": "kvalign", "why": "...", "num_labels": None}, ...]}
 
 `kvalign eval run` keeps one for each cell, with what it `changed` of the suite.
 
@@ -58,12 +59,13 @@ def measures(
         kind = f"eval {measure.__name__}"
 
         def run(settings: S, *, loaded: LoadedModel | None = None) -> Document:
-            from kvalign.eval.protocol.grid import load, make_grid
+            from kvalign.eval.protocol.grid import chosen_by_auto, load, make_grid
 
             started = time.perf_counter()
             settings, loaded = load(settings, loaded)
             rows = [*measure(settings, loaded, make_grid(settings, loaded.model))]
-            return document(kind, settings, rows, started=started)
+            auto = chosen_by_auto(settings, loaded.model)
+            return document(kind, settings, rows, started=started, auto=auto)
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(run, name, getattr(measure, name))

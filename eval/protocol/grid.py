@@ -22,7 +22,7 @@ from kvalign.eval.protocol.tables import method_name, names_of
 from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import Merit, aligners_at_hand, how_to_train, obstacles
+from kvalign.methods.choice import Merit, aligners_at_hand, choose, how_to_train, obstacles
 from kvalign.methods.registry import METHODS
 from kvalign.models.architectures import spec_of
 from kvalign.models.identity import identity
@@ -59,6 +59,16 @@ def read_texts(loaded: LoadedModel, corpus: str, shape: tuple[int, int], smaller
     ids = first_ids(corpus, loaded.tokenizer, shape[0] * shape[1], smaller)
     texts = torch.tensor(ids, device=loaded.model.device).view(shape)
     return with_prefix(texts, prefix_ids(loaded.tokenizer))
+
+
+def chosen_by_auto(settings: ComparisonSettings, model: PreTrainedModel) -> list[Row]:
+    """Which method `auto` takes at each cache size, why, and by how many labels."""
+    choices = {size: choose(model, cache_size=size) for size in settings.cache_sizes}
+    names = ("method", "why", "num_labels")
+    return [
+        {"cache_size": size, **{name: getattr(choice, name) for name in names}}
+        for size, choice in choices.items()
+    ]
 
 
 def _check_sizes(settings: ComparisonSettings) -> None:

@@ -152,12 +152,22 @@ def label_of(row: Row) -> str:
     several = "" if evicted == usual else f", {evicted} at once"
     is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
     newest = "" if is_usual else f", {recent} newest stay"
-    sinks = "1 sink" if row["num_sinks"] == 1 else f"{row['num_sinks']} sinks"
-    return f"{name}, {sinks}{several}{newest}"
+    return f"{name}{sinks_in(row)}{several}{newest}"
+
+
+def sinks_in(row: Row) -> str:
+    """How a row's label says its sinks."""
+    return ", 1 sink" if row["num_sinks"] == 1 else f", {row['num_sinks']} sinks"
+
+
+PAPERS = "network"  # the kind of the paper's aligners
 
 
 def method_name(row: Row) -> str:
-    name = f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
+    aligner, kind = row["aligner"], (row.get("aligner_label") or row["aligner"] or "").split(":")[0]
+    if kind == PAPERS:
+        aligner = f"the paper's {aligner}"
+    name = f"{row['method']} ({aligner})" if aligner else row["method"]
     policy = row.get("policy") or OLDEST
     note = " positions kept" if row.get("positions") == "keep" else ""
     name = f"{name}, {policy}{note}" if note or policy != OLDEST else name

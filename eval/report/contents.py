@@ -3,10 +3,10 @@ what was measured, three pictures, and a table of verdicts (a row a method, a co
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from kvalign.eval.drawing import Series, draw, draw_chunks, series
+from kvalign.eval.drawing import Series, draw, draw_bars, draw_chunks, draw_frontier, series
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.judging import MEASURES
 from kvalign.eval.protocol.data import FLOOR, Column, Document, Panel, Plot, Row, Section, Table
@@ -23,6 +23,7 @@ from kvalign.eval.protocol.tables import (
     label_of,
     means,
     renamed,
+    sinks_in,
     verdict,
 )
 from kvalign.eval.report import Results
@@ -63,10 +64,13 @@ class FirstScreen:
         self.reference, self.subject, self.scored = self._scored()
         self.timed, self.written = self._of("latency"), self._of("readability")
         self.busy = EVALUATIONS["latency"].doubt(self.timed) if self.timed else ""
+        self.weighed = self._of("frontier")
+        if self.weighed and (self.busy or not self.timed):
+            self.timed, self.busy = self.weighed, ""
         digest = hashlib.sha256(model.encode()).hexdigest()[:8]  # names are unique on a page
         self.pictures = [
             one._replace(name=f"{one.name}-{digest}")
-            for one in (self._ratios(), self._times(), self._strips())
+            for one in (self._ratios(), self._times(), self._recall() or self._strips())
             if one
         ]
         self.about = " ".join(filter(None, (self._about(), self.busy)))
@@ -90,21 +94,24 @@ class FirstScreen:
 
     def _scored(self) -> tuple[str | None, str, list[Row]]:
         """The reference, the labels, and the rows of perplexities on them, each once."""
-        mine = self._all_of("perplexity")
+        mine = self._all_of("perplexity") or self._all_of("frontier")
         if not mine:
             return None, "", []
 
         def subject(one: Document) -> tuple[str | None, str]:
             title = EVALUATIONS["perplexity"].title(one)
-            return one["settings"]["reference"], title.removeprefix(f"{self.model}, ")
+            return one["settings"].get("reference"), title.removeprefix(f"{self.model}, ")
 
         same = [one for one in mine if subject(one) == subject(mine[0])]
-        rows = [row for one in same for row in one["rows"]]
+        rows = [_by_reference(row) for one in same for row in one["rows"]]
         once = [group[0] for group in grouped(rows, identity_of).values()]
         return *subject(mine[0]), self._named(once)
 
     def _about(self) -> str:
         """Return on what the methods were scored, and relative to what."""
+        if facts := self._of("recall"):
+            size = max(row["cache_size"] for row in facts["rows"])
+            return f"Questions about facts anywhere in a cache of {size}; 0.125 is chance."
         if not self.scored:
             return ""
         sizes = sorted({row["cache_size"] for row in self.scored})
@@ -113,7 +120,14 @@ class FirstScreen:
         return f"{self.subject} at C = {', '.join(map(str, sizes))}{to}"
 
     def _ratios(self) -> Plot | None:
-        """Perplexity by cache size, relative to the reference if there is one."""
+        """Perplexity against time, or by cache size, relative to the reference if there is one."""
+        if self.weighed:
+            size = max(row["cache_size"] for row in self.weighed["rows"])
+            rows = self._named(r for r in self.weighed["rows"] if r["cache_size"] == size)
+            caption = f"Perplexity against the mean time of a token at C = {size}; rings: no other "
+            caption += "beats these in both; bars: 95 %"
+            figure = draw_frontier({"": rows}, size=SIZE)
+            return Plot("first-frontier", figure, caption, "Perplexity against time")
         rows = [row for row in self.scored if row["num_labels"] >= MIN_POINT]
         rows = comparable(rows, self.reference) if self.reference else rows
         if not rows:
@@ -130,16 +144,39 @@ class FirstScreen:
     def _timed_rows(self) -> list[Row]:
         """Rows of the first batch size."""
         rows = self.timed["rows"] if self.timed else []
-        return self._named(row for row in rows if row["batch_size"] == rows[0]["batch_size"])
+        first = rows[0].get("batch_size") if rows else None
+        return self._named(
+            r for r in rows if r.get("batch_size") == first and r["mean_ms"] is not None
+        )
 
     def _times(self) -> Plot | None:
-        """Mean time of a step by cache size."""
+        """Slowest step of each method, or mean time of a step by cache size."""
         if not self.timed:
             return None
+        if self.timed is self.weighed:
+            size = max(row["cache_size"] for row in self.weighed["rows"])
+            rows = [r for r in self._timed_rows() if r["cache_size"] == size and "slowest_ms" in r]
+            if not rows:
+                return None
+            about = f"The slowest step of a turn at C = {size}, the median over turns, and as a "
+            about += "mark the mean step; lower is better"
+            figure = draw_bars(rows, "slowest_ms", "ms", mark="mean_ms", size=SIZE)
+            return Plot("first-slowest", figure, about, "The slowest token")
         lines = series(self._timed_rows(), "cache_size", "mean_ms")
         title = "Time of a step" + " (busy machine)" * bool(self.busy)
         caption = f"Mean time of a step by cache size; lower is better. {self.busy}".rstrip(". ")
         return _by_size("first-time", lines, "ms", caption, title)
+
+    def _recall(self) -> Plot | None:
+        """Right answers by the distance of the fact."""
+        document = self._of("recall")
+        size = max((row["cache_size"] for row in document["rows"]), default=0) if document else 0
+        rows = self._named(r for r in document["rows"] if r["cache_size"] == size) if size else []
+        if not rows:
+            return None
+        figure = draw_bars(rows, "accuracy", "share of right answers", size=SIZE)
+        caption = f"Facts anywhere in a cache of {size} that are recalled; 0.125 by chance"
+        return Plot("first-recall", figure, caption, "Facts recalled")
 
     def _strips(self) -> Plot | None:
         """Chunks of one passage of each method, and of a human's text, in order."""
@@ -172,9 +209,9 @@ class FirstScreen:
             columns.append((column, _by_label(fair, self._judged)))
         if self.timed and not self.busy:
             rows = [row for row in self._timed_rows() if row["method"] != FLOOR]
-            about = "mean step relative to a bare step, which evicts nothing, all C"
-            column = Column("time of a step", None, "lower", about)
-            columns.append((column, _spans(rows, "bare_mean_ratio", 2)))
+            for key, (title, about) in TIMES.items():
+                if all(key in row for row in rows):
+                    columns.append((Column(title, None, "lower", about), _spans(rows, key, 1)))
         if self.written:
             rows = EVALUATIONS["readability"].rows(self.written)
             same = "no_repeat_ngram_size"
@@ -210,7 +247,7 @@ class FirstScreen:
         if is_reference(rows[0], self.reference):
             return "reference"
         ratios = _spread((row["ratio"] for row in rows), 3)
-        worst = min(map(verdict, rows), key=[*Verdict].index)
+        worst = min(map(verdict, rows), key=ORDER.index)
         at = [row["cache_size"] for row in rows if verdict(row) is worst]
         where = f" at C = {', '.join(map(str, at))}" if len(at) < len(rows) else ""
         return f"{worst}{where}: {ratios}"
@@ -225,15 +262,56 @@ class FirstScreen:
 
         if len(groups) < 2 or any(judged(row) is Verdict.UNKNOWN for row in fair):
             return ""
-        order = [*Verdict]  # the worst comes first
-        worst = {x: min(order.index(judged(row)) for row in rows) for x, rows in groups.items()}
+        worst = {x: min(ORDER.index(judged(row)) for row in rows) for x, rows in groups.items()}
         mean = {x: fmean(row["ratio"] or 1.0 for row in rows) for x, rows in groups.items()}
-        best = min(groups, key=lambda label: (-worst[label], mean[label]))
-        others = [f"{label} {mean[label]:.3f}" for label in groups if label != best]
-        return (
-            f"Take {best} ({self._judged(groups[best])}): on average {mean[best]:.3f} times the "
-            f"perplexity of {self.reference}; {', '.join(others)}."
+        rows_of_time = [] if self.busy else self._timed_rows()
+        ms, slowest = (
+            {
+                x: fmean(row.get(name, 0.0) for row in rows)
+                for x, rows in grouped(rows_of_time, label_of).items()
+            }
+            for name in ("mean_ms", "slowest_ms")
         )
+        left = [x for x in groups if worst[x] == max(worst.values())]
+        left = near = _as_good(left, groups, mean)
+        if timed := {x: ms[x] for x in near if x in ms}:
+            left = [x for x in timed if ms[x] <= AS_FAST * min(timed.values())]
+            least = min(slowest[x] for x in left)
+            left = [x for x in left if slowest[x] <= AS_EVEN * least]
+        best = min(left, key=mean.__getitem__)
+        ratios = _spread((row["ratio"] or 1.0 for row in groups[best]), 3)
+        why = f"{ratios} times {self.reference}'s perplexity"
+        base = next((label_of(r) for r in fair if is_reference(r, self.reference)), "")
+        if {best, base} <= ms.keys() and best != base:
+            why += f" in {ms[best] / ms[base]:.2f} of its time"
+        rows, texts = groups[best], [f"Take {best}: {why}."]
+        for label in (x for x in near if x != best):
+            price = ""
+            if {label, best} <= ms.keys():
+                if ms[label] > AS_FAST * ms[best]:
+                    price = f", but takes {ms[label] / ms[best]:.2f} times as long"
+                elif slowest[label] > AS_EVEN * slowest[best]:
+                    price = f", but its slowest token takes {slowest[label]:.1f} ms, "
+                    price += f"{best}'s {slowest[best]:.1f}"
+            texts.append(f"{label} is as good here{price}.")
+        texts = [text.replace(sinks_in(rows[0]), "") for text in texts]  # all have as many
+        return " ".join([*texts, *self._against_auto(rows)])
+
+    def _against_auto(self, rows: Sequence[Row]) -> list[str]:
+        """Where `auto` takes another method than these rows', and which of the two weighs more."""
+        document = (self._all_of("perplexity") or self._all_of("frontier"))[0]
+        num, texts = rows[0]["num_labels"], []
+        for one in document.get("auto", ()):
+            if one["method"] == rows[0]["method"]:
+                continue
+            text = f"`auto` takes {one['method']} at C = {one['cache_size']}: {one['why']}."
+            if judged := one["num_labels"]:
+                weights = {f"the {judged} labels on which its aligner was judged": judged}
+                weights[f"the {num} labels of this report"] = num
+                heavy, light = sorted(weights, key=weights.__getitem__, reverse=True)
+                text += f" {heavy[0].upper()}{heavy[1:]} weigh more than {light}."
+            texts.append(text)
+        return texts
 
 
 def first_screens(results: Results) -> list[FirstScreen]:
@@ -244,16 +322,51 @@ def first_screens(results: Results) -> list[FirstScreen]:
 
 
 SHARES = {
-    "recall": ("oldest", "recall, oldest quarter"),
+    "recall": ("accuracy", "facts recalled"),
     "told": ("accuracy", "told facts"),
     "streameval": ("accuracy", "StreamEval"),
 }
+TIMES = {
+    "mean_ms": ("ms a token", "mean step, all C"),
+    "slowest_ms": ("slowest, ms", "the slowest step of a turn, the median over turns, all C"),
+}
+ORDER = [*Verdict]  # the worst comes first
+AS_FAST, AS_EVEN = 1.05, 1.5
 MEANS = (
-    "The method to take has the best verdict at its worst cache size, and of these the lowest mean "
-    f"ratio; {' and '.join(SLOW)} are no candidates. Only rows with equal sinks are compared, and "
+    "The method to take is one of those with the best verdict at their worst cache size. Of these "
+    "it is one whose interval overlaps that of the lowest mean ratio at each cache size; of these "
+    f"one whose token takes at most {AS_FAST:g} times the shortest time; of these one whose "
+    f"slowest token takes at most {AS_EVEN:g} times that of the best; and of these the one of the "
+    f"lowest mean ratio. {' and '.join(SLOW)} are no candidates. Only rows with equal sinks are "
+    "compared, and "
     f"{MIN_LABELS} labels or more. Figures are ratios or shares, from the smallest to the largest "
     "of all cache sizes."
 )
+
+
+def _as_good(
+    labels: Sequence[str], groups: Mapping[str, Sequence[Row]], mean: Mapping[str, float]
+) -> list[str]:
+    """Labels whose interval at each cache size overlaps that of the one with the lowest mean."""
+
+    def spans(label: str) -> dict[int, tuple[float, float]]:
+        rows = [row for row in groups[label] if row.get("ratio_high") is not None]
+        return {row["cache_size"]: (row["ratio_low"], row["ratio_high"]) for row in rows}
+
+    lowest = spans(min(labels, key=mean.__getitem__))
+    return [
+        label
+        for label in labels
+        if not any(apart(span, lowest.get(size, span)) for size, span in spans(label).items())
+    ]
+
+
+def _by_reference(row: Row) -> Row:
+    """A row whose `ratio` is to the reference, as in `eval perplexity`; of `eval frontier`, too."""
+    ends = ("", "_low", "_high")
+    if "frontier" not in row:
+        return row
+    return row | {f"ratio{end}": row.get(f"by_reference{end}") for end in ends}
 
 
 def _spread(values: Iterable[float], digits: int) -> str:

@@ -96,8 +96,9 @@ def show(folder: Path, console: Console | None = None) -> None:
     if screens := first_screens(results):
         console.rule(Text("Verdicts"))
     for one in screens:
-        console.print(Text(escape_controls(f"{one.model}: {one.about}"), "bold"))
-        console.print(Text(escape_controls(one.take)))
+        console.print(Text(escape_controls(f"{one.model}: {one.take or one.about}"), "bold"))
+        if one.take:
+            console.print(Text(escape_controls(one.about)))
     print_tables([one.verdicts for one in screens if one.verdicts], console)
     for section in sections(results):
         if section.tables:

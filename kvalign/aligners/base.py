@@ -135,6 +135,12 @@ class AlignerConfig(BaseModel):
                 return _VERDICTS.validate_python(judged.get("against_discard_half", ()))
         return ()
 
+    @property
+    def num_judged(self) -> int | None:
+        """Labels of the verdicts; None if that was not recorded."""
+        judged = (part.get("judged") for part in self.training.values())
+        return next((x.get("num_labels") for x in judged if isinstance(x, dict)), None)
+
     def verdict_at(self, cache_size: int) -> Verdict | None:
         """The verdict for caches of this size; None without any. Between two judged sizes nothing
         was measured: it is the worse of theirs. Beyond the last it is that one's. If the aligner is

@@ -34,6 +34,7 @@ class Choice(NamedTuple):
         why: reason for the method, in words; empty if it was named.
         note: what became of an aligner that was trained here, in words.
         num_sinks: those that the method was measured with; None: its default.
+        num_labels: of the measurement that `why` tells; None: not known, or none.
     """
 
     method: str
@@ -41,6 +42,7 @@ class Choice(NamedTuple):
     why: str = ""
     note: str = ""
     num_sinks: int | None = None
+    num_labels: int | None = None
 
 
 def choose(
@@ -110,11 +112,12 @@ def _as_judged(
         cache_size, _ = default_size(model, longest=config.largest_cache)
     verdict = config.verdict_at(cache_size)
     if config.family != "learned" or verdict is None or not verdict.is_worse:
-        return choice
+        return choice._replace(num_labels=config.num_judged if verdict else None)
     why = f"on held-out text {choice.aligner} has a ratio to discard-half of {verdict}"
     if cached:
         return choice._replace(why=f"{why}, but discard-half keeps no such cache")
-    return Choice("discard-half", None, why, num_sinks=config.num_sinks)
+    measured = dict(num_sinks=config.num_sinks, num_labels=config.num_judged)
+    return Choice("discard-half", None, why, **measured)
 
 
 def needs_cache(sizes: Mapping[str, Any]) -> bool:

@@ -75,15 +75,53 @@ def test_a_method_has_a_row_with_its_verdict():
         ["dense, 0 sinks", "as good: 0.500"],
     ]
     assert screen.verdicts.note == MEANING  # the margin of "as good"
-    assert screen.take == (
-        "Take kvalign, 0 sinks (as good: 1.010): on average 1.010 times the perplexity of "
-        "recompute; window, 0 sinks 1.900, discard-half, 0 sinks 1.050, streaming-llm, 0 sinks "
-        "1.050."
-    )
+    assert screen.take == "Take kvalign: 1.010 times recompute's perplexity."
     half = {"reference": "discard-half"}
     rows = [row("discard-half"), row("kvalign", 1.012, 1.003, 1.021)]
-    assert scored(rows, **half).take.startswith("Take discard-half, 0 sinks (reference): ")
+    assert scored(rows, **half).take.startswith("Take discard-half: 1.000 times")
     assert not scored([REFERENCE, row("window", 1.9, 0.0, None, labels=60)]).take
+
+
+TIMED = {  # by the taken one: ratio, low, high, ms, slowest ms of kvalign and of discard-half
+    "kvalign, as good and even": [(1.01, 0.99, 1.03, 6.0, 7.0), (0.99, 0.97, 1.01, 6.1, 20.0)],
+    "discard-half, better": [(1.05, 0.99, 1.08, 6.0, 7.0), (0.96, 0.95, 0.98, 9.0, 20.0)],
+    "discard-half, faster": [(1.01, 0.99, 1.03, 6.0, 7.0), (0.99, 0.97, 1.01, 5.0, 20.0)],
+    "kvalign, lower": [(0.98, 0.96, 1.00, 6.0, 7.0), (0.99, 0.97, 1.01, 5.9, 8.0)],
+}
+
+
+@pytest.mark.parametrize("taken", TIMED)
+def test_of_methods_as_good_the_fast_one_is_taken_then_the_even_one(taken):
+    document = documents()["frontier"]
+    names = ("recompute", "kvalign", "discard-half")
+    rows = []
+    for name, (ratio, low, high, ms, most) in zip(
+        names, [(1.0, 1.0, 1.0, 15.0, 16.0), *TIMED[taken]], strict=True
+    ):
+        of_time = dict(mean_ms=ms, ms_low=ms, ms_high=ms, slowest_ms=most, frontier="yes")
+        by = dict(by_reference=ratio, by_reference_low=low, by_reference_high=high)
+        rows.append(row(name, ratio, low, high) | of_time | by)
+    document["rows"] = rows
+    document["settings"] |= {"model": "m", "corpus": "a text", "reference": "recompute"}
+    why = "on held-out text x has a ratio to discard-half of 1.010 at C = 32"
+    judged = {"cache_size": 32, "method": "discard-half", "why": why, "num_labels": 7168}
+    document["auto"] = [judged]
+    (screen,) = first_screens(Results({"frontier": document}))
+    name, _, _ = taken.partition(",")
+    assert screen.take.startswith(f"Take {name}: ") and " of its time." in screen.take
+    if "even" in taken:
+        price = ", but its slowest token takes 20.0 ms, kvalign's 7.0."
+        assert f"discard-half is as good here{price}" in screen.take
+    said = (
+        f" `auto` takes discard-half at C = 32: {why}. The 7168 labels on which its aligner was "
+        "judged weigh more than the 2000 labels of this report."
+    )
+    assert screen.take.endswith(said) == (name == "kvalign")
+    assert [one.heading for one in screen.pictures] == [
+        "Perplexity against time",
+        "The slowest token",
+    ]
+    assert [column.title for column in screen.verdicts.columns][2:] == ["ms a token", "slowest, ms"]
 
 
 def test_good_at_one_size_is_not_good_at_every_one():
@@ -151,7 +189,7 @@ def test_a_busy_machine_has_no_verdict_on_time():
     loaded = timed | {"environment": {"load": 4.0, "cores": 2}}  # bare steps are slow, but even
     assert "busy (a load of 4 on 2 cores)" in EVALUATIONS["latency"].doubt(loaded)
     screen = first_screens(Results({"latency": timed}))[0]
-    assert "time of a step" in [column.title for column in screen.verdicts.columns]
+    assert "ms a token" in [column.title for column in screen.verdicts.columns]
     timed["rows"][0]["mean_ms"] = 1.3 * timed["rows"][0]["median_ms"]
     screen = first_screens(Results({"latency": timed}))[0]
     assert screen.about.startswith("The machine was busy") and "is 1.3 times" in screen.about
@@ -161,7 +199,7 @@ def test_a_busy_machine_has_no_verdict_on_time():
 def test_a_model_has_its_first_screen_and_texts_have_none():
     (screen,) = first_screens(Results(documents()))
     names = [plot.name.rpartition("-")[0] for plot in screen.pictures]
-    assert names == ["first-time", "first-readability"]
+    assert names == ["first-frontier", "first-time", "first-recall"]
     readability = documents()["readability"]
     readability["settings"]["model"] = None
     assert first_screens(Results({"texts": readability})) == []
