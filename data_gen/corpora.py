@@ -60,7 +60,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
         "python-docs": "kvalign.data_gen.python_texts:PythonDocs",
         "python-source": "kvalign.data_gen.python_texts:PythonSource",
         "python-source:MB": "kvalign.data_gen.python_texts:PythonSource",
-        "recall": "kvalign.data_gen.corpus:Recall",
+        "recall": "kvalign.data_gen.corpus:RecallFacts",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.corpus:AnyHubDataset",
         "marked:SPEC": "kvalign.data_gen.corpora:Marked",

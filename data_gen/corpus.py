@@ -113,7 +113,7 @@ def _lines(files: list[Path]) -> Iterator[str]:
             raise UserError(f"{file} is not UTF-8 text: {error}") from None
 
 
-class Recall:
+class RecallFacts:
     """The corpus `recall`: a stream of facts and questions (`kvalign.data_gen.facts`) as text."""
 
     about = "facts, questions and answers for the models recall-gpt2 and recall-llama; offline"

@@ -11,7 +11,7 @@ is reported: what was chosen is held there, at each cache size, against `discard
 without an aligner. These verdicts stay in the aligner, and `auto` obeys them
 (`kvalign.methods.choice`).
 
-For the corpus `recall` only answers count whose fact is still in the cache (`Text.counted`).
+For the corpus `recall` only answers count whose fact is still in the cache (`Texts.counted`).
 
 Networks are judged by the text that follows their training text: the error of one move is not
 enough, since a network continues from its own output. A recording has only chunks, so the text is
@@ -45,7 +45,7 @@ from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.scoring import check_losses, score
 from kvalign.training.aligner_folder import IDENTITY, check_free, save
 from kvalign.training.settings import JudgeSettings, device_of
-from kvalign.training.text import Text, val_sizes
+from kvalign.training.text import Texts, val_sizes
 
 ROW_LABELS = 256
 NUM_CHOOSING, NUM_ROWS = 4, 32  # rows that choose, and all
@@ -63,7 +63,7 @@ def usual_sinks(family: str) -> int:
 
 
 def judge(
-    aligner: Aligner, untrained: Weights, model: PreTrainedModel, text: Text, kvs: Parts
+    aligner: Aligner, untrained: Weights, model: PreTrainedModel, text: Texts, kvs: Parts
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks. `aligner` keeps the simplest set
     that does not differ from the best: few parts, then the usual sinks, then a low loss. Sets
@@ -175,7 +175,7 @@ def _is_better(losses: Tensor, others: Tensor) -> bool:
     return bool(difference.mean() + 3 * difference.std() / len(difference) ** 0.5 < 0)
 
 
-def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
+def num_judged_tokens(aligner: Aligner, text: Texts, kvs: Parts) -> int:
     """Number of tokens that `judge` counts for the progress."""
     choosing, rest = (
         sum(ids.numel() for ids in rows.values())
@@ -196,7 +196,7 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     aligner.load_state_dict(weights)
 
 
-def excerpts(text: Text, largest: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+def excerpts(text: Texts, largest: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Rows that choose, and the others: by cache size [B, C + 1 + labels] of the validation part,
     without overlap. Those of all sizes end with the same labels.
     """
@@ -216,7 +216,7 @@ def excerpts(text: Text, largest: int) -> tuple[dict[int, Tensor], dict[int, Ten
 
 
 def streamed(
-    model: PreTrainedModel, text: Text, rows: dict[int, Tensor], name: str, **options: Any
+    model: PreTrainedModel, text: Texts, rows: dict[int, Tensor], name: str, **options: Any
 ) -> Tensor:
     """Losses [sizes, B, labels] in nats of the labels that rows [B, N] of all cache sizes have in
     common, under a method; nan for labels that do not count.
@@ -317,7 +317,7 @@ def text_after(
     num_rows: int,
     chunk_len: int,
     tokenizer: PreTrainedTokenizerBase,
-) -> Text:
+) -> Texts:
     """Tokens of corpora for so many rows, which an aligner has not seen: of a corpus that it was
     made from those after its own. UserError if one ends before.
 
@@ -337,7 +337,7 @@ def text_after(
                 f"corpus {corpus!r} has {len(ids)} tokens after the {start} recorded ones, "
                 f"{num_needed} are needed"
             )
-    return Text([], texts, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+    return Texts([], texts, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 
 
 def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:

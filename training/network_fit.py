@@ -46,7 +46,7 @@ _Step = tuple[int, int, int]
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Rows stale and aligned [N, D] float32, with their locations: [N] int64 each.
 
     Position 0 is the first slot after the sinks, and `position` that after the last of `num_moves`
@@ -76,7 +76,7 @@ class _Batches:
     def __len__(self) -> int:
         return sum(self.parts)
 
-    def _gather(self, plan: list[_Step], rows_of: Callable[[int], Tensor]) -> Iterator[Batch]:
+    def _gather(self, plan: list[_Step], rows_of: Callable[[int], Tensor]) -> Iterator[RowBatch]:
         for _, steps in groupby(plan, key=itemgetter(0)):
             opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
             for _, i, part in steps:
@@ -92,7 +92,7 @@ class _Batches:
 class InOrder(_Batches):
     """Every row once, in stored order, for validation."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         plan = [(i, i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)]
         return self._gather(plan, lambda i: torch.arange(self.shards[i].num_rows))
 
@@ -109,7 +109,7 @@ class Shuffled(_Batches):
         super().__init__(shards, kv, batch_size)
         self.seed, self.drawn = seed, 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         epoch, first = divmod(self.drawn, len(self))
 
         def rows_of(i: int) -> Tensor:
@@ -140,7 +140,7 @@ class Shuffled(_Batches):
         self.drawn = state["drawn"]
 
 
-def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
+def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> RowBatch:
     """Rows by their number in a shard.
 
     Args:
@@ -149,7 +149,7 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
     """
     _, num_layers, num_heads, num_slots, head_dim = stale.shape
     above = rows // num_slots
-    return Batch(
+    return RowBatch(
         stale.view(-1, head_dim).index_select(0, rows).float(),
         aligned.view(-1, head_dim).index_select(0, rows).float(),
         position=rows % num_slots,
@@ -192,14 +192,14 @@ class Realignment(pl.LightningModule):
         super().__init__()
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         train_loss = loss(self.net, batch)
         if batch_idx % LOG_EVERY == 0:
             for logger in self.loggers:
                 logger.log_metrics({"train_loss": train_loss.item()}, step=self.global_step)
         return train_loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -256,7 +256,7 @@ def best_weights(net: RealignNet, work_dir: Path) -> None:
     net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
 
 
-def loss(net: RealignNet, batch: Batch) -> Tensor:
+def loss(net: RealignNet, batch: RowBatch) -> Tensor:
     """Mean squared error per number of the rows after all their moves: [] float32."""
     x = batch.stale
     for moves_left in reversed(range(batch.num_moves)):
@@ -265,7 +265,7 @@ def loss(net: RealignNet, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
+def losses(net: RealignNet, batches: Iterable[RowBatch]) -> tuple[float, float]:
     """Mean squared errors against the labels, with and without realignment."""
     sums, num_rows = torch.zeros(2, dtype=torch.float64), 0
     for batch in batches:

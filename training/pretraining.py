@@ -130,7 +130,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
     model = first_model(settings, tokenizer).to(resolved(settings.device))
-    run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
+    run = Pretraining(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     if settings.copy_weight:
         model.set_attn_implementation("eager")  # which returns its weights
@@ -227,7 +227,7 @@ def orthogonal(update: Tensor, coefficients: tuple[float, float, float]) -> Tens
     return x.T if update.shape[0] > update.shape[1] else x
 
 
-class Run:
+class Pretraining:
     """Model, optimisers and progress of one training run, and their checkpoint file."""
 
     def __init__(
@@ -316,7 +316,10 @@ class Run:
 
 
 def _publish(
-    settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
+    settings: PretrainSettings,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Pretraining,
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")

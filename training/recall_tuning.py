@@ -50,7 +50,7 @@ FARTHEST, NUM_STREAMS, SEED = 16, 4, 20
 
 
 @dataclass(frozen=True)
-class Streams:
+class WeighedStreams:
     """Streams for a cache: ids [B, N], and how much each label counts, [labels] float32 (0: not at
     all).
     """
@@ -115,7 +115,7 @@ def usual_sizes(longest: int | None) -> tuple[int, ...]:
     return tuple(sorted({min(SMALL, longest // 8), min(LARGE, longest // 2)}))
 
 
-def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Streams:
+def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> WeighedStreams:
     """One text for a cache of this size, with codes that are told and asked for."""
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
     text = iter(ids)
@@ -140,16 +140,16 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Strea
         raise UserError(f"the text is too short for {AWAY} times {size} tokens: raise --num-tokens")
     weight = {None: 0.0, False: 1.0, True: OF_CODES * num_text / num_code}
     weights = torch.tensor([weight[kind] for kind in kinds])
-    return Streams(torch.tensor([stream], device=loaded.model.device), weights)
+    return WeighedStreams(torch.tensor([stream], device=loaded.model.device), weights)
 
 
-def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> Streams:
+def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> WeighedStreams:
     """Streams of facts, of which equally many answers count of each age."""
     ids, ages = facts.asked_streams(
         size, num_questions=num_questions, farthest=FARTHEST, num_streams=NUM_STREAMS, seed=SEED
     )
     weights = torch.from_numpy(ages.flatten() > 0).float()
-    return Streams(torch.from_numpy(ids).to(loaded.model.device), weights)
+    return WeighedStreams(torch.from_numpy(ids).to(loaded.model.device), weights)
 
 
 def measured(
@@ -157,7 +157,7 @@ def measured(
     method: str,
     loaded: LoadedModel,
     aligner: Aligner | None,
-    streams: dict[int, Streams],
+    streams: dict[int, WeighedStreams],
 ) -> RecallPlan:
     """Return the best plan, with what the command measured of each."""
     spec = loaded.spec
@@ -208,7 +208,7 @@ def named(layers: Sequence[int], loudness: str = "") -> str:
     return ",".join(f"{name}{loudness}" for name in names)
 
 
-def weighted(methods: dict[int, Method], streams: dict[int, Streams]) -> list[Tensor]:
+def weighted(methods: dict[int, Method], streams: dict[int, WeighedStreams]) -> list[Tensor]:
     """Losses in nats of the labels that count, times their weights, for each cache size."""
     parts = []
     for size, method in methods.items():

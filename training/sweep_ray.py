@@ -96,7 +96,7 @@ def tuner(folder: Path, settings: TuneSettings, base: NetworkSettings) -> tune.T
         trial_dirname_creator=_name,
     )
     place = dict(name=folder.name, storage_path=str(folder.parent))
-    run = tune.RunConfig(**place, callbacks=[Watch()], verbose=0)
+    run = tune.RunConfig(**place, callbacks=[TrialWatch()], verbose=0)
     return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 
@@ -131,7 +131,7 @@ def _name(trial: RayTrial) -> str:
     return f"{int(trial.trial_id.rpartition('_')[2]):03d}"
 
 
-class Watch(tune.Callback):
+class TrialWatch(tune.Callback):
     """Counter of trials that writes a line to stderr for each. It has no state, because Ray pickles
     it and restores it with a sweep.
     """

@@ -46,12 +46,12 @@ from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TableSettings
-from kvalign.training.text import Text, val_sizes
+from kvalign.training.text import Texts, val_sizes
 from kvalign.training.text_run import BATCH_SIZE
 
 
 def fit(
-    table: TableAligner, settings: TableSettings, loaded: LoadedModel, text: Text
+    table: TableAligner, settings: TableSettings, loaded: LoadedModel, text: Texts
 ) -> dict[str, Any]:
     """Fill untrained tables, as the settings ask.
 
@@ -161,7 +161,7 @@ KNOT_RATIO = 4 / 3
 
 
 def tune(
-    aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
+    aligner: TableAligner, model: PreTrainedModel, text: Texts, settings: TableSettings
 ) -> dict[str, Any]:
     """Train the tables of `settings.kvs` in place. Keep the weights with the best validation loss,
     which may be the initial ones.
@@ -255,7 +255,7 @@ def hat_functions(num_positions: int) -> Tensor:
 
 
 @torch.no_grad()
-def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
+def validate(aligner: TableAligner, model: PreTrainedModel, text: Texts, objective: str) -> float:
     """Mean loss on fixed validation rows, with a small, a middle and the largest cache."""
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
@@ -271,7 +271,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
     return sum(losses) / len(losses)
 
 
-def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]:
+def _val_rows(aligner: TableAligner, text: Texts) -> Iterator[tuple[int, Tensor]]:
     """Cache sizes, each with rows [B, N + 1] of one text."""
     for cache_size in val_sizes(aligner.config.largest_cache):
         row_len = _row_len(cache_size, text.val)
@@ -281,7 +281,7 @@ def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]
                 yield cache_size, rows
 
 
-def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) -> int:
+def tuning_tokens(aligner: TableAligner, text: Texts, settings: TableSettings) -> int:
     num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
     val_tokens = sum(rows.numel() for _, rows in _val_rows(aligner, text))
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens
@@ -306,7 +306,7 @@ def stream_loss(
     counted: Tensor | None = None,
 ) -> Tensor:
     """Objective on ids [B, N + 1], logits [B, N - cache_size, V], of the labels that count
-    (`Text.counted`); `kl` for random queries of each row, given the tokens that both see.
+    (`Texts.counted`); `kl` for random queries of each row, given the tokens that both see.
     """
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
     which = slice(None) if counted is None else counted.to(ids.device)

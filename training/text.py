@@ -23,7 +23,7 @@ def val_sizes(largest: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Text:
+class Texts:
     """Token ids [N] int64 of each corpus; the last tenth of each is for validation.
 
     Attributes:
@@ -78,7 +78,7 @@ class Text:
 
 def read(
     corpora: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, row_len: int
-) -> Text:
+) -> Texts:
     """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
 
     Raises:
@@ -97,7 +97,7 @@ def read(
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])
-    return Text(train, val, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+    return Texts(train, val, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 
 
 def row_ages(ids: Tensor) -> Tensor:

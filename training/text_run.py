@@ -33,14 +33,14 @@ from kvalign.training.aligner_folder import (
 )
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings, device_of
-from kvalign.training.text import Text, read
+from kvalign.training.text import Texts, read
 
 BATCH_SIZE = 16  # chunks encoded at once
 LAST_SHARE = 15 / 16
 """Of a learned context, the positions that a table's entries are written at in a full cache: few
 queries have read what lies behind (eval/results/realignment.md)."""
 
-Fit = Callable[[Any, Any, LoadedModel, Text], dict[str, Any]]
+Fit = Callable[[Any, Any, LoadedModel, Texts], dict[str, Any]]
 """Training of an aligner in place, on its device: of the aligner, its settings, the model and text
 to fields for the record. None of its parameters requires a gradient before and after.
 """

@@ -202,7 +202,7 @@ COLUMNS = {
 }
 
 
-class Recall(Evaluation):
+class RecallEvaluation(Evaluation):
     settings = RecallSettings
     run = staticmethod(recall)
     heading = "Recall"
@@ -235,4 +235,4 @@ class Recall(Evaluation):
         return figure, f"{caption}; bars: 95 %"
 
 
-EVALUATION = Recall()
+EVALUATION = RecallEvaluation()

@@ -86,7 +86,7 @@ def streameval(
     return ask_all(methods, lambda size: streams, "queries", MEANS)
 
 
-class Piece(NamedTuple):
+class StreamLine(NamedTuple):
     """A line, counted from 1, that registers a number; or a query for it `distance` lines later."""
 
     line: int
@@ -99,7 +99,7 @@ class Piece(NamedTuple):
 class EncodedPiece:
     """A piece as tokens, and where it and its answer lie in the stream."""
 
-    piece: Piece
+    piece: StreamLine
     ids: list[int]
     start: int
     answer_start: int
@@ -114,21 +114,21 @@ Query = tuple[EncodedPiece, EncodedPiece]
 """A line, and the query for it."""
 
 
-def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
+def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[StreamLine]:
     """Lines with random numbers of five digits, the same at every distance. After every
     `query_every` lines comes a query for the line `distance` lines before, once there is one.
     """
     draws, answers = random.Random(seed), dict[int, str]()
     for line in range(1, num_lines + 1):
         answers[line] = f"{draws.randint(10_000, 99_999)}>"
-        yield Piece(line, None, f"line {line}: REGISTER_CONTENT is <", answers[line])
+        yield StreamLine(line, None, f"line {line}: REGISTER_CONTENT is <", answers[line])
         past = line - distance
         if line % query_every == 0 and past in answers:
             question = f"What is the REGISTER_CONTENT of line {past}? <"
-            yield Piece(past, distance, question, answers[past])
+            yield StreamLine(past, distance, question, answers[past])
 
 
-def encode(stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> list[EncodedPiece]:
+def encode(stream: Iterable[StreamLine], tokenizer: PreTrainedTokenizerBase) -> list[EncodedPiece]:
     """Consecutive pieces as tokens, the first after the tokenizer's opening tokens. A number with
     its `>` is tokenised apart from the text around it, in lines and answers alike. So an answer has
     the same tokens as its line, whatever a tokenizer would merge.

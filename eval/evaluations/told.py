@@ -134,7 +134,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TokenTurns:
     """Turns as tokens: the facts, and the other talk turn by turn."""
 
     facts: list[int]
@@ -160,7 +160,7 @@ class Conversation:
         return stops
 
 
-def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversation]:
+def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[TokenTurns]:
     """Conversations of the settings, each with other talk for the largest cache.
 
     Raises:
@@ -188,7 +188,7 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
                 f"{num_tokens} tokens of other talk: name a longer one, or smaller --talk or "
                 "--num-conversations"
             )
-        conversations.append(Conversation(facts, talk, questions))
+        conversations.append(TokenTurns(facts, talk, questions))
     return conversations
 
 

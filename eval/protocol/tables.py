@@ -49,7 +49,7 @@ MEANING = (
 )
 
 
-class Verdict(StrEnum):
+class RatioVerdict(StrEnum):
     """Verdict on a ratio to the reference and its 95 % interval; the worst comes first."""
 
     FAILS = "fails"  # the interval lies above 1, and the ratio far above
@@ -59,14 +59,14 @@ class Verdict(StrEnum):
     GOOD = "as good"  # it holds 1, narrowly, or lies below
 
 
-def verdict(row: Row) -> Verdict:
+def verdict(row: Row) -> RatioVerdict:
     """Return the verdict on a row with `ratio`, `ratio_low`, `ratio_high`."""
     low, high = row.get("ratio_low"), row.get("ratio_high")
     if low is None or high is None:
-        return Verdict.UNKNOWN
+        return RatioVerdict.UNKNOWN
     if low > 1:
-        return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE
-    return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
+        return RatioVerdict.FAILS if row["ratio"] > FAR else RatioVerdict.WORSE
+    return RatioVerdict.GOOD if high <= GIVE_OR_TAKE else RatioVerdict.OPEN
 
 
 def comparable(rows: Sequence[Row], reference: str | None = None) -> list[Row]:

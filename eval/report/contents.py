@@ -15,7 +15,7 @@ from kvalign.eval.protocol.tables import (
     METHOD,
     MIN_POINT,
     SLOW,
-    Verdict,
+    RatioVerdict,
     comparable,
     grouped,
     identity_of,
@@ -257,10 +257,10 @@ class FirstScreen:
         fair = comparable(self.scored, self.reference) if self.reference else []
         groups = grouped((row for row in fair if row["method"] not in SLOW), label_of)
 
-        def judged(row: Row) -> Verdict:
-            return Verdict.GOOD if is_reference(row, self.reference) else verdict(row)
+        def judged(row: Row) -> RatioVerdict:
+            return RatioVerdict.GOOD if is_reference(row, self.reference) else verdict(row)
 
-        if len(groups) < 2 or any(judged(row) is Verdict.UNKNOWN for row in fair):
+        if len(groups) < 2 or any(judged(row) is RatioVerdict.UNKNOWN for row in fair):
             return ""
         worst = {x: min(ORDER.index(judged(row)) for row in rows) for x, rows in groups.items()}
         mean = {x: fmean(row["ratio"] or 1.0 for row in rows) for x, rows in groups.items()}
@@ -330,7 +330,7 @@ TIMES = {
     "mean_ms": ("ms a token", "mean step, all C"),
     "slowest_ms": ("slowest, ms", "the slowest step of a turn, the median over turns, all C"),
 }
-ORDER = [*Verdict]  # the worst comes first
+ORDER = [*RatioVerdict]  # the worst comes first
 AS_FAST, AS_EVEN = 1.05, 1.5
 MEANS = (
     "The method to take is one of those with the best verdict at their worst cache size. Of these "

@@ -13,17 +13,17 @@ from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+Listed = dict[str, Any]
 _SIZES = ("context_len", "num_layers", "num_kv_heads", "head_dim")
 
 
-def models() -> list[Row]:
+def models() -> list[Listed]:
     """The shipped and fetched models, and those in the hub's cache that KV-Align can stream."""
     from transformers import AutoConfig
 
     from kvalign.models.architectures import FAMILIES, spec_of
 
-    def row(name: str, folder: Path) -> Row | None:
+    def row(name: str, folder: Path) -> Listed | None:
         weights = any(folder.glob("*.safetensors"))
         if not weights or _config(folder).get("model_type") not in FAMILIES:
             return None
@@ -43,7 +43,7 @@ def models() -> list[Row]:
     return list(_rows(row, shipped=shipped, fetched=here))
 
 
-def fetchable() -> list[Row]:
+def fetchable() -> list[Listed]:
     """Return the models for `kvalign models --fetch`, present or not."""
     return [
         {
@@ -58,13 +58,13 @@ def fetchable() -> list[Row]:
     ]
 
 
-def architectures() -> list[Row]:
+def architectures() -> list[Listed]:
     from kvalign.models.architectures import FAMILIES
 
     return [{"architecture": name, "positions": family} for name, family in FAMILIES.items()]
 
 
-def methods() -> list[Row]:
+def methods() -> list[Listed]:
     """The method `auto`, which is the default, and the registry of methods."""
     from kvalign.methods.registry import AUTO, AUTO_ABOUT, METHODS
 
@@ -72,17 +72,17 @@ def methods() -> list[Row]:
     return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
 
 
-def policies() -> list[Row]:
+def policies() -> list[Listed]:
     from kvalign.policies import POLICIES
 
     return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
 
 
-def aligners() -> list[Row]:
+def aligners() -> list[Listed]:
     """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
     from kvalign.aligners.kinds import KINDS, label_of
 
-    def row(name: str, folder: Path) -> Row | None:
+    def row(name: str, folder: Path) -> Listed | None:
         config = _config(folder)
         if (kind := config.get("kind", "")) not in KINDS:
             return None
@@ -103,7 +103,7 @@ def aligners() -> list[Row]:
     return list(_rows(row, shipped=shipped, here=here))
 
 
-def corpora() -> list[Row]:
+def corpora() -> list[Listed]:
     from kvalign.data_gen.corpora import SPECS
 
     return [{"name": name, "about": about} for name, about in SPECS.items()]
@@ -129,7 +129,7 @@ def _cached() -> Iterator[tuple[str, Path]]:
             yield repo.repo_id, repo.refs["main"].snapshot_path
 
 
-def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
+def show(as_json: bool, **tables: list[Listed]) -> dict[str, list[Listed]]:
     """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
         return tables
@@ -149,7 +149,7 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     return tables
 
 
-LISTED: dict[str, Callable[[], list[Row]]] = {
+LISTED: dict[str, Callable[[], list[Listed]]] = {
     "methods": methods,
     "policies": policies,
     "aligners": aligners,
@@ -158,7 +158,9 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
 """What `kvalign list` lists."""
 
 
-def _rows(row: Callable[[str, Path], Row | None], **folders: Mapping[str, Path]) -> Iterator[Row]:
+def _rows(
+    row: Callable[[str, Path], Listed | None], **folders: Mapping[str, Path]
+) -> Iterator[Listed]:
     """Rows of folders by their names, by where these are, and of the hub cache's."""
     for where, by_name in {**folders, "cached": dict(_cached())}.items():
         for name, folder in by_name.items():

@@ -20,7 +20,7 @@ MOST_AT_ONCE = 7
 NUM_AFTER = 24  # tokens fed after a change of rows
 
 Feed = Callable[[Tensor], Tensor]
-Change = tuple[list[int], Callable[[Stream], None]]
+RowChange = tuple[list[int], Callable[[Stream], None]]
 """Rows by their numbers before, and what makes a stream one of these rows."""
 
 
@@ -102,7 +102,7 @@ def evicting_chunks(subject: Subject) -> Measured:
 )
 def reorder(subject: Subject) -> Measured:
     order, some = [2, 0, 0], [2, 1]
-    ways: list[Change] = [
+    ways: list[RowChange] = [
         (order, lambda stream: stream.take_rows(order, "reorder_cache")),
         (some, lambda stream: stream.take_rows(some)),
     ]
@@ -129,7 +129,7 @@ def save(subject: Subject) -> Measured:
     return Measured(_apart(again.feed, stream.feed, _parts(after)), subject.exact)
 
 
-def _difference_of_rows(subject: Subject, num_rows: int, *ways: Change) -> float:
+def _difference_of_rows(subject: Subject, num_rows: int, *ways: RowChange) -> float:
     """Return the difference of rows that were changed, in one way or another, from those of a
     stream that was left alone.
     """

@@ -88,7 +88,7 @@ def load_model(
     check_device(device)
     config = model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
-    request = Request(config, source, device, dtype, weights)
+    request = PackedRequest(config, source, device, dtype, weights)
     if (kept := request.read()) is not None:
         model, tokenizer = kept, model_folder.tokenizer_of(name, source)
     else:
@@ -105,7 +105,7 @@ def load_model(
 
 
 def _read(
-    name: str, request: "Request", is_auto: bool
+    name: str, request: "PackedRequest", is_auto: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model that is read from its files, on its device and packed, and its tokenizer."""
     config, source, weights = request.config, request.source, request.weights
@@ -202,7 +202,7 @@ def check_device(device: str) -> None:
 
 
 @dataclass
-class Request:
+class PackedRequest:
     """Call of `load_model` that may ask for packed weights.
 
     Attributes:

@@ -50,7 +50,7 @@ from kvalign.steppers.step_module import StepModule
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[list[Tensor]], list[Tensor]]
+StoredStep = Callable[[list[Tensor]], list[Tensor]]
 """Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the places [B, S] of the
 entries that they see, and keys and values as each layer stores them, [B, H, S, width of the form]:
 logits [B, 1, V]. The entries of the tokens are written. With our kernel B and S may change; other
@@ -95,7 +95,7 @@ class Stored(Stepper):
         self.is_int8, self.makes = method.sizes.cache_dtype == "int8", makes
         self.num_sinks, self.falls_back = method.sizes.num_sinks, makes
         self.table = table_of(method.cache)
-        self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
+        self._runs: dict[bool, StoredStep | None] = {}  # by whether they are for one row
         self._step = self._made_step()
         self._snapshot = Snapshot(model)
         self._cache: Callable[[], Cache | None] = lambda: None
@@ -193,7 +193,7 @@ class Stored(Stepper):
             seen.append(angles)
         return [ids, step.position_ids, step.slot, places, *seen]
 
-    def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
+    def _run_for(self, cache: Cache, inputs: list[Tensor]) -> StoredStep | None:
         """The compiled step, if there is one for the model as it is now."""
         had = self._runs
         if not self._is_as_it_was(cache):
@@ -228,9 +228,9 @@ def is_empty() -> bool:
     return next(folder().glob("*.pt2"), None) is None
 
 
-def load_or_make(step: StepModule, inputs: list[Tensor], makes: bool) -> Run | None:
-    """The file's step for these inputs, as of `Run`, if it gives the model's logits; else compiled,
-    if it `makes` one. None if there is none, or none is possible.
+def load_or_make(step: StepModule, inputs: list[Tensor], makes: bool) -> StoredStep | None:
+    """The file's step for these inputs if it gives the model's logits; else compiled, if it `makes`
+    one. None if there is none, or none is possible.
     """
     weights = step.tensors()  # which it reads where they lie
     about = _about(step, inputs, weights)
@@ -255,7 +255,7 @@ def load_or_make(step: StepModule, inputs: list[Tensor], makes: bool) -> Run | N
             return None
 
 
-def _gives_logits_of(step: StepModule, run: Run, inputs: list[Tensor]) -> bool:
+def _gives_logits_of(step: StepModule, run: StoredStep, inputs: list[Tensor]) -> bool:
     """Return whether a step runs, and gives the logits that the model gives now."""
     copies = [x.detach() for x in inputs]  # which the step marks
     expected = step(*copies)
@@ -272,7 +272,7 @@ def _gives_logits_of(step: StepModule, run: Run, inputs: list[Tensor]) -> bool:
 @progress.shown_as("compile")
 def _make(
     step: StepModule, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
-) -> Run | None:
+) -> StoredStep | None:
     """The step, once a file has it and it gives the model's logits."""
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
@@ -321,7 +321,7 @@ def forget_old() -> None:
         files.forget(old)
 
 
-def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
+def _load(file: Path, weights: dict[str, Tensor]) -> StoredStep | None:
     """The step of a file; None where there is none, or it is damaged."""
     if not files.is_whole(file):
         return None
@@ -334,7 +334,7 @@ def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
     return run
 
 
-def _opened(file: Path, weights: dict[str, Tensor]) -> Run:
+def _opened(file: Path, weights: dict[str, Tensor]) -> StoredStep:
     """The step of a whole file. `aoti_load_package` would compile and run six programs first, to
     compare this CPU with that of the file: the file's name has it already.
     """

@@ -25,7 +25,7 @@ SUMS = "memory.crc32"
 DIGESTS = "memory.digests"
 """The same of their digests (`Memories.state`), which tell whether a file has a stream's own."""
 _AT_ONCE = 2**22  # bytes
-Count = Annotated[int, Field(strict=True, ge=0)]
+WholeNumber = Annotated[int, Field(strict=True, ge=0)]
 
 
 class MemoryFile(BaseModel):
@@ -40,8 +40,8 @@ class MemoryFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     number: Annotated[int, Field(strict=True, ge=0, le=1)]
-    first: Count
-    end: Count
+    first: WholeNumber
+    end: WholeNumber
 
 
 def is_of_memory(name: str) -> bool:

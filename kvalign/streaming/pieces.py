@@ -31,7 +31,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.input_ids import encoded, prefix_ids
 from kvalign.models.weights import check_finite
 from kvalign.models.wrapped import unwrapped
-from kvalign.streaming.memory_file import Count
+from kvalign.streaming.memory_file import WholeNumber
 from kvalign.streaming.stream_file import OfModel, read_saved, write_saved
 
 
@@ -48,8 +48,8 @@ class PieceInfo(OfModel):
     what = "piece"
 
     format: int = 2
-    ids: list[Count]
-    before: list[Count]
+    ids: list[WholeNumber]
+    before: list[WholeNumber]
 
 
 @dataclass(frozen=True)

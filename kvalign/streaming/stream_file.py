@@ -32,7 +32,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.streaming import memory_file
-from kvalign.streaming.memory_file import DIGESTS, SUMS, Count, MemoryFile, is_of_memory
+from kvalign.streaming.memory_file import DIGESTS, SUMS, MemoryFile, WholeNumber, is_of_memory
 from kvalign.streaming.sampling import Sampling
 
 _CHECKSUM = "sha256"
@@ -95,15 +95,15 @@ class SavedStream(OfModel):
 
     format: int = 3
     method: str
-    num_sinks: Count
+    num_sinks: WholeNumber
     aligner: str | None
     sampling: dict[str, Any]
     device: str
-    num_fed: Count
-    num_new: Count
+    num_fed: WholeNumber
+    num_new: WholeNumber
     is_emptied: bool = False
     tokenizer: str
-    answers: list[tuple[Count, Count]] = []
+    answers: list[tuple[WholeNumber, WholeNumber]] = []
     notes: dict[str, str] = {}
     memory_file: MemoryFile | None = None
 

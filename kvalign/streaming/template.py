@@ -14,7 +14,7 @@ from kvalign.streaming.calls import FORMS, CallForm, as_text, form_in
 Tools = Sequence[Mapping[str, Any]] | None
 """Functions that the model may call, in OpenAI's form, as `apply_chat_template` takes them."""
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # Qwen3, SmolLM3; Magistral
-Arguments = Literal["mapping", "text"]
+ArgumentsForm = Literal["mapping", "text"]
 _ABOUT_TOOLS = """\
 You may call these tools. To call one, write its name and its arguments as JSON, as here:
 {example}
@@ -37,7 +37,7 @@ class Dialect:
 
     tells_of_tools: bool
     form: CallForm | None
-    arguments: Arguments | None
+    arguments: ArgumentsForm | None
     several: bool
     thoughts: tuple[str, str] | None
     takes_thoughts: bool
@@ -117,8 +117,8 @@ def _dialect_of(tokenizer: PreTrainedTokenizerBase, template: str, num_tokens: i
     call: dict[str, Any] = {"id": "call12345", "type": "function"}
     call["function"] = {"name": "look_up", "arguments": {"place": "Rome"}}
     result = {"role": "tool", "content": "0result0", "name": "look_up", "tool_call_id": call["id"]}
-    calls: dict[Arguments, Any] = {"mapping": call, "text": _with_text(call)}
-    written: dict[Arguments, str] = {}
+    calls: dict[ArgumentsForm, Any] = {"mapping": call, "text": _with_text(call)}
+    written: dict[ArgumentsForm, str] = {}
     for way, one in calls.items():
         text = tried(answer("", tool_calls=[one]), of=of)
         is_shown = text.count("look_up") > told.count("look_up") and "Rome" in text

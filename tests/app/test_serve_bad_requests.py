@@ -15,7 +15,7 @@ from helpers.served import serving
 
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.replies import Events, EventStream, TextForm
-from kvalign.app.serve.turn import Answers, Piece
+from kvalign.app.serve.turn import AnswerPiece, Answers
 from kvalign.app.serve.wire import Completion
 from kvalign.models.loading import load_model
 
@@ -199,7 +199,7 @@ def test_a_body_that_does_not_come(server, loaded):
 def test_a_reader_that_does_not_read_is_left():
     answers, events, cancelled = Answers(1, Reading()), Events(), []
     answers.turns.append(SimpleNamespace(cancel=lambda: cancelled.append(True)))
-    events.put_nowait(Piece(0, "text"))
+    events.put_nowait(AnswerPiece(0, "text"))
     form = TextForm("m", Completion(model="m", prompt="?"), answers)
     stream = EventStream(form, events, timeout=0.05, ignored=())
 

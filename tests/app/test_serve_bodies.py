@@ -11,7 +11,7 @@ from helpers.patience import PATIENCE_S
 from helpers.served import served
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.wire import Chat, Completion, parsed
+from kvalign.app.serve.wire import ChatRequest, Completion, parsed
 
 
 def filled(before, piece, after, size=10**6):
@@ -28,12 +28,12 @@ def text(piece, size=10**6):
 
 
 MANY = {
-    "messages: {}": (Chat, chat("{}")),
-    "messages: whole": (Chat, chat('{"role":"user","content":""}')),
-    "content: {}": (Chat, chat('{"role":"user","content":[{},{},{},{},{},{},{},{},{},{}]}')),
+    "messages: {}": (ChatRequest, chat("{}")),
+    "messages: whole": (ChatRequest, chat('{"role":"user","content":""}')),
+    "content: {}": (ChatRequest, chat('{"role":"user","content":[{},{},{},{},{},{},{},{},{},{}]}')),
     "prompt: {}": (Completion, text("{}")),
     "prompt: mixed": (Completion, text('1,"a"')),
-    "fields": (Chat, json.dumps(dict.fromkeys(range(90_000), 1)).encode()),
+    "fields": (ChatRequest, json.dumps(dict.fromkeys(range(90_000), 1)).encode()),
 }
 
 QUICK = ("messages: whole", "prompt: mixed")

@@ -13,8 +13,8 @@ from helpers.served import running
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.prompts import Change
-from kvalign.app.serve.turn import End, Piece, SessionUpdate, Turn
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.turn import AnswerPiece, End, SessionUpdate, Turn
+from kvalign.app.serve.wire import ChatRequest
 from kvalign.methods import make_method
 
 EDIT = dict(cache_size=250, edit=True, method="streaming-llm")
@@ -22,7 +22,7 @@ EDIT = dict(cache_size=250, edit=True, method="streaming-llm")
 
 def begun(service, messages):
     """A request whose answer has begun, and the queue of what comes."""
-    asked = Chat.model_validate({**ASKED, "messages": messages})
+    asked = ChatRequest.model_validate({**ASKED, "messages": messages})
     events = queue.SimpleQueue()
     return service.chat(asked, events.put), events
 
@@ -33,7 +33,7 @@ def ended(answers, events):
     while not isinstance(event := events.get(timeout=PATIENCE_S), End):
         if isinstance(event, RequestError):
             raise event
-        assert isinstance(event, Piece)
+        assert isinstance(event, AnswerPiece)
         text += event.text
     return text, answers.num_edited
 

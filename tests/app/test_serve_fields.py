@@ -23,7 +23,7 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import REFUSED, Item, Message, TextPart, Tool
 from kvalign.app.serve.responses import ResponseRequest
-from kvalign.app.serve.wire import Chat, Completion, StreamOptions, parsed
+from kvalign.app.serve.wire import ChatRequest, Completion, StreamOptions, parsed
 
 
 def names(*kinds):
@@ -31,7 +31,7 @@ def names(*kinds):
 
 
 FIELDS = {
-    Chat: names(chat_params.CompletionCreateParamsStreaming),
+    ChatRequest: names(chat_params.CompletionCreateParamsStreaming),
     Completion: names(text_params.CompletionCreateParamsStreaming),
     Message: names(*get_args(ChatCompletionMessageParam)) | set(ChatCompletionMessage.model_fields),
     TextPart: names(*get_args(Part), RefusalPart),
@@ -49,12 +49,12 @@ def asked(form, **fields):
     hello, part = {"role": "user", "content": "Hello"}, {"type": "text", "text": "Hello"}
     whole = {
         Completion: lambda: {"prompt": "Hello", **fields},
-        Chat: lambda: {"messages": [hello], **fields},
+        ChatRequest: lambda: {"messages": [hello], **fields},
         Message: lambda: {"messages": [{**hello, **fields}]},
         TextPart: lambda: {"messages": [{**hello, "content": [{**part, **fields}]}]},
         StreamOptions: lambda: {"messages": [hello], "stream_options": fields},
     }[form]()
-    kind = Completion if form is Completion else Chat
+    kind = Completion if form is Completion else ChatRequest
     return parsed(kind, json.dumps({"model": "m", **whole}).encode(), {})
 
 
@@ -99,7 +99,7 @@ def test_each_field_of_responses_has_a_rule(form, kind):
     assert names(kind) - {*form.model_fields, *form.harmless, *REFUSED, *read_as} == set()
 
 
-@pytest.mark.parametrize("form", [Chat, Completion, Message, StreamOptions])
+@pytest.mark.parametrize("form", [ChatRequest, Completion, Message, StreamOptions])
 @pytest.mark.parametrize(
     "name",
     [
@@ -119,20 +119,20 @@ def test_no_promise_of_a_form_is_only_ignored(form, name):
 @pytest.mark.parametrize("kind", ["regex", "grammar", "ebnf", "json", "json_object_schema"])
 def test_a_form_of_another_type_is_refused_by_name(kind):
     with pytest.raises(RequestError, match=f"the type '{kind}' is not supported"):
-        asked(Chat, response_format={"type": kind, "value": "[0-9]"})
+        asked(ChatRequest, response_format={"type": kind, "value": "[0-9]"})
 
 
 def test_what_shapes_the_beginning_is_what_it_is_looked_up_by():
-    plain, tool = asked(Chat), {"type": "function", "function": {"name": "f"}}
+    plain, tool = asked(ChatRequest), {"type": "function", "function": {"name": "f"}}
     fields = [{}, {"a": True}, {"a": False}], [[], [tool]]
     openings = [
-        asked(Chat, chat_template_kwargs=values, tools=tools).opening
+        asked(ChatRequest, chat_template_kwargs=values, tools=tools).opening
         for values, tools in product(*fields)
     ]
     assert plain.opening == openings[0] == "" and len({*openings}) == len(openings)
     for name in ("enable_thinking", "reasoning_effort", "documents", "think", "system", "template"):
         with pytest.raises(RequestError, match=f"{name} is not supported"):
-            asked(Chat, **{name: "low"})
+            asked(ChatRequest, **{name: "low"})
 
 
 @pytest.mark.parametrize(
@@ -141,21 +141,21 @@ def test_what_shapes_the_beginning_is_what_it_is_looked_up_by():
 )
 def test_sampling_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(RequestError, match=name):
-        asked(Chat, **{name: value})
+        asked(ChatRequest, **{name: value})
 
 
 def test_no_logprobs_are_not_those_of_the_token_that_was_drawn():
     """0 asks for the latter, of a completion; False for none, of a chat."""
-    assert asked(Chat, logprobs=False).num_top is asked(Chat).num_top is None
-    assert asked(Completion, logprobs=0).num_top == asked(Chat, logprobs=True).num_top == 0
+    assert asked(ChatRequest, logprobs=False).num_top is asked(ChatRequest).num_top is None
+    assert asked(Completion, logprobs=0).num_top == asked(ChatRequest, logprobs=True).num_top == 0
     with pytest.raises(RequestError, match="top_logprobs needs logprobs"):
-        asked(Chat, top_logprobs=2)
+        asked(ChatRequest, top_logprobs=2)
 
 
 def test_two_names_of_a_field_agree():
-    assert asked(Chat, max_tokens=3, max_completion_tokens=3).most_tokens == 3
+    assert asked(ChatRequest, max_tokens=3, max_completion_tokens=3).most_tokens == 3
     with pytest.raises(RequestError, match="max_tokens and max_completion_tokens differ"):
-        asked(Chat, max_tokens=3, max_completion_tokens=4)
+        asked(ChatRequest, max_tokens=3, max_completion_tokens=4)
 
 
 def test_parts_of_a_message_are_lines():
@@ -167,5 +167,5 @@ def test_parts_of_a_message_are_lines():
 def test_the_page_names_the_harmless_fields():
     page = Path(__file__).parents[2] / "docs" / "requests.md"
     said = page.read_text(encoding="utf-8")
-    harmless = {*Chat.harmless, *Completion.harmless}
+    harmless = {*ChatRequest.harmless, *Completion.harmless}
     assert {name for name in harmless if f"`{name}`" not in said} == set()

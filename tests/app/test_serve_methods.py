@@ -14,8 +14,8 @@ from helpers.uncompiled_step import not_compiled
 
 import kvalign
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.turn import End, Piece
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.turn import AnswerPiece, End
+from kvalign.app.serve.wire import ChatRequest
 from kvalign.models import kernel
 from kvalign.models.loading import load_model
 from kvalign.streaming.turns import Talk
@@ -45,21 +45,21 @@ def asked(service, turn, name, **more):
     """The queue to which a turn's events come."""
     events = queue.Queue()
     fields = dict(model="any", messages=[{"role": "user", "content": turn}], session=name)
-    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), events.put)
+    service.chat(ChatRequest(**fields, temperature=0, max_tokens=6, **more), events.put)
     return events
 
 
 def text_of(events):
     text = ""
     while not isinstance(event := events.get(timeout=PATIENCE_S), End):
-        assert isinstance(event, Piece), event
+        assert isinstance(event, AnswerPiece), event
         text += event.text
     return text
 
 
 def last_of(events):
     """How a turn has ended."""
-    while isinstance(event := events.get(timeout=PATIENCE_S), Piece):
+    while isinstance(event := events.get(timeout=PATIENCE_S), AnswerPiece):
         pass
     return event
 
@@ -144,10 +144,10 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(minis, monkeypatch):
 
         def ask(name, messages, events):
             told = lambda e: (order.append(name), events.put(e))  # noqa: E731
-            service.chat(Chat(messages=messages, **fields), told)
+            service.chat(ChatRequest(messages=messages, **fields), told)
 
         ask("short", hello, short)
-        assert isinstance(short.get(timeout=PATIENCE_S), Piece)  # it is being stepped
+        assert isinstance(short.get(timeout=PATIENCE_S), AnswerPiece)  # it is being stepped
         text = "the king of the island had a ship and " * 100
         long = [{"role": "user", "content": text}]
         events = queue.Queue()

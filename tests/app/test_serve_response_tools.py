@@ -10,7 +10,7 @@ from helpers.tool_templates import HERMES_TEMPLATE, TIME, WEATHER
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.replies import Events, parts_of, usage_of
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
-from kvalign.app.serve.turn import Answers, End, Piece
+from kvalign.app.serve.turn import AnswerPiece, Answers, End
 from kvalign.app.serve.wire import parsed
 from kvalign.streaming.calls import FORMS
 
@@ -72,7 +72,7 @@ def told(text, num):
     async def parts_told():
         events = Events()
         for start in range(0, len(text), num):
-            events.put_nowait(Piece(0, text[start : start + num]))
+            events.put_nowait(AnswerPiece(0, text[start : start + num]))
         events.put_nowait(ending)
         return [x async for batch in parts_of(answers, events, asyncio.Event().wait) for x in batch]
 

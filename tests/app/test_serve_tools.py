@@ -27,11 +27,11 @@ from helpers.tool_templates import (
 from transformers import AddedToken
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import Constraints, Tools
+from kvalign.app.serve.forms import Constraints, ToolSet
 from kvalign.app.serve.messages import Message
-from kvalign.app.serve.reading import Reader, Reading
+from kvalign.app.serve.reading import PieceReader, Reading
 from kvalign.app.serve.sessions import digest
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.wire import ChatRequest
 from kvalign.foundation.errors import UserError
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.calls import FORMS, Call, marks_of
@@ -45,7 +45,7 @@ CALL = {"name": "weather", "arguments": '{"city": "Rome", "unit": "C"}'}
 
 
 def chat(**fields):
-    return Chat.model_validate(
+    return ChatRequest.model_validate(
         {"model": "m", "messages": ASKED, "tools": [WEATHER, TIME], **fields}
     )
 
@@ -60,7 +60,7 @@ def reading(form=HERMES, **more):
 
 def read(how, *pieces):
     """Thoughts, content and calls of an answer in pieces."""
-    reader = Reader(how)
+    reader = PieceReader(how)
     said = [*map(reader.read, pieces), reader.read("", is_last=True)]
     thoughts, texts, calls = zip(*said, strict=True)
     return "".join(thoughts), "".join(texts), [call for some in calls for call in some]
@@ -173,14 +173,14 @@ def test_the_form_is_what_the_template_writes(form, loaded):
 def test_calls_of_an_unknown_form_stay_text(loaded):
     loaded.tokenizer.chat_template = TEMPLATES["hermes"].replace("tool_call>", "call>")
     with pytest.raises(RequestError, match="tool_choice: none can be required"):
-        Tools.of(chat(tool_choice="required"), loaded.tokenizer)
-    assert Tools.of(chat(), loaded.tokenizer).form is None
+        ToolSet.of(chat(tool_choice="required"), loaded.tokenizer)
+    assert ToolSet.of(chat(), loaded.tokenizer).form is None
     loaded.tokenizer.chat_template = None
 
 
 def test_a_model_without_a_template_refuses_tools(loaded):
     with pytest.raises(RequestError, match="^tools is not supported: this model has") as caught:
-        Tools.of(chat(), loaded.tokenizer)
+        ToolSet.of(chat(), loaded.tokenizer)
     assert caught.value.param == "tools"
 
 
@@ -280,7 +280,7 @@ def test_what_a_template_leaves_out_stands_in_its_texts(left_out, loaded):
     text = Talk(loaded.tokenizer, tools=tools).text(messages, goes_on=False)
     assert HERMES.text("time", "{}") in text and "<tool_response>\n19\n</tool_response>" in text
     assert text.count("Of a city.") == 1 and text.index("Of a city.") < text.index("How warm")
-    assert Tools.of(chat(tool_choice="required"), loaded.tokenizer).form == HERMES
+    assert ToolSet.of(chat(tool_choice="required"), loaded.tokenizer).form == HERMES
     loaded.tokenizer.chat_template = None
 
 
@@ -340,7 +340,7 @@ def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
     marks = marks_of(of, THINK)
     tokenizer.add_tokens([AddedToken(x, special=is_special) for x in sorted(marks)])
     named = {"type": "function", "function": {"name": "weather"}}
-    tools = Tools.of(chat(tool_choice=named), tokenizer)
+    tools = ToolSet.of(chat(tool_choice=named), tokenizer)
     constraints = Constraints(tokenizer, [tokenizer.eos_token_id])
     how = Reading(Dialect.of(tokenizer).thoughts, of, tools.parameters, is_thinking=True)
     ids = drawn(tokenizer, constraints.of(tools, "tool_choice", "</think>\n\n")(1))
@@ -357,11 +357,11 @@ def test_strict_arguments_obey_their_schema_where_the_model_may_choose(loaded, m
     function = {**WEATHER["function"], "strict": True}
     request = chat(tools=[{"type": "function", "function": function}, TIME])
     with pytest.raises(RequestError, match="tools: strict is not supported"):
-        Tools.of(request, loaded.tokenizer)
+        ToolSet.of(request, loaded.tokenizer)
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.add_tokens([AddedToken(HERMES.begin), AddedToken(HERMES.end)])
     begin, end = tokenizer.convert_tokens_to_ids([HERMES.begin, HERMES.end])
-    tools = Tools.of(request, tokenizer)
+    tools = ToolSet.of(request, tokenizer)
     constraint = Constraints(tokenizer, [tokenizer.eos_token_id]).of(tools, "tools")(1)
     said, scores = tokenizer.encode("Let me see."), torch.rand((1, len(tokenizer)))
     allowed = constraint(torch.tensor([[1, *said]]), scores).isfinite()

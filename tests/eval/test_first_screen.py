@@ -9,7 +9,7 @@ from helpers.results_example import documents
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.evaluations.perplexity import COLUMNS
-from kvalign.eval.protocol.tables import MEANING, Verdict, comparable, table, verdict
+from kvalign.eval.protocol.tables import MEANING, RatioVerdict, comparable, table, verdict
 from kvalign.eval.report import Results
 from kvalign.eval.report.contents import first_screens
 from kvalign.foundation.statistics import share_interval, share_of
@@ -31,14 +31,14 @@ REFERENCE = row("recompute")
 @pytest.mark.parametrize(
     ("ratio", "low", "high", "expected"),
     [
-        (1.01, 0.99, 1.03, Verdict.GOOD),
-        (0.95, 0.93, 0.97, Verdict.GOOD),
-        (1.05, 0.90, 1.20, Verdict.OPEN),
-        (1.02, 1.01, 1.03, Verdict.WORSE),
-        (1.25, 1.20, 1.30, Verdict.WORSE),
-        (1.26, 1.20, 1.30, Verdict.FAILS),
-        (1.90, 0.90, 3.00, Verdict.OPEN),
-        (1.90, 0.0, None, Verdict.UNKNOWN),
+        (1.01, 0.99, 1.03, RatioVerdict.GOOD),
+        (0.95, 0.93, 0.97, RatioVerdict.GOOD),
+        (1.05, 0.90, 1.20, RatioVerdict.OPEN),
+        (1.02, 1.01, 1.03, RatioVerdict.WORSE),
+        (1.25, 1.20, 1.30, RatioVerdict.WORSE),
+        (1.26, 1.20, 1.30, RatioVerdict.FAILS),
+        (1.90, 0.90, 3.00, RatioVerdict.OPEN),
+        (1.90, 0.0, None, RatioVerdict.UNKNOWN),
     ],
 )
 def test_a_ratio_is_judged_by_its_interval(ratio, low, high, expected):

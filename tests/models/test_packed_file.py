@@ -66,7 +66,7 @@ def same(found, expected, ids):
 def test_every_architecture_is_read_as_it_was_packed(kind, tmp_path, ids):
     model = copy.deepcopy(tiny_model(kind)).requires_grad_()
     packed.pack(model, "int4")
-    request = loading.Request(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request = loading.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
     assert request.read() is None
     request.keep(model)
     same(request.read().eval(), model, ids)
@@ -80,7 +80,7 @@ def test_a_model_that_is_more_than_its_config_is_packed_each_time(change, tmp_pa
     else:
         model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
     packed.pack(model, "int4")
-    request = loading.Request(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request = loading.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
     request.keep(model)
     assert request.read() is None
 

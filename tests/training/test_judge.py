@@ -11,7 +11,7 @@ from kvalign.models.architectures import spec_of
 from kvalign.streaming.scoring import score_stepwise
 from kvalign.training import judge as judging
 from kvalign.training.judge import NUM_ROWS, ROW_LABELS, excerpts, judge, streamed, usual_sinks
-from kvalign.training.text import Text
+from kvalign.training.text import Texts
 
 KVS = ("key", "value")
 NOTHING, KEYS, VALUES, BOTH = (), ("key",), ("value",), KVS
@@ -54,7 +54,7 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
         return mean + 0.1 * torch.randn(len(rows), 8, 250, generator=noise)
 
     monkeypatch.setattr(judging, "streamed", told)
-    found = judge(table, untrained, model, Text([], [text()]), KVS)
+    found = judge(table, untrained, model, Texts([], [text()]), KVS)
     assert (tuple(found["parts"]), found["num_sinks"]) == (parts, num_sinks)
     assert found["val_nll"] == pytest.approx(means[num_sinks, parts], abs=0.02)
     beside = found["without"]["num_sinks"]
@@ -71,14 +71,14 @@ def test_too_little_text_proves_nothing(models):
     """Fewer labels than an interval needs: nothing is used, with the usual sinks."""
     for kind, num_sinks in (("llama", 4), ("gpt2", 0)):
         table, untrained = trained_table(models[kind], num_sinks)
-        found = judge(table, untrained, models[kind], Text([], [text(60)]), KVS)
+        found = judge(table, untrained, models[kind], Texts([], [text(60)]), KVS)
         assert found["num_labels"] < 200
         assert (found["parts"], found["num_sinks"]) == ([], num_sinks)
 
 
 def test_excerpts_fit_short_texts_and_do_not_overlap():
     for lens, largest in (((9,), 8), ((500, 90), 63), ((20_000,), 255)):
-        choosing, rest = excerpts(Text([], [torch.arange(n) for n in lens]), largest)
+        choosing, rest = excerpts(Texts([], [torch.arange(n) for n in lens]), largest)
         for rows in (choosing, rest):
             labels = [ids[:, size + 1 :] for size, ids in rows.items()]
             assert all(x.numel() and torch.equal(x, labels[0]) for x in labels)
@@ -88,7 +88,7 @@ def test_excerpts_fit_short_texts_and_do_not_overlap():
             if len(lens) == 1:
                 assert both.unique().numel() == both.numel()
     assert list(rest) == [32, 64, 128, 255] and labels[0].shape == (NUM_ROWS - 4, ROW_LABELS)
-    opened, _ = excerpts(Text([], [torch.arange(2, 4002)], opening=[1]), 255)
+    opened, _ = excerpts(Texts([], [torch.arange(2, 4002)], opening=[1]), 255)
     assert all((ids[:, 0] == 1).all() for ids in opened.values())
 
 
@@ -105,7 +105,7 @@ def test_a_label_counts_once_at_all_cache_sizes(models, monkeypatch):
         return 3 + torch.randn(1, 8, 128, generator=noise).expand(len(rows), -1, -1)
 
     monkeypatch.setattr(judging, "streamed", told)
-    some = Text([], [text()])
+    some = Texts([], [text()])
     found = [judge(table, untrained, models["gpt2"], some, KEYS)["parts"] for _ in range(200)]
     assert 0 < sum(parts == ["key"] for parts in found) <= 12  # 5 expected; 15 as three texts
 
@@ -122,7 +122,7 @@ def test_what_is_reported_had_no_part_in_the_choice(models, monkeypatch):
         return losses + num_sinks + 0.01 * torch.randn(losses.shape)
 
     monkeypatch.setattr(judging, "streamed", told)
-    found = judge(table, untrained, models["gpt2"], Text([], [text(4000)]), KEYS)
+    found = judge(table, untrained, models["gpt2"], Texts([], [text(4000)]), KEYS)
     assert (found["parts"], found["num_sinks"]) == (["key"], 0)
     figures = (found["val_nll"], found["without"]["val_nll"], found["discard_half"])
     assert figures == pytest.approx((3.5, 4.5, 3.45), abs=0.01)
@@ -136,7 +136,7 @@ def test_what_is_reported_had_no_part_in_the_choice(models, monkeypatch):
 @pytest.mark.slow
 def test_rows_side_by_side_are_rows_alone(models):
     rows = text(240).view(3, 80)
-    found = streamed(models["llama"], Text([], []), {20: rows}, "streaming-llm", num_sinks=4)
+    found = streamed(models["llama"], Texts([], []), {20: rows}, "streaming-llm", num_sinks=4)
     method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     assert torch.allclose(found.flatten(), alone, atol=1e-4)

@@ -15,7 +15,7 @@ from kvalign.memory.plan import find_plan, in_cache
 from kvalign.models.loading import load_model
 from kvalign.training import recall_tuning, tune_memory
 from kvalign.training.table_run import stream_loss
-from kvalign.training.text import Text
+from kvalign.training.text import Texts
 
 TINY = dict(cache_sizes=(16,), num_tokens=450, memory=500)
 
@@ -69,7 +69,7 @@ def test_an_aligner_that_was_measured_as_worse_has_a_plan_yet(monkeypatch, loade
 
 
 CACHE_SIZE = 30
-RECALL = Text([], [], is_recall=True)
+RECALL = Texts([], [], is_recall=True)
 
 
 @pytest.fixture(scope="module")

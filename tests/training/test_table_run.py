@@ -23,14 +23,14 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run, train_table_network
 from kvalign.training.settings import TableSettings
-from kvalign.training.text import Text
+from kvalign.training.text import Texts
 from kvalign.training.text_run import measure
 
 
-def random_text(num_tokens=4000) -> Text:
+def random_text(num_tokens=4000) -> Texts:
     rng = torch.Generator().manual_seed(5)
     ids = torch.randint(2, VOCAB, (num_tokens,), generator=rng)
-    return Text([ids[:-600]], [ids[-600:]])
+    return Texts([ids[:-600]], [ids[-600:]])
 
 
 @pytest.fixture

@@ -44,11 +44,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 """What a reader may choose beside the methods; `shown` is the token that it begins with."""
 
-Entry = list[int]
+LaneEntry = list[int]
 """The token of an entry, the position at which it was encoded, its position now; and 1 if it was
 encoded again.
 """
-Frame = dict[str, Any]
+LaneFrame = dict[str, Any]
 """`seen`, the entries that a token attends to, itself the last of them; `stored`, those that stay;
 `encoded`, the number of tokens that the model ran on. Of a cache `held`, the token in each slot. Of
 a memory `lost`, the tokens in it, and `back`, those that were taken back.
@@ -177,7 +177,7 @@ def _recording(
     }
 
 
-def record(name: str, sizes: CacheSizes) -> list[Frame]:
+def record(name: str, sizes: CacheSizes) -> list[LaneFrame]:
     """A frame for each token of a stream; fewer if it ends at the context length."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -198,7 +198,7 @@ def record(name: str, sizes: CacheSizes) -> list[Frame]:
     return _of_method(method)
 
 
-def _of_cache(sizes: CacheSizes) -> list[Frame]:
+def _of_cache(sizes: CacheSizes) -> list[LaneFrame]:
     import torch
 
     from kvalign.cache.streaming_cache import StreamingCache
@@ -206,7 +206,7 @@ def _of_cache(sizes: CacheSizes) -> list[Frame]:
     spec = ModelSpec("this page", "any", "learned", 1, 1, 1, None)
     cache, frames = StreamingCache(spec, sizes), []
 
-    def entries() -> list[Entry]:
+    def entries() -> list[LaneEntry]:
         tokens = enumerate(cache.index().tolist())
         return [[token, sizes.num_stored(token), now] for now, token in tokens]
 
@@ -220,13 +220,13 @@ def _of_cache(sizes: CacheSizes) -> list[Frame]:
     return frames
 
 
-def _of_method(method: Method) -> list[Frame]:
+def _of_method(method: Method) -> list[LaneFrame]:
     """Frames of what a method runs its model on; it stores what the next token joins."""
     import torch
 
     from kvalign.methods.as_encoded import Reencoding
 
-    ran, seen, frames = [0], list[Entry](), list[Frame]()
+    ran, seen, frames = [0], list[LaneEntry](), list[LaneFrame]()
 
     def note(model: nn.Module, args: Any, given: Any) -> None:
         ran[0] = given["input_ids"].shape[1]
@@ -249,7 +249,7 @@ def _of_method(method: Method) -> list[Frame]:
     return frames[:-1]
 
 
-def _of_memory(sizes: CacheSizes, token: int) -> Frame:
+def _of_memory(sizes: CacheSizes, token: int) -> LaneFrame:
     """Frame of a cache with a memory. There are no queries: chance says which entries come back."""
     num_sinks, size, in_sight = sizes.num_sinks, sizes.cache_size, sizes.num_in_sight
     gone = range(num_sinks, token - in_sight) if token > size else range(0)
@@ -259,7 +259,7 @@ def _of_memory(sizes: CacheSizes, token: int) -> Frame:
     back = sorted(drawn[-(sizes.num_recalled or 0) :])
     window = range(token - in_sight, token) if lost else range(num_sinks, token)
 
-    def placed(indices: list[int], first: int = 0) -> list[Entry]:
+    def placed(indices: list[int], first: int = 0) -> list[LaneEntry]:
         return [[x, min(x, size), now] for now, x in enumerate(indices, first)]
 
     seen = placed([*range(min(num_sinks, token)), *back, *window, token])

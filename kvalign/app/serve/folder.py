@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.sessions import Session, Store, damaged
+from kvalign.app.serve.sessions import Session, SessionStore, damaged
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
@@ -30,7 +30,7 @@ class DamagedError(UserError):
 
 
 @dataclass
-class InFolder(Store):
+class InFolder(SessionStore):
     """Store of files in a folder that no other server writes to. The sessions' tokens are in
     memory, their caches are not. `method_for` makes an empty method with so many sinks.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.wire import ChatRequest
 from kvalign.models.input_ids import num_ids
 from kvalign.streaming.calls import CallForm
 from kvalign.streaming.template import Dialect
@@ -35,7 +35,7 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 @dataclass(frozen=True)
-class Tools:
+class ToolSet:
     """Tools of one request."""
 
     definitions: Sequence[Mapping[str, Any]]
@@ -44,7 +44,7 @@ class Tools:
     form: CallForm | None  # in which the model writes a call; None: no call is looked for
 
     @classmethod
-    def of(cls, request: Chat, tokenizer: PreTrainedTokenizerBase) -> "Tools | None":
+    def of(cls, request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> "ToolSet | None":
         """The tools of a request, None if it has none.
 
         Raises:
@@ -125,7 +125,7 @@ class Constraints:
         self._own, self._ends = tokenizer, [*ends]
 
     def of(
-        self, form: Mapping[str, Any] | Tools, field: str, before: str = ""
+        self, form: Mapping[str, Any] | ToolSet, field: str, before: str = ""
     ) -> Callable[[int], Constraint]:
         """Return what makes the constraint of an answer to so many tokens.
 
@@ -147,7 +147,7 @@ class Constraints:
             raise refusal("is not supported by this server, which lacks llguidance") from None
         if not self._ends:
             raise refusal("is not supported: no token of this model ends an answer")
-        if isinstance(form, Tools):
+        if isinstance(form, ToolSet):
             rules = form.grammar(self._literal)
         else:
             rules = f"whole: %json {json.dumps({**form, 'x-guidance': _COMPACT})}"

@@ -75,7 +75,7 @@ obeyed, by name; the values ask for nothing of them, and null always does.
 """
 
 
-class Form(BaseModel, extra="forbid", strict=True):
+class RequestPart(BaseModel, extra="forbid", strict=True):
     """Part of a request. Each field that an API has is obeyed, is harmless, or is refused by name,
     and so is a `type` that is not known, and a field whose name promises a form. Another name that
     no API has is ignored, and noted in the list `ignored` of pydantic's context.
@@ -134,7 +134,7 @@ MOST_TOOLS = 128
 _MOST_PARTS = 256  # of a message
 
 
-class TextPart(Form):
+class TextPart(RequestPart):
     harmless: ClassVar = ("prompt_cache_breakpoint", "annotations", "logprobs")
     within = "content"
     type: Literal["text", "input_text", "output_text"]
@@ -161,11 +161,11 @@ def _an_object(arguments: str) -> str:
     return json.dumps(value)
 
 
-Text = Annotated[str, BeforeValidator(_joined)]
+JoinedText = Annotated[str, BeforeValidator(_joined)]
 Arguments = Annotated[str, AfterValidator(_an_object)]
 
 
-class OfFunction(Form):
+class OfFunction(RequestPart):
     """A tool, its name, or a call of it."""
 
     inner = "function"
@@ -180,13 +180,13 @@ class ToolCall(OfFunction):
     arguments: Arguments
 
 
-class Message(Form):
+class Message(RequestPart):
     """One message; `content` is its text."""
 
     harmless: ClassVar[Collection[str]] = ("annotations",)
     within = "messages"
     role: Literal["system", "user", "assistant", "tool"]
-    content: Text
+    content: JoinedText
     reasoning_content: str | None = None  # what was thought before an answer
     tool_call_id: str | None = None
     _call: dict[str, str] = PrivateAttr(default_factory=dict)  # of a result: whose it is

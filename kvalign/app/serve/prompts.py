@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import Tools
+from kvalign.app.serve.forms import ToolSet
 from kvalign.app.serve.messages import Message, in_order, unsupported
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.sessions import Session, as_read, digest
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.wire import ChatRequest
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
 from kvalign.streaming.template import Dialect
@@ -36,7 +36,7 @@ class Prompts:
     settings: ServeSettings
     keeps_opening: bool  # whether a session's system prompt stays as sinks
 
-    def reading(self, request: Chat, tools: Tools | None) -> Reading:
+    def reading(self, request: ChatRequest, tools: ToolSet | None) -> Reading:
         """Rules for the answers to a request, before its tokens are known."""
         return Reading(
             thoughts=Dialect.of(self.tokenizer).thoughts,
@@ -45,7 +45,7 @@ class Prompts:
             is_single=request.parallel_tool_calls is False,
         )
 
-    def new_session(self, session: Session, request: Chat, tools: Tools | None) -> Session:
+    def new_session(self, session: Session, request: ChatRequest, tools: ToolSet | None) -> Session:
         """A new session, whose sinks are the tokens of its system prompt and its tools."""
         sizes, first = self.method.sizes, request.messages[0]
         system, num_sinks = first.content if first.role == "system" else None, sizes.num_sinks
@@ -65,7 +65,11 @@ class Prompts:
         return replace(begun, system=system, num_sinks=num_sinks)
 
     def of_messages(
-        self, session: Session, messages: Sequence[Message], request: Chat, tools: Tools | None
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        request: ChatRequest,
+        tools: ToolSet | None,
     ) -> Tensor:
         """The tokens [T] of messages of a request that continue a session."""
         for field in ("chat_template_kwargs", "tools"):
@@ -76,7 +80,7 @@ class Prompts:
         return self.of(self._talk(system, request, tools).ids(told, goes_on=not session.is_new))
 
     def _talk(
-        self, system: str | None, request: Chat | None = None, tools: Tools | None = None
+        self, system: str | None, request: ChatRequest | None = None, tools: ToolSet | None = None
     ) -> Talk:
         template = request.chat_template_kwargs if request else None
         definitions = tools.definitions if tools else None
@@ -123,7 +127,7 @@ class Prompts:
 
 
 def new_messages(
-    session: Session, request: Chat, calls: Sequence[tuple[str | None, str]]
+    session: Session, request: ChatRequest, calls: Sequence[tuple[str | None, str]]
 ) -> Sequence[Message]:
     """The messages of a request that are new to a session; RequestError if the others, or what
     begins it beside them, differ from its own. `calls` are ids and names of its last answer's.
@@ -151,7 +155,7 @@ def new_messages(
     raise RequestError(what, param="session", code="session_mismatch")
 
 
-def session_for(session: Session, request: Chat) -> Session | None:
+def session_for(session: Session, request: ChatRequest) -> Session | None:
     """Return the session that a request goes on with; None if it asks for the last answer again,
     which may have been lost.
 

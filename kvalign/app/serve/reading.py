@@ -23,7 +23,7 @@ class Said(NamedTuple):
     calls: list[Call]
 
 
-class Reader:
+class PieceReader:
     """Reader of one answer, which `Reading` describes."""
 
     def __init__(self, reading: "Reading"):
@@ -168,10 +168,10 @@ class Reading:
         return text.rstrip().endswith(self.thoughts[0])
 
     def whole(self, text: str) -> Said:
-        return Reader(self).read(text, is_last=True)
+        return PieceReader(self).read(text, is_last=True)
 
     def num_thoughts(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-        decoder, reader, num = Decoder(tokenizer, (), self.spelled(tokenizer)), Reader(self), 0
+        decoder, reader, num = Decoder(tokenizer, (), self.spelled(tokenizer)), PieceReader(self), 0
         for number, token in enumerate(ids if self.thoughts else (), 1):
             reader.read(decoder.step(token))
             num = number if reader.is_thinking else num

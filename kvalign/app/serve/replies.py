@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.reading import Reader
-from kvalign.app.serve.turn import Answers, End, Event, Piece, TokenLogprob
+from kvalign.app.serve.reading import PieceReader
+from kvalign.app.serve.turn import AnswerPiece, Answers, End, Event, TokenLogprob
 from kvalign.app.serve.wire import Request
 
 HEADERS = WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
@@ -24,7 +24,7 @@ Events = asyncio.Queue[Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """Part of an answer: thoughts, content, whole calls of tools; with the last part its end."""
 
     index: int
@@ -59,10 +59,10 @@ class TextForm:
         has_usage = request.stream_options and request.stream_options.include_usage
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}  # of each chunk
 
-    def of_whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def of_whole(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
         return {"text": "".join(part.content for part in parts)}
 
-    def of_part(self, part: Part) -> dict[str, Any]:
+    def of_part(self, part: AnswerPart) -> dict[str, Any]:
         """Return a choice's fields for a part, in a chunk."""
         return {"text": part.content}
 
@@ -79,7 +79,9 @@ class TextForm:
             "text_offset": [one.offset for one in tokens],
         }
 
-    def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, answers: Sequence[Sequence[AnswerPart]], usage: dict[str, Any]
+    ) -> dict[str, Any]:
         """The document of complete answers, each in its parts."""
         choices = []
         for index, parts in enumerate(answers):
@@ -96,7 +98,7 @@ class TextForm:
         numbers = range(self.answers.num) if self.opening else ()
         return "".join(self._chunk(i, self.opening) for i in numbers)
 
-    def events_of(self, part: Part) -> str:
+    def events_of(self, part: AnswerPart) -> str:
         chunk = ""
         if not part.end or part.thoughts or part.content or part.calls:
             how: dict[str, Any] = {"logprobs": self.of_tokens(part.tokens)}
@@ -127,7 +129,7 @@ class ChatForm(TextForm):
     opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
     of_end: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def of_whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def of_whole(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
         content = "".join(part.content for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if thoughts := "".join(part.thoughts for part in parts):
@@ -136,7 +138,7 @@ class ChatForm(TextForm):
             message |= {"content": content or None, "tool_calls": calls}
         return {"message": message}
 
-    def of_part(self, part: Part) -> dict[str, Any]:
+    def of_part(self, part: AnswerPart) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
         if part.thoughts:
             delta["reasoning_content"] = part.thoughts
@@ -199,22 +201,24 @@ def ignored_of(names: Iterable[str]) -> dict[str, str]:
     return {IGNORED: header} if header else {}
 
 
-async def parts_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list[Part]]:
+async def parts_of(
+    answers: Answers, events: Events, receive: Receive
+) -> AsyncIterator[list[AnswerPart]]:
     """Yield parts until answers end, or an error ends them; a client that leaves cancels them."""
     reading = answers.reading
-    readers = [Reader(reading) for _ in range(answers.num)]
+    readers = [PieceReader(reading) for _ in range(answers.num)]
     num_calls = [0] * answers.num
 
-    def part_of(event: Piece | End) -> Part:
+    def part_of(event: AnswerPiece | End) -> AnswerPart:
         index, text, tokens, end, cache = event.index, "", tuple[TokenLogprob, ...](), None, None
-        if isinstance(event, Piece):
+        if isinstance(event, AnswerPiece):
             text, tokens, cache = event.text, event.tokens, event.cache
         else:
             end = event
         said = readers[index].read(text, is_last=end is not None)
         first, num_calls[index] = num_calls[index], num_calls[index] + len(said.calls)
         calls = reading.calls(said.calls, index, first)
-        return Part(index, said.thoughts, said.text, calls, first, tokens, end, cache)
+        return AnswerPart(index, said.thoughts, said.text, calls, first, tokens, end, cache)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -246,7 +250,7 @@ async def whole(
 ) -> Response:
     """The complete answer as one document, with headers, which name the `ignored` fields."""
     answers = form.answers
-    parts: list[list[Part]] = [[] for _ in range(answers.num)]
+    parts: list[list[AnswerPart]] = [[] for _ in range(answers.num)]
     async for batch in parts_of(answers, events, receive):
         for part in batch:
             parts[part.index].append(part)

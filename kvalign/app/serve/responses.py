@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.messages import Form, Item, messages_of, unsupported
-from kvalign.app.serve.replies import ChatForm, Part, usage_of
+from kvalign.app.serve.messages import Item, RequestPart, messages_of, unsupported
+from kvalign.app.serve.replies import AnswerPart, ChatForm, usage_of
 from kvalign.app.serve.turn import Answers, End
-from kvalign.app.serve.wire import MOST_MESSAGES, Chat, ResponseFormat
+from kvalign.app.serve.wire import MOST_MESSAGES, ChatRequest, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 _OF_CHATS = (
@@ -31,15 +31,15 @@ class TextFormat(ResponseFormat):
     within = "text"
 
 
-class Text(Form):
+class TextOptions(RequestPart):
     within = "text"
     format: TextFormat | None = None
 
 
-class ResponseRequest(Chat):
+class ResponseRequest(ChatRequest):
     """A request to /v1/responses: a chat whose messages are items."""
 
-    harmless = (*Chat.harmless, "max_tool_calls", "background_options")
+    harmless = (*ChatRequest.harmless, "max_tool_calls", "background_options")
     messages: Annotated[  # type: ignore[assignment]
         list[Item],
         Field(alias="input", min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
@@ -51,7 +51,7 @@ class ResponseRequest(Chat):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None  # what of it is not here is not in an answer either
-    text: Text | None = None
+    text: TextOptions | None = None
     _root: str = PrivateAttr(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
 
     @classmethod
@@ -120,7 +120,9 @@ class ResponseForm(ChatForm):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
-    def whole(self, answers: Sequence[Sequence[Part]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, answers: Sequence[Sequence[AnswerPart]], usage: dict[str, Any]
+    ) -> dict[str, Any]:
         for part in answers[0]:
             self.events_of(part)
         return self._ended(usage)[1]
@@ -166,7 +168,7 @@ class ResponseForm(ChatForm):
         created = self._event("response.created", **begun)
         return created + self._event("response.in_progress", **begun)
 
-    def events_of(self, part: Part) -> str:
+    def events_of(self, part: AnswerPart) -> str:
         events, self._finish = "", part.finish
         if part.thoughts:
             events += self._delta(_THOUGHTS, part.thoughts)

@@ -31,7 +31,7 @@ from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Answers, Event
-from kvalign.app.serve.wire import Chat, Completion, parsed
+from kvalign.app.serve.wire import ChatRequest, Completion, parsed
 from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
@@ -68,7 +68,7 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
 
     async def answer(
         request: Request,
-        kind: type[Chat] | type[Completion] | type[ResponseRequest],
+        kind: type[ChatRequest] | type[Completion] | type[ResponseRequest],
         form_of: Callable[..., TextForm],
         begin: Callable[..., Answers],
     ) -> Response:
@@ -89,7 +89,7 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat, ChatForm, service.chat)
+        return await answer(request, ChatRequest, ChatForm, service.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

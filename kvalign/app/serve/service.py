@@ -17,15 +17,24 @@ from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
-from kvalign.app.serve.forms import Constraints, Tools
+from kvalign.app.serve.forms import Constraints, ToolSet
 from kvalign.app.serve.messages import Message, unsupported
 from kvalign.app.serve.prompts import RUN, Change, Edits, Prompts, new_messages, session_for
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.responses import ResponseRequest
-from kvalign.app.serve.sessions import Session, Sessions, State, Store, digest
+from kvalign.app.serve.sessions import Session, Sessions, SessionStore, StateDict, digest
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import AnswerRow, Answers, End, Piece, Put, Rules, SessionUpdate, Turn
-from kvalign.app.serve.wire import OF_REQUESTS, Chat, Completion, Request
+from kvalign.app.serve.turn import (
+    AnswerPiece,
+    AnswerRow,
+    Answers,
+    End,
+    Put,
+    Rules,
+    SessionUpdate,
+    Turn,
+)
+from kvalign.app.serve.wire import OF_REQUESTS, ChatRequest, Completion, Request
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -71,11 +80,11 @@ class Service:
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
         self.metrics = engine.metrics if engine else Metrics()
         self.engine = engine or Engine(settings.max_streams, settings.max_queue, self.metrics)
-        store = Store()
+        store = SessionStore()
         if settings.sessions is not None:
             of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
             store = InFolder(settings.sessions, self._method_for, *of)
-        unnamed = store if settings.keep_unnamed else Store()
+        unnamed = store if settings.keep_unnamed else SessionStore()
         self.sessions = Sessions(store, settings.max_sessions, unnamed, settings.max_unnamed)
         if engine is None:
             self.metrics.streams.set_function(lambda: self.engine.num_rows)
@@ -113,13 +122,13 @@ class Service:
         self.engine.stop()
         self._writer.shutdown()
 
-    def chat(self, request: Chat, put: Put) -> Answers:
+    def chat(self, request: ChatRequest, put: Put) -> Answers:
         """Answer messages. Of messages that continue a session only the new ones are fed.
 
         A response is in a session of its own or that of an earlier one. One that sends all messages
         takes up the state of the session that had them, which stays.
         """
-        prompts, tools = self.prompts, Tools.of(request, self.tokenizer)
+        prompts, tools = self.prompts, ToolSet.of(request, self.tokenizer)
         reading = prompts.reading(request, tools)
         request.messages = [reading.taken_apart(message) for message in request.messages]
         previous, begun = None, None
@@ -201,7 +210,9 @@ class Service:
             self.sessions.release(session)
             raise
 
-    def _edited(self, session: Session, ids: Tensor, former: Session) -> tuple[State, Edits] | None:
+    def _edited(
+        self, session: Session, ids: Tensor, former: Session
+    ) -> tuple[StateDict, Edits] | None:
         """The state of the conversation that a new one with these tokens is an edit of, the former
         one of its name or the unnamed one most like it, and the edits; None if there is none from
         which nothing has been evicted, or if its state is not there any more.
@@ -216,7 +227,7 @@ class Service:
         state = self._state(other) if edits.num_kept > RUN else None
         return None if state is None else (state, edits)
 
-    def _state(self, other: Session) -> State | None:
+    def _state(self, other: Session) -> StateDict | None:
         """The state of a session to begin from; None if it went on, was dropped, or is damaged."""
         try:
             return self.sessions.state(other)
@@ -248,7 +259,7 @@ class Service:
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
         answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
-        put(Piece(0, session.answer))
+        put(AnswerPiece(0, session.answer))
         dropped = method.sizes.num_dropped
         num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
         num_thoughts = reading.num_thoughts(self.tokenizer, session.ids[num_before:].tolist())
@@ -272,7 +283,7 @@ class Service:
         blank.reset()
         return blank
 
-    def _sampling(self, request: Chat | Completion) -> Sampling:
+    def _sampling(self, request: ChatRequest | Completion) -> Sampling:
         most = min(request.most_tokens or self.most_tokens, self.most_tokens)
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
@@ -293,9 +304,9 @@ class Service:
         request: Request,
         put: Put,
         reading: Reading | None = None,
-        tools: Tools | None = None,
+        tools: ToolSet | None = None,
         messages: Sequence[Message] | None = None,
-        start: tuple[State, Edits] | None = None,
+        start: tuple[StateDict, Edits] | None = None,
     ) -> Answers:
         """Pass turns to the engine: for each session, its input and the answers.
 
@@ -363,7 +374,7 @@ class Service:
         return answers
 
 
-def _cut(session: Session, request: Chat, reading: Reading) -> Session:
+def _cut(session: Session, request: ChatRequest, reading: Reading) -> Session:
     """A session whose last answer was cut, as it was before that answer, which it goes on with;
     RequestError for another one, or other messages.
     """

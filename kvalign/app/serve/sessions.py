@@ -20,7 +20,7 @@ from kvalign.app.serve.messages import Message
 from kvalign.foundation.errors import UserError
 
 _UNNAMED = "~"  # begins the id of a session that no request named
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
 
@@ -42,7 +42,7 @@ class Session:
     num_fed: int = 0  # tokens that its method has been fed
     num_new: int = 0  # tokens of the last answer
     turns: tuple[int, ...] = ()  # where in `ids` each begins
-    state: State | None = None  # after `num_fed`; None: of nothing, or its file has it
+    state: StateDict | None = None  # after `num_fed`; None: of nothing, or its file has it
     checksum: str = ""  # of its file, if there is one
     number: int = 0  # of its file, higher in what was kept later
 
@@ -59,7 +59,7 @@ class Session:
         return Session(self.id, checksum=self.checksum, number=self.number)
 
 
-class Store:
+class SessionStore:
     """Store of states: here in memory. `notes` say why files are ignored, a line each."""
 
     notes: Sequence[str] = ()
@@ -78,7 +78,7 @@ class Store:
         assert session.state is not None  # views of buffers, which have more room
         return replace(session, state={name: x.clone() for name, x in session.state.items()})
 
-    def state(self, session: Session) -> State:
+    def state(self, session: Session) -> StateDict:
         """The state of its method, which nobody changes. RequestError as of `put`."""
         assert session.state is not None
         return session.state
@@ -127,7 +127,9 @@ class Sessions:
     most `max_unnamed`. Neither kind displaces the other.
     """
 
-    def __init__(self, store: Store, max_named: int, unnamed: Store, max_unnamed: int):
+    def __init__(
+        self, store: SessionStore, max_named: int, unnamed: SessionStore, max_unnamed: int
+    ):
         self.store, self._unnamed = store, unnamed
         self.max_named, self.max_unnamed = max_named, max_unnamed
         self._lock = threading.Lock()
@@ -186,8 +188,8 @@ class Sessions:
         longest, session = max(alike, key=lambda pair: pair[0], default=(0, None))
         return session if longest > num_sinks else None
 
-    def state(self, session: Session) -> State:
-        """Return the state of a session, from its `Store`."""
+    def state(self, session: Session) -> StateDict:
+        """Return the state of a session, from its `SessionStore`."""
         return self._store_of(session).state(session)
 
     def put(self, session: Session) -> None:
@@ -241,7 +243,7 @@ class Sessions:
         there = self._by_id.values()
         return [x for x in there if x.is_named is is_named and x.id not in self._busy]
 
-    def _store_of(self, session: Session) -> Store:
+    def _store_of(self, session: Session) -> SessionStore:
         return self.store if session.is_named else self._unnamed
 
     def _most(self, is_named: bool) -> int:

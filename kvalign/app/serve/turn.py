@@ -18,8 +18,8 @@ from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Change
-from kvalign.app.serve.reading import Reader, Reading
-from kvalign.app.serve.sessions import Session, Sessions, State, digest
+from kvalign.app.serve.reading import PieceReader, Reading
+from kvalign.app.serve.sessions import Session, Sessions, StateDict, digest
 from kvalign.foundation.errors import RunError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import unknown_ids
@@ -86,7 +86,7 @@ class AnswerRow(Row):
         self.failure: RequestError | None = None
         self.text, self.since_s = "", time.perf_counter()
         self._answer = Answer(tokenizer, before, sampling, rules.ends, reading.spelled(tokenizer))
-        self._single = Reader(reading) if reading.is_single else None
+        self._single = PieceReader(reading) if reading.is_single else None
         self.token_ids = self._answer.token_ids
         self._num_said = 0  # characters of its tokens so far
 
@@ -119,7 +119,7 @@ class AnswerRow(Row):
                 self._answer.finish = "stop"
         logprobs = self._logprobs_of(logits, token_ids[0], piece)
         if text or logprobs:
-            self.rules.put(Piece(self.index, text, logprobs))
+            self.rules.put(AnswerPiece(self.index, text, logprobs))
 
     def is_cache_due(self) -> bool:
         """Return whether the request wants to know what is held after the next token."""
@@ -132,7 +132,7 @@ class AnswerRow(Row):
         num_fed = place.num_before + len(self.token_ids) - 1
         held = place.holds(num_fed) if self._sizes.is_oldest else {}  # else each head has its own
         told = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}
-        self.rules.put(Piece(self.index, "", cache=told))
+        self.rules.put(AnswerPiece(self.index, "", cache=told))
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is this row's alone."""
@@ -165,7 +165,7 @@ class Turn:
     """One request to the engine: tokens to read and to answer, once or several times."""
 
     method: Method  # the turn's own, which has been fed nothing
-    state: State | None  # what it takes up first; None: it begins
+    state: StateDict | None  # what it takes up first; None: it begins
     rest: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
     rows: Sequence[AnswerRow]  # the answers, drawn from one prompt; none once they have begun
     put: Put
@@ -190,7 +190,7 @@ class Turn:
             self.changes.append(Change(start + len(now), start + len(now), rest))
         return len(now)
 
-    def ended(self, row: AnswerRow, state: State | None) -> None:
+    def ended(self, row: AnswerRow, state: StateDict | None) -> None:
         """An answer is complete; the state is after all but its last token, None if not needed."""
         if self.update is None:
             self.put(End.of(row))
@@ -216,7 +216,7 @@ class Turn:
         return rows
 
 
-def states_of(batch: Method, rows: list[int]) -> list[State]:
+def states_of(batch: Method, rows: list[int]) -> list[StateDict]:
     """Return the states of some rows of a batch, each alone; the batch stays unchanged."""
     if not rows:
         return []
@@ -232,7 +232,7 @@ def states_of(batch: Method, rows: list[int]) -> list[State]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     index: int
     text: str
     tokens: tuple[TokenLogprob, ...] = ()  # with their logprobs, if the request wants them
@@ -255,7 +255,7 @@ class End:
         return cls(row.index, row.finish, len(row.token_ids), row.num_evicted, num)
 
 
-Event = Piece | End | RequestError
+Event = AnswerPiece | End | RequestError
 Put = Callable[[Event], None]
 
 
@@ -294,7 +294,7 @@ class SessionUpdate:
     put: Put  # told of the end
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
-    def ended(self, row: AnswerRow, state: State | None) -> None:
+    def ended(self, row: AnswerRow, state: StateDict | None) -> None:
         if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
@@ -305,7 +305,7 @@ class SessionUpdate:
             if error is not None:
                 self.put(error)
 
-    def _keep(self, row: AnswerRow, state: State | None) -> None:
+    def _keep(self, row: AnswerRow, state: StateDict | None) -> None:
         text, num_new = row.text, len(row.token_ids)
         if not self.messages:
             text, num_new = self.session.answer + text, self.session.num_new + num_new

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.messages import MOST_TOOLS, Form, Message, NamedTool, Tool, matched
+from kvalign.app.serve.messages import MOST_TOOLS, Message, NamedTool, RequestPart, Tool, matched
 from kvalign.streaming.calls import read_json
 from kvalign.streaming.sampling import DRAWS, MOST_PENALTY
 
 Token = Annotated[int, Field(ge=0)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=128)]
 Penalty = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
 # What a request gives a chat template. The marks of special tokens cannot stand in the text.
@@ -28,13 +28,13 @@ Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 MOST_MESSAGES = 4096
 
 
-class StreamOptions(Form):
+class StreamOptions(RequestPart):
     within = "stream_options"
     include_usage: bool | None = None
     include_cache: bool | None = None  # what is held, and what a token took back, as it comes
 
 
-class Request(Form):
+class Request(RequestPart):
     """Fields that both kinds of requests have."""
 
     # Who asks, what OpenAI stores, how dear and how fast it answers, and what it caches.
@@ -55,7 +55,7 @@ class Request(Form):
     repetition_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Choices | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4, fail_fast=True)] | None = None
 
     @field_validator("top_k")
     @classmethod
@@ -103,7 +103,7 @@ _NOT_OF_THE_ANSWER = {
 }
 
 
-class ResponseFormat(Form):
+class ResponseFormat(RequestPart):
     """Form of an answer."""
 
     harmless: ClassVar = ("description",)
@@ -121,7 +121,7 @@ class ResponseFormat(Form):
         return {"text": None, "json_object": {"type": "object"}, "json_schema": self.of}[self.type]
 
 
-class Chat(Request):
+class ChatRequest(Request):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[Several[Message], Field(max_length=MOST_MESSAGES)]
@@ -151,7 +151,7 @@ class Chat(Request):
         return None if form is None or form.type == "text" else form
 
     @model_validator(mode="after")
-    def _fitting(self) -> "Chat":
+    def _fitting(self) -> "ChatRequest":
         def refuse(what: str, param: str, code: str | None = None) -> NoReturn:
             raise RequestError(what, param=param, code=code)
 

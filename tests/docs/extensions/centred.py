@@ -13,7 +13,7 @@ from kvalign.data_gen.recording import positionless
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TextSettings
-from kvalign.training.text import Text
+from kvalign.training.text import Texts
 from kvalign.training.text_run import train_on_text
 
 
@@ -51,7 +51,7 @@ class CentredAligner(Aligner):
 
 
 def fit(
-    aligner: CentredAligner, settings: CentredSettings, loaded: LoadedModel, text: Text
+    aligner: CentredAligner, settings: CentredSettings, loaded: LoadedModel, text: Texts
 ) -> dict[str, Any]:
     """Set the means to those of the training text."""
     entries = positionless(loaded.model, text.chunks("train", settings.chunk_len))
