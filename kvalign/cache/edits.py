@@ -19,7 +19,10 @@ import torch
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.realigner import Realigner, rotated
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
+from kvalign.foundation.errors import UserError
+from kvalign.models.wrapped import no_autograd_modes
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,59 @@ class EncodedPart(EntryPart):
     def raw(self, i: int) -> tuple[KV, slice]:
         was = slice(self.at + self.first, self.at + self.stop)
         return self.entries[i].slots(self.first, self.num), was
+
+
+def check_editable(cache: StreamingCache) -> None:
+    """Raise UserError unless the entries of a cache can be moved to any place."""
+    cache.realigner.from_birth()
+    if len(cache.attention) < len(cache.layers):
+        raise UserError(
+            "this model cannot be edited: the state of its layers without attention is of all "
+            "tokens at once"
+        )
+    if cache.memory is not None:
+        cache.memory.check_editable()
+
+
+def num_kept(cache: StreamingCache) -> int:
+    """Entries of each row that an edit can move, in rows that are alike."""
+    return max(map(cache.kept_sizes.num_stored, cache.seen), default=0)
+
+
+def part_of(cache: StreamingCache, first: int, stop: int) -> CachePart:
+    """Entries of a cache at the places from `first` to `stop`, sinks first, of those that it has
+    kept, in rows that are alike.
+    """
+    step = cache.settle()
+    assert step is not None
+    return CachePart(first, stop, cache.attention, step.behind[0], step.end - step.stored[0])
+
+
+@no_autograd_modes()
+def take_parts(
+    cache: StreamingCache, parts: Sequence[EntryPart], num_gone: int | None = None
+) -> None:
+    """Let a cache have the entries of these parts alone, one after the other. Those of caches are
+    of caches with the same arguments, or of its own.
+
+    Args:
+        num_gone: tokens that were evicted before them; None: those of its own.
+    """
+    total = sum(part.num for part in parts)
+    num_over = cache.kept_sizes.num_dropped(total)
+    placed = in_places(parts, cache.sizes.num_sinks, num_over)
+    if num_gone is None:
+        num_gone = cache.num_tokens[0] - num_kept(cache)
+    with cache.changing():
+        for i, layer in enumerate(cache.attention):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*parts[0].like(i))
+            if placed and cache.memory is not None:
+                layer.replace(cache.memory.take_parts(layer, i, placed, total - num_over))
+            elif placed:
+                layer.replace(ring_entries(layer, i, placed))
+        rows = parts[0].num_rows
+        cache._hold_in_order([total - num_over] * rows, [num_gone + num_over] * rows)
 
 
 def in_places(parts: Sequence[EntryPart], num_sinks: int, num_evicted: int) -> list[EntryPart]:

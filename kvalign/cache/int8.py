@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.layer import At, Form, expect_tensor
+from kvalign.cache.layer import At, Form
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.saving import expect_tensor
 from kvalign.foundation.errors import UserError
 from kvalign.models import kernel
 from kvalign.models.architectures import REGISTERED, rotation_of, spec_of, window_of

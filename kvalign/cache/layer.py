@@ -268,6 +268,12 @@ class StreamingLayer(CacheLayerMixin, Part):
         self.is_initialized = False
 
     @abstractmethod
+    def begin(self, step: Pass, shifts: list[int]) -> None:
+        """Evict entries, and move those of each row by `shifts` (empty: by none), to where a pass
+        finds them.
+        """
+
+    @abstractmethod
     def take(self, step: Pass, new: KV) -> KV:
         """Keep new entries [B, H, T, D] of a pass; return all that its attention sees."""
 
@@ -348,18 +354,3 @@ class StreamingLayer(CacheLayerMixin, Part):
 
 def _transposed(x: Tensor) -> Tensor:
     return x.transpose(0, 2)
-
-
-def expect_tensor(
-    state: dict[str, Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype
-) -> Tensor:
-    """Tensor [*shape] of a state; UserError unless it is so (None: any size) and of this dtype."""
-    tensor = state.get(name)
-    found = () if tensor is None else tensor.shape
-    is_other = len(found) != len(shape) or any(
-        y not in (None, x) for x, y in zip(found, shape, strict=True)
-    )
-    if tensor is None or is_other or tensor.dtype != dtype:
-        what = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise UserError(f"a stream's {name} must be {shape} {dtype}, found {what}")
-    return tensor

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvalign.cache.layer import Part, expect_tensor
+from kvalign.cache.layer import Part
+from kvalign.cache.saving import expect_tensor
 from kvalign.models.wrapped import in_eval_mode
 
 

@@ -65,6 +65,13 @@ class WindowLayer(StreamingLayer):
             self.sinks.make(key_states)
         self.is_initialized = True
 
+    def begin(self, step: Pass, shifts: list[int]) -> None:
+        if shifts:
+            self.move(step, shifts)
+        if step.is_single and step.grows:
+            for ring in self.rings:
+                ring.grow(step.size)
+
     def take(self, step: Pass, new: KV) -> KV:
         recall = None if self.memory is None else self.memory.take(self, step, new)
         if not step.is_decode and self.cache.rotates_sinks:
@@ -287,61 +294,11 @@ class WindowLayer(StreamingLayer):
         return ring.data.at(order_of(self.sizes, stored, self.cache.end, num, self.device))
 
     def state(self) -> dict[str, Tensor]:
-        num, num_sinks = self.cache.num_stored, self.sizes.num_sinks
-        stored = torch.tensor([self.sizes.num_stored(n) for n in self.cache.seen])[:, None]
-        is_missing = (torch.arange(num, 0, -1) > stored)[:, None, :, None].to(self.device)
-        is_no_sink = (torch.arange(num_sinks) >= stored)[:, None, :, None].to(self.device)
+        from kvalign.cache.saving import window_state
 
-        def of_rows(ring: Ring) -> KV:
-            return self.newest(ring, num).map(lambda x: x.masked_fill(is_missing, 0))
-
-        self.entries.grow(num_sinks)
-        sinks = self.stored_sinks(num_sinks).map(lambda x: x.masked_fill(is_no_sink, 0))
-        tensors = dict(zip(self.entries.form.names, (of_rows(self.entries), sinks), strict=True))
-        if self.sources is not self.entries:
-            tensors["sources"] = of_rows(self.sources)
-        return {f"{name}.{j}": x for name, pair in tensors.items() for j, x in enumerate(pair)}
+        return window_state(self)
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
-        stored = [self.sizes.num_stored(n) for n in seen]
-        width, form = max(stored), self.cache.form(dtype, self.layer_idx)
-        of_entries, of_sinks = form.names
-        entries = read_kv(read, of_entries, width, head_dim, form)
-        self.lazy_initialization(*entries.slots(0, 0).map(form.decode))
-        sinks = read_kv(read, of_sinks, self.sizes.num_sinks, head_dim, form)
-        if self.cache.rotates_sinks:
-            self.sinks.of(self.layer_idx, self.device).copy_(sinks.keys)
-        self.entries.replace(self._by_slot(entries, stored))
-        if self.sources is not self.entries:
-            sources = read_kv(read, "sources", width, head_dim, self.sources.form)
-            self.sources.replace(self._by_slot(sources, stored))
-        if self.memory is not None:
-            self.memory.restore(self, read, seen, head_dim)
+        from kvalign.cache.saving import restore_window
 
-    def _by_slot(self, entries: KV, stored: list[int]) -> KV:
-        """Entries in the order of time, right-aligned, each in its slot."""
-        end, num_sinks = self.cache.end, self.sizes.num_sinks
-        width, num = max(stored), max(max(stored) - num_sinks, 0)
-        num_slots = max(num_sinks, min(end, self.sizes.first_input_len))
-        data = entries.map(lambda x: x.new_zeros(*x.shape[:2], num_slots, x.shape[3]))
-        data.put_at(
-            slots_of(self.sizes, end - num, num, self.device), entries.slots(width - num, num)
-        )
-        for row, num_own in enumerate(stored):
-            one, first = slice(row, row + 1), min(num_own, num_sinks)
-            own = entries.rows(one).slots(width - num_own, first)
-            data.rows(one).slots(0, first).put(own)
-        return data
-
-
-def read_kv(
-    read: ReadTensor,
-    name: str,
-    length: int,
-    head_dim: int,
-    form: Form,
-    device: torch.device | None = None,
-) -> KV:
-    """Entries of a saved state, `length` of them, as they are stored."""
-    shape, dtype = (length, form.width(head_dim)), form.stored_dtype
-    return KV(*(read(f"{name}.{j}", shape, dtype, device) for j in range(2)))
+        restore_window(self, read, seen, head_dim, dtype)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import LONG_RUN, OnRead, Realigner, rotated
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.stream import NotApplicableError, Stream, Watched
 from kvalign.invariants.subject import Measured, Subject, difference, first_layer, invariant, once
 
@@ -52,7 +52,7 @@ def age(subject: Subject) -> Aged:
         raise NotApplicableError("it re-encodes the kept tokens: there is no cache to look at")
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
-    if isinstance(stream.cache, FixedSizeCache):
+    if isinstance(stream.cache, StreamingCache):
         while stream.cache.frame.num_behind(num) > stream.cache.frame.lift and num < 4 * (
             capacity + LONG_RUN
         ):
@@ -153,7 +153,7 @@ def kept(subject: Subject) -> Measured:
     watched, cache = aged.watched, aged.stream.cache
     values = watched.entries[0][1][0, :, : watched.num_read]
     originals = watched.originals()[1][0, :, :-1]
-    if isinstance(cache, FixedSizeCache):
+    if isinstance(cache, StreamingCache):
         tokens, which = aged.stream.tokens(), "entries, as index() reports them"
         if aligner_of(cache) is not None:
             tokens = tokens[: cache.sizes.num_sinks]
@@ -177,7 +177,7 @@ def kept(subject: Subject) -> Measured:
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
 
-def aligner_of(cache: FixedSizeCache) -> Realigner | None:
+def aligner_of(cache: StreamingCache) -> Realigner | None:
     """Return the aligner of a streaming cache's entries, if there is more than rotation."""
     realigner = cache.realigner
     if isinstance(realigner, OnRead):
@@ -195,7 +195,7 @@ def moves(subject: Subject) -> Measured:
     subject.needs_eviction()
     aged = age(subject)
     cache = aged.stream.cache
-    if isinstance(cache, FixedSizeCache) and (placing := aligner_of(cache)) is not None:
+    if isinstance(cache, StreamingCache) and (placing := aligner_of(cache)) is not None:
         aged.stream.tokens()  # which are the same in all layers and heads
         if placing.recursive:
             raise NotApplicableError("a network moves entries from its own last output")
@@ -219,7 +219,7 @@ def moves(subject: Subject) -> Measured:
 
 
 def at_birth(
-    cache: FixedSizeCache, watched: Watched, layer: int, placing: Realigner
+    cache: StreamingCache, watched: Watched, layer: int, placing: Realigner
 ) -> tuple[KV, Tensor]:
     """Entries [B, H, N, D] of all tokens without their position, and the original place [N] of
     each.
@@ -234,7 +234,7 @@ def at_birth(
 
 @torch.no_grad()
 def _placed_once(
-    subject: Subject, aged: Aged, cache: FixedSizeCache, placing: Realigner
+    subject: Subject, aged: Aged, cache: StreamingCache, placing: Realigner
 ) -> Measured:
     """Entries as attention sees them, and the same after one move from their original form."""
     sizes, num = cache.sizes, aged.stream.ids.shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.entries import aligner_of, first_layer_outputs
 from kvalign.invariants.stream import NotApplicableError, Stream
@@ -87,7 +87,7 @@ def evicting_chunks(subject: Subject) -> Measured:
     """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
-    if isinstance(stream.keeper, FixedSizeCache):
+    if isinstance(stream.keeper, StreamingCache):
         raise NotApplicableError("a full cache takes one token at a time")
     if isinstance(stream.keeper, Cached) and not stream.keeper.is_exact:
         raise NotApplicableError("by design, tokens of one input see the same older entries")

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.passes import Pass, order_of
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
@@ -55,7 +54,7 @@ class Watched:
         self.positions += range(position, position + num_new)
         mask_sizes = [self.cache.get_mask_sizes(num_new, layer) for layer in self.layers]
         self.mask_sizes = [(int(length), int(offset)) for length, offset in mask_sizes]
-        if isinstance(self.cache, FixedSizeCache):
+        if isinstance(self.cache, StreamingCache):
             rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
             self.index = [_of_all_heads(index) for index in rows]
 
@@ -65,7 +64,7 @@ class Watched:
         number = self.layers.index(layer)
         self.births[number].append(originals)
         self.entries[number], self.lengths[number] = entries, entries[0].shape[2]
-        own = self.cache if isinstance(self.cache, FixedSizeCache) else None
+        own = self.cache if isinstance(self.cache, StreamingCache) else None
         step = own and (own.step or own.last_step)
         if step is not None:
             self.entries[number] = by_time(step, KV(*entries))

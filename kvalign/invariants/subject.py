@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.invariants.stream import SAME, NotApplicableError, Stream
@@ -86,7 +86,7 @@ class Subject:
     def _sizes(self) -> CacheSizes | None:
         """Sizes of its cache, if it is one of KV-Align."""
         cache = self.stream().cache
-        return cache.sizes if isinstance(cache, FixedSizeCache) else None
+        return cache.sizes if isinstance(cache, StreamingCache) else None
 
     @property
     def is_int8(self) -> bool:

@@ -24,8 +24,9 @@ from kvalign.cache.layer import Part, ReadTensor
 from kvalign.cache.memory_sizes import loudness_of
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.saving import read_kv
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.window_layer import WindowLayer, read_kv
+from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import has_room, is_on_card
 from kvalign.memory.memory import TOGETHER, Memory, most_slots

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import Registry
 from kvalign.foundation.settings import expect, typed
@@ -41,7 +41,7 @@ class Stepper(ABC):
         """Stepper that compiles, with options of `torch.compile`; None without a compiler."""
 
     @abstractmethod
-    def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
+    def logits(self, ids: Tensor, cache: StreamingCache) -> Tensor | None:
         """Logits [B, V] float32 after ids [B, T], in the pass that the cache is in; None: the
         stepper does not make this step, and has changed nothing.
         """
@@ -54,7 +54,7 @@ class Stepper(ABC):
         """Return whether a new cache is to have the shapes of a full one from its first token."""
         return False
 
-    def prepare_next(self, cache: FixedSizeCache) -> None:  # noqa: B027
+    def prepare_next(self, cache: StreamingCache) -> None:  # noqa: B027
         """Prepare the step after one that was just made, while the device makes that one."""
 
     def prepare(self, method: Method, num_rows: int) -> bool:
@@ -279,7 +279,7 @@ class Method(NotPickled, ABC):
         return in_eval_mode(self._modules)
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
+    def step(self, ids: Tensor, cache: StreamingCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`. Steppers get them
         as one block of int64, however the caller sliced them: compiled code looks at neither.
         """

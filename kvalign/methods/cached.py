@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import often
 from kvalign.cache import passes
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -44,31 +43,32 @@ class Cached(Method):
         super().__init__(model, sizes)
         self.places_by = self.realigner()
         self._renew()
-        self._before_edit: FixedSizeCache | None = None
+        self._before_edit: StreamingCache | None = None
         self.is_exact = sizes.is_oldest and is_exact(
             self.model, sizes.cache_size, self.cache.realigner
         )
         if self.is_exact:
             install(self.model.config)
 
-    def new_cache(self) -> FixedSizeCache:
+    def new_cache(self) -> StreamingCache:
         """Return an empty cache of this method."""
-        of_model = self.spec, self.sizes, self.places_by
-        if not self.sizes.is_oldest:
-            from kvalign.cache.any_slot_cache import AnySlotCache
-
-            return AnySlotCache(*of_model, self.model.config)
         config, memory, bases = self.model.config, None, None
         if self.sizes.memory:
             from kvalign.memory.memories import Memories
 
-            of_memory = self.places_by, config, self.num_positions
-            memory = Memories(self.spec, self.sizes, *of_memory, grows=self.stepper is None)
+            memory = Memories(
+                self.spec,
+                self.sizes,
+                self.places_by,
+                config,
+                self.num_positions,
+                grows=self.stepper is None,
+            )
         if self.sizes.cache_dtype == "int8":
             from kvalign.cache.int8 import key_bases
 
             bases = key_bases(self.model)
-        cache = StreamingCache(*of_model, bases, config, memory)
+        cache = StreamingCache(self.spec, self.sizes, self.places_by, bases, config, memory)
         cache.is_static = self.stepper is not None and self.stepper.is_static(cache)
         if cache.is_static:  # marks hide slots that have no entry yet
             install(config)
@@ -208,7 +208,6 @@ class Cached(Method):
             logits [B, T, V] after each of them, or after the last few.
         """
         self._before_edit = None
-        assert isinstance(self.cache, StreamingCache)
         with self.in_eval_mode():
             return self.cache.feed_segment(self.model, ids, logits_to_keep, num_ahead)
 

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.edits import EncodedPart, EntryPart
+from kvalign.cache.edits import (
+    EncodedPart,
+    EntryPart,
+    check_editable,
+    num_kept,
+    part_of,
+    take_parts,
+)
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
@@ -19,7 +25,7 @@ from kvalign.models.input_ids import check_ids
 
 def edited_cache(
     method: Cached, start: int, stop: int, new: Sequence[Tensor | EncodedPart]
-) -> tuple[FixedSizeCache, int]:
+) -> tuple[StreamingCache, int]:
     """Cache of a method whose tokens from `start` to before `stop` are replaced by others, and the
     number of them that had been evicted before. Arguments and errors as of `Method.edit`.
     """
@@ -62,8 +68,8 @@ def _edited(
     num_new: int,
 ) -> tuple[StreamingCache, int]:
     """Same for a cache whose rows are alike."""
-    num_kept, num_sinks = cache.num_kept, method.sizes.num_sinks
-    num_gone = max(cache.num_tokens, default=0) - num_kept  # between the sinks and the others
+    kept, num_sinks = num_kept(cache), method.sizes.num_sinks
+    num_gone = max(cache.num_tokens, default=0) - kept  # between the sinks and the others
     first, behind = (x if x < num_sinks else max(x - num_gone, num_sinks) for x in (start, stop))
     num_lost = stop - start - (behind - first)
     if num_gone and start < num_sinks:
@@ -77,7 +83,7 @@ def _edited(
         num_gone = min(start - num_sinks, num_gone)
     parts: list[Tensor | EntryPart] = [*new]
     if cache.seen:
-        parts = [cache.part(0, first), *new, cache.part(behind, num_kept)]
+        parts = [part_of(cache, 0, first), *new, part_of(cache, behind, kept)]
     edited = _cache_of(method, parts, num_gone)
     if not edited.num_stored:
         edited.reset()
@@ -89,12 +95,11 @@ def _cache_of(method: Cached, parts: Sequence[Tensor | EntryPart], num_gone: int
     stands before them.
     """
     before, edited = method.cache, method.new_cache()
-    assert isinstance(edited, StreamingCache)
     waiting: list[EntryPart] = []
 
     def take() -> None:
         if waiting:
-            edited.take(waiting, None if edited.seen else num_gone)
+            take_parts(edited, waiting, None if edited.seen else num_gone)
         waiting.clear()
 
     method.cache = edited
@@ -105,7 +110,7 @@ def _cache_of(method: Cached, parts: Sequence[Tensor | EntryPart], num_gone: int
                 method.feed(part)
                 continue
             if edited.seen and not waiting and part.num:
-                waiting.append(edited.part(0, edited.num_kept))
+                waiting.append(part_of(edited, 0, num_kept(edited)))
             if part.num or not edited.seen:
                 waiting.append(part)
         take()
@@ -123,8 +128,7 @@ def _editable(method: Cached, start: int, stop: int) -> StreamingCache:
             f"policy {sizes.policy} with {sizes.positions} positions cannot be edited: entries of "
             "a layer are of different tokens"
         )
-    assert isinstance(cache, StreamingCache)
-    cache.check_editable()
+    check_editable(cache)
     num = min(cache.num_tokens, default=0)
     if not 0 <= start <= stop <= num:
         of_rows = f"of each row, the shortest of which has {num}"

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import entries, table
 from kvalign.cache import attention
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.passes import Pass
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method, Stepper, last_logits
@@ -207,7 +206,7 @@ class Captured(Stepper):
             return None
         return "captured" if self.regions is None else "compiled and captured"
 
-    def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
+    def logits(self, ids: Tensor, cache: StreamingCache) -> Tensor | None:
         step = cache.step
         assert step is not None
         self._forget_if_changed()
@@ -219,18 +218,17 @@ class Captured(Stepper):
         graph.inputs.ids.copy_(ids)
         return graph.replay().clone()
 
-    def prepare_next(self, cache: FixedSizeCache) -> None:
-        assert isinstance(cache, StreamingCache)
+    def prepare_next(self, cache: StreamingCache) -> None:
         step = cache.prepare()
         if (graph := self.graphs.get(_key_of(step, cache))) is not None:
             _copy_counts(step, graph)
             self._next = step, graph
 
-    def _graph_for(self, ids: Tensor, step: Pass, cache: FixedSizeCache) -> Graph | None:
+    def _graph_for(self, ids: Tensor, step: Pass, cache: StreamingCache) -> Graph | None:
         """Graph of a step; None if it is not captured, or comes for the first time: what never
         comes again is not worth one.
         """
-        if self.is_refused or not isinstance(cache, StreamingCache):
+        if self.is_refused:
             return None
         # Where entries are not written as they come, rows must have the same positions.
         if not (step.is_static and cache.is_decode(step) and (stays(cache) or step.is_alike)):
@@ -290,7 +288,7 @@ def not_captured(method: Cached) -> str | None:
     cache, devices = method.cache, {x.device for x in method.model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
-    if not isinstance(cache, StreamingCache):
+    if not method.sizes.is_oldest:
         return f"each step of policy {method.sizes.policy} does something else"
     if not may_be_static(cache):
         return "attention goes by the order of entries, takes no marks, or is not in all layers"

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 from transformers import PreTrainedModel
 
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper, last_logits
@@ -147,7 +146,7 @@ class Compiled(Stepper):
     def word_for(self, num_rows: int) -> str | None:
         return "compiled"
 
-    def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
+    def logits(self, ids: Tensor, cache: StreamingCache) -> Tensor | None:
         sizes = cache.sizes
         if not is_usual(cache) or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
             return None
@@ -182,7 +181,8 @@ def has_compiler() -> bool:
 
 def is_plain(cache: Any) -> TypeGuard[StreamingCache]:
     """Return whether a cache has nothing but sinks and windows."""
-    return isinstance(cache, StreamingCache) and cache.memory is None
+    is_ours = isinstance(cache, StreamingCache)
+    return is_ours and cache.memory is None and cache.policy is None
 
 
 def may_be_static(cache: StreamingCache) -> bool:
@@ -199,11 +199,11 @@ def stays(cache: StreamingCache) -> bool:
     return layer.sources is layer.entries and is_kept
 
 
-def is_usual(cache: Any) -> TypeGuard[StreamingCache]:
+def is_usual(cache: StreamingCache) -> bool:
     """Return whether the layers do the same in the pass that a cache is in as in every step of a
     full cache.
     """
-    if not isinstance(cache, StreamingCache) or cache.step is None:
+    if cache.policy is not None or cache.step is None:
         return False
     finds_all = cache.memory is None or cache.memory.finds_all(cache.step)
     return cache.is_decode(cache.step) and cache.step.is_alike and finds_all

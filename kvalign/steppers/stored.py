@@ -32,9 +32,9 @@ from kvalign.aligners import table as aligner_table
 from kvalign.aligners.table import TableAligner
 from kvalign.cache import int8
 from kvalign.cache import layer as cache_layer
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.int8 import is_read_by_kernel
 from kvalign.cache.realigner import OnRead
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation import files, progress
 from kvalign.foundation.files import sha256
 from kvalign.foundation.progress import warn_once
@@ -148,7 +148,7 @@ class Stored(Stepper):
             trial.feed(ids.to(self.model.device))
         return self.has(num_rows)
 
-    def logits(self, ids: Tensor, cache: FixedSizeCache) -> Tensor | None:
+    def logits(self, ids: Tensor, cache: StreamingCache) -> Tensor | None:
         if (inputs := self._inputs(ids, cache)) is not None:
             run = self._run_for(cache, inputs)
             if run is not None:

@@ -70,7 +70,6 @@ class Lookup:
     def feed(self, method: Method) -> Tensor:
         """Return the same logits [1, V] float32 as `method.feed` of the last token."""
         assert isinstance(method, Cached)
-        assert isinstance(method.cache, StreamingCache)
         token = self._ids[-1]
         logits = take_ahead(method.cache, token)
         if logits is not None:
@@ -99,7 +98,6 @@ def read_ahead(method: Cached, ids: Tensor) -> Tensor:
         logits [1, V] after the first.
     """
     cache, num = method.cache, ids.shape[1]
-    assert isinstance(cache, StreamingCache)
     logits = method.feed_segment(ids, num_ahead=num - 1).float()
     cache.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:], cache.guessed)
     return logits[:, 0]

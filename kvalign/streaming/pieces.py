@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.edits import EncodedPart
-from kvalign.cache.layer import expect_tensor
+from kvalign.cache.saving import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import write_whole

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.cache.layer import expect_tensor
 from kvalign.cache.memory_sizes import ALL, usual_places
+from kvalign.cache.saving import expect_tensor
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, make_private, parse_json, write_whole

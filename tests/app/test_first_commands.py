@@ -14,8 +14,8 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli.main import main
 from kvalign.app.commands import generate
 from kvalign.app.commands.generate import BEYOND, PROMPT, tokens_past
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods import choice
 from kvalign.methods.base import Method
 from kvalign.methods.registry import METHODS
@@ -66,7 +66,7 @@ def test_a_method_is_chosen_checked_and_made_once(kvalign, monkeypatch):
 
     count(choice, "choose")
     count(CacheSizes, "__post_init__")
-    count(FixedSizeCache, "__init__")
+    count(StreamingCache, "__init__")
     count(PreTrainedTokenizerBase, "__call__", lambda tokenizer, text: text == PROMPT)
     kvalign("generate --cache-size 16 --max-new-tokens 3")
     once = ("choose", "__post_init__", "__init__", "__call__")

@@ -14,7 +14,7 @@ from helpers.methods import network, table_network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
 from helpers.tiny_models import SCALINGS, VOCAB
-from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.memory.memory import Memory
 from kvalign.methods import make_method
@@ -296,7 +296,7 @@ class RandomStream:
         other is not seen.
         """
         method, cache = self.method, getattr(self.method, "cache", None)
-        if self.rng.random() < 0.5 and isinstance(cache, FixedSizeCache) and method.name in KEEPING:
+        if self.rng.random() < 0.5 and isinstance(cache, StreamingCache) and method.name in KEEPING:
             other, method.cache = cache, copy.deepcopy(cache)
             other.select([0])
             return

@@ -13,7 +13,7 @@ from helpers.refusals import refuses
 from helpers.tiny_models import tiny_model
 
 import kvalign
-from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 
 CASES = [
@@ -69,7 +69,7 @@ def test_what_is_let_go_is_gone_at_once(name, kind, sizes, models, ids):
         empty = live_bytes()
         method = stream(31)
         fed = live_bytes()
-        if isinstance(cache := getattr(method, "cache", None), FixedSizeCache):
+        if isinstance(cache := getattr(method, "cache", None), StreamingCache):
             cache.reset()
             assert live_bytes() - empty < (fed - empty) / 2  # tables at all places stay
 

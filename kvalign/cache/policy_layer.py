@@ -1,4 +1,4 @@
-"""Streaming cache from which any entry may be evicted. Each head may evict a different entry.
+"""Layer of a streaming cache of which a policy evicts any entry, another one in each head.
 
      places  0 1 2 3 | 4 5 6 ... C-1        sinks stay in front, entries in the order of time
      head 0  0 1 2 3 | 7 9 30 ... 99
@@ -22,20 +22,19 @@ from transformers import PretrainedConfig
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.attention import placed_attention
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.layer import Owner, ReadTensor, StreamingLayer
 from kvalign.cache.passes import Pass
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import REGISTERED, ModelSpec, window_of
-from kvalign.models.attention import install, mark
+from kvalign.models.attention import mark
 from kvalign.policies import POLICIES
 from kvalign.policies.base import Policy, Seen
 
 
 @final
-class AnySlotLayer(StreamingLayer):
+class PolicyLayer(StreamingLayer):
     """Entries in the order of time, with a score for each head from the policy. Rows are
     right-aligned; missing entries of a shorter row are 0 and have token -1.
 
@@ -97,8 +96,8 @@ class AnySlotLayer(StreamingLayer):
         seen = Seen(self.layer_idx, num_fed, *entries, weights, before)
         self.scores = self.policy.score(seen).detach()
 
-    def evict(self, step: Pass) -> None:
-        """Keep the entries with the highest scores: as many of each row as the step says."""
+    def begin(self, step: Pass, shifts: list[int]) -> None:
+        """Evict: keep the entries with the highest scores, as many of each row as a pass finds."""
         num, sizes = self.index.shape[2], self.sizes
         if num == step.num_before:
             return
@@ -142,6 +141,12 @@ class AnySlotLayer(StreamingLayer):
         placed = self.realigner.place(self.layer_idx, window, move)
         return [entries.slots(0, num_sinks), placed.map(lambda x: x.to(self.dtype))]
 
+    def tokens_of(self, row: int, num: int) -> Tensor:
+        """Tokens of a row's entries, of which there are so many, by head: [H, S] int64."""
+        if not self.is_initialized:
+            return torch.empty(0, 0, dtype=torch.int64)
+        return self.index[row, :, self.index.shape[2] - num :].cpu()
+
     def select(self, rows: Tensor) -> None:
         at = rows.to(self.device)
         self.entries = self.entries.rows(at)
@@ -169,89 +174,27 @@ class AnySlotLayer(StreamingLayer):
         self.scores = read("scores", (width,), torch.float32).clone()
 
 
-@final
-class AnySlotCache(FixedSizeCache):
-    """Entries that a policy keeps, placed by rank or left at their original positions.
-
-    Args:
-        realigner: keeps the kept entries right; it must place them from their original form.
-        config: of the model, whose attention passes on its weights if the policy reads them.
+def policy_of(
+    spec: ModelSpec, sizes: CacheSizes, realigner: Realigner, config: PretrainedConfig | None
+) -> tuple[Policy, Realigner, int | None]:
+    """Return the policy of a cache, the realigner that places its entries by rank or, where they
+    keep their positions, leaves them, and the number of tokens after which there is no position
+    left. UserError if one does not fit the model.
     """
-
-    attention: list[AnySlotLayer]
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        sizes: CacheSizes,
-        realigner: Realigner | None,
-        config: PretrainedConfig,
-    ):
-        self.config, self.policy = config, POLICIES[sizes.policy](sizes.cache_size)
-        self.keeps_positions = sizes.positions == "keep"
-        self.last_token = self._last_token(spec, realigner) if self.keeps_positions else None
-        if self.policy.reads_weights:
-            self._check_attention(spec)
-        if realigner is not None:
-            realigner = None if self.keeps_positions else realigner.from_birth()
-        super().__init__(spec, sizes, realigner, config=config)
-
-    def _make_layers(self, spec: ModelSpec) -> list[AnySlotLayer]:
-        return [AnySlotLayer(self, i, self.policy, self.sizes) for i in spec.attention]
-
-    def _last_token(self, spec: ModelSpec, realigner: Realigner | None) -> int | None:
-        """Tokens after which there is no position left."""
-        if spec.family == "alibi":
-            raise UserError(
-                f"positions=keep is not for {spec.name or 'this model'}: ALiBi computes its bias "
-                "from places"
-            )
-        rotation = realigner.rotation if realigner else None
-        is_bounded = rotation is None or rotation.is_bounded
-        return spec.context_len if is_bounded else None
-
-    def _check_attention(self, spec: ModelSpec) -> None:
-        name, policy = spec.name or "this model", self.policy.name
-        if spec.model_type not in REGISTERED:
-            raise UserError(
-                f"policy {policy} reads attention weights, which {spec.model_type} models do "
-                "not expose: use key-norm, keydiff or random"
-            )
-        if window_of(self.config) is not None:
-            raise UserError(
-                f"policy {policy} reads attention over all entries, but layers of {name} see "
-                "only a window"
-            )
-
-    def index(self, row: int = 0) -> Tensor:
-        """Return the positions in the stream of a row's entries, by layer and head: [L, H, S]."""
-        if not self.seen:
-            return torch.empty(len(self.attention), 0, 0, dtype=torch.int64)
-        self.settle()
-        num = self.sizes.num_stored(self.seen[row])
-        index = [layer.index[row].cpu() for layer in self.attention]
-        return torch.stack([x[:, x.shape[1] - num :] for x in index])
-
-    def positions(self) -> list[int]:
-        return list(self.seen) if self.keeps_positions else super().positions()
-
-    def check_input(self, num_rows: int, num_new: int) -> None:
-        super().check_input(num_rows, num_new)
-        last, seen = self.last_token, max(self.seen, default=0)
-        if last is not None and seen + num_new > last:
-            raise UserError(
-                f"positions=keep ends with the {last} positions of this model, got {num_new} more "
-                f"tokens after {seen}: positions=compact has no end"
-            )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        if self.step is None:  # before a model looks up a position that it does not have
-            self.check_input(len(self.seen), 1)
-        return super().get_seq_length(layer_idx)
-
-    def _prepare_entries(self, step: Pass) -> None:
-        if self.is_filled:
-            for layer in self.attention:
-                layer.evict(step)
-        if self.policy.reads_weights:
-            install(self.config)
+    name, policy = spec.name or "this model", POLICIES[sizes.policy](sizes.cache_size)
+    if policy.reads_weights and spec.model_type not in REGISTERED:
+        raise UserError(
+            f"policy {policy.name} reads attention weights, which {spec.model_type} models do not "
+            "expose: use key-norm, keydiff or random"
+        )
+    if policy.reads_weights and config is not None and window_of(config) is not None:
+        raise UserError(
+            f"policy {policy.name} reads attention over all entries, but layers of {name} see only "
+            "a window"
+        )
+    if sizes.positions == "compact":
+        return policy, realigner.from_birth(), None
+    if spec.family == "alibi":
+        raise UserError(f"positions=keep is not for {name}: ALiBi computes its bias from places")
+    is_bounded = realigner.rotation is None or realigner.rotation.is_bounded
+    return policy, Realigner(), spec.context_len if is_bounded else None
