@@ -72,7 +72,7 @@ class TableAligner(Aligner):
 
     def network_of(self, layer: int) -> Sequence[Tensor] | None:
         """Weights of the network that corrects new entries of a layer once something was evicted,
-        as `kernel.write` takes them; empty: nothing does. None: they do not fit there.
+        as `kernel.attend` takes them; empty: nothing does. None: they do not fit there.
         """
         return ()
 

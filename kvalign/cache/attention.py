@@ -44,11 +44,12 @@ class Reader(NamedTuple):
     Attributes:
         rotation: of the layer's keys; None: they do not rotate.
         tables: that place entries when they are read; None: they are read as they are.
-        network: that corrects new entries, as `kernel.write` takes it; empty: none does; None: it
+        network: that corrects new entries, as `kernel.attend` takes it; empty: none does; None: it
             does not fit there.
         angles, bases: of keys that our kernel reads as they are stored, without their position, as
             `kernel.attend` takes them; None: keys do not rotate, or are as attention sees them.
         recall: of a memory; None: there is none.
+        new: of the token, as `kernel.attend` takes it and writes it; None: it is written.
     """
 
     rotation: Rotation | None = None
@@ -57,6 +58,7 @@ class Reader(NamedTuple):
     angles: Tensor | None = None
     bases: Tensor | None = None
     recall: Recaller | None = None
+    new: Sequence[Tensor] | None = None
 
 
 def attend(
@@ -100,6 +102,8 @@ def attend(
             asking=at_means,
             num_sinks=num_sinks,
             beside=beside,
+            new=reader.new,
+            network=(reader.network or ()) if step.evicting is True else (),
         )
         return output
     if tables is None and recalled is None:

@@ -215,6 +215,11 @@ class Pass:
         return self.of_rows("births")
 
     @cached_property
+    def positions_of_rows(self) -> Tensor:
+        """`positions`, [B] int64."""
+        return self.of_rows("positions")
+
+    @cached_property
     def behind_rows(self) -> Tensor:
         """`behind`, [B, 1, 1] int64."""
         return self.of_rows("behind")[:, None, None]
@@ -316,7 +321,10 @@ class Pass:
         num_sinks = self.sizes.num_sinks
         ages = (self._newest - slots) % max(self.size - num_sinks, 1)
         of_window = visible - 1 - ages
-        of_window = of_window.masked_fill(of_window < num_sinks, -1)
+        if self.hides:
+            of_window = of_window.masked_fill(of_window < num_sinks, -1)
+        if not num_sinks:
+            return of_window
         of_sinks = slots.expand_as(of_window).masked_fill(slots >= visible, -1)
         return torch.where(slots < num_sinks, of_sinks, of_window)
 

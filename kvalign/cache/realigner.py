@@ -13,7 +13,6 @@ form of an entry, how it changes when it moves, and how attention reads it.
   (`attention.py`).
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Literal
 
@@ -26,7 +25,6 @@ from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import TABLES, Tables
 from kvalign.cache.attention import Reader
-from kvalign.cache.passes import Pass
 from kvalign.cache.sizes import CacheSizes, Frame
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST
@@ -37,8 +35,6 @@ from kvalign.models.wrapped import no_autograd_modes
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
-Correction = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Tables and a network, as `kernel.write` takes them; empty: there are none."""
 Strategy = Literal["keep", "move", "read"]
 """Way to keep entries right. `keep`: attention gets them as they were written. `move`: it gets
 copies, computed again from the output of `anchor` when they move. `read`: they are stored in the
@@ -92,10 +88,6 @@ class Realigner:
         the positions `at`, which are equal unless positions run on (`evicting`: `Aligner.anchor`).
         """
         return new
-
-    def correction(self, step: Pass, layer: int) -> Correction | None:
-        """Return by what our kernel corrects the new entries of a usual pass; None: it cannot."""
-        return ((), ()) if self.strategy == "keep" else None
 
     def place(self, layer: int, stored: KV, move: Move) -> KV:
         """Entries [B, H, S, D] after the sinks at new positions, from their stored form: as they
@@ -237,14 +229,6 @@ class OnRead(Realigner):
         mean = self.rotation.at(layer).shift(mean, -positions_of(at))
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
-
-    def correction(self, step: Pass, layer: int) -> Correction | None:
-        reader, evicting = self._readers[layer], step.evicting
-        network = () if evicting is False else reader.network
-        if network is None or isinstance(evicting, Tensor) or self.rotation is not None:
-            return None
-        assert reader.tables is not None
-        return reader.tables, network
 
     def read(self, layer: int, stored: KV, now: Tensor, at: Tensor) -> KV:
         table = self.table

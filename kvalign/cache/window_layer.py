@@ -9,11 +9,10 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Recaller, attend
+from kvalign.cache.attention import Reader, Recaller, attend
 from kvalign.cache.layer import Form, Owner, ReadTensor, Ring, SinkKeys, StreamingLayer
 from kvalign.cache.passes import Pass, order_of, slots_of
 from kvalign.cache.sizes import CacheSizes
-from kvalign.models import kernel
 from kvalign.models.attention import mark
 
 if TYPE_CHECKING:
@@ -81,22 +80,41 @@ class WindowLayer(StreamingLayer):
         if step.grows:
             for ring in self.rings:
                 ring.grow(step.size)
-        if not self._put_by_kernel(step, new):
+        reader = self._reader(step, new, recall)
+        if reader is None or reader.new is None:
             self._put(step, new)
-        return self._seen(step, recall)
+        return self._seen(step, reader)
 
-    def _put_by_kernel(self, step: Pass, new: KV) -> bool:
-        """Same as `_put` by our kernel, where that is faster; return whether it did."""
-        form, cache = self.entries.form, self.cache
-        if not (step.by_kernel and step.is_decode) or (form.is_int8 and not cache.reads_stored):
-            return False
-        correction = self.realigner.correction(step, self.layer_idx)
-        if correction is None or not (form.is_int8 or correction[0]):
-            return False
-        places = step.births_of_rows if correction[0] else step.position_ids[:, 0]
-        angles = cache.angles if form.is_int8 else None
-        of_new = self.entries.data, step.slot, new, places, *correction
-        return kernel.write(*of_new, angles=angles, bases=form.bases)
+    def _reader(self, step: Pass, new: KV, recall: Recaller | None) -> Reader | None:
+        """By what our attention reads the slots, for one token of each row; None: the model's reads
+        them.
+        """
+        data, form, realigner = self.entries.data, self.entries.form, self.realigner
+        is_raw = form.is_int8 and step.by_kernel and data.keys.is_cpu and self.cache.reads_stored
+        is_read = realigner.strategy == "read"
+        if not (is_raw or is_read or recall is not None or (step.hides and not step.in_order)):
+            return None
+        reader = realigner.reader(self.layer_idx)
+        if recall is not None:
+            reader = reader._replace(recall=recall)
+        if is_raw:
+            reader = reader._replace(angles=self.cache.angles, bases=form.bases)
+        if not self._writes_by_kernel(step, new, reader, is_raw):
+            return reader
+        at = step.births_of_rows if reader.rotation is None else step.positions_of_rows
+        return reader._replace(new=(step.slot, *new, at))
+
+    def _writes_by_kernel(self, step: Pass, new: KV, reader: Reader, is_raw: bool) -> bool:
+        """Return whether our kernel writes the entry of a token as it attends."""
+        ring, evicting = self.entries.data.keys, step.evicting
+        corrects = evicting is False or (evicting is True and reader.network is not None)
+        is_fit = ring.is_cpu and new.keys.dtype == torch.float32 and new.keys.stride(3) == 1
+        return (
+            (step.by_kernel and step.is_decode and step.read is None)
+            and (is_fit and new.values.stride(3) == 1 and (is_raw or ring.dtype == torch.float32))
+            and (reader.tables is None or (reader.rotation is None and corrects))
+            and self.realigner.strategy != "move"
+        )
 
     def _put(self, step: Pass, new: KV) -> None:
         """Write one token of each row into its slot."""
@@ -109,26 +127,19 @@ class WindowLayer(StreamingLayer):
             new = entries.form.encode_at(new, step.position_ids[:, None])
         entries.data.put_at(slot, new)
 
-    def _seen(self, step: Pass, recall: Recaller | None) -> KV:
+    def _seen(self, step: Pass, reader: Reader | None) -> KV:
         """Slots that attention gets for one token of each row: as they lie, but where it needs the
-        order of time. A mark leads to our attention, if the model's would not do.
+        order of time. A mark leads to our attention.
         """
         data, form = self.entries.data, self.entries.form
         if step.read is not None:
             data = data.at(step.read)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
-        is_raw = form.is_int8 and step.by_kernel and data.keys.is_cpu and self.cache.reads_stored
-        is_read = self.realigner.strategy == "read" or recall is not None
-        if form.is_int8 and not is_raw:
+        if form.is_int8 and not (step.by_kernel and data.keys.is_cpu and self.cache.reads_stored):
             data = form.decode_at(data, step.at_slots)
-        if not (is_raw or is_read or (step.hides and not step.in_order)):
+        if reader is None:
             return data
-        reader = self.realigner.reader(self.layer_idx)
-        if recall is not None:
-            reader = reader._replace(recall=recall)
-        if is_raw:
-            reader = reader._replace(angles=self.cache.angles, bases=form.bases)
         return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
 
     def _take_many(self, step: Pass, new: KV, recall: Recaller | None) -> KV:

@@ -361,11 +361,11 @@ struct Writing {
   struct Part {  // keys, or values
     char* slots;
     const float *entry, *mean, *scale, *weight, *bias;
-    int64_t row, head;  // from one entry to the next
+    int64_t row, head, row_of_slots, head_of_slots;  // from one to the next; of slots in bytes
   } parts[2];
   const float *hidden_weight, *hidden_bias, *cosines, *sines, *bases;
   const int64_t *slot, *place;
-  int64_t num_slots, num_places, num_rows, num_heads, dim, num_hidden, num_pairs;
+  int64_t num_places, num_rows, num_heads, dim, num_hidden, num_pairs;
   bool has_tables, is_int8;
 
   static float product(const float* a, const float* b, int64_t num) {  // of a multiple of 16
@@ -397,7 +397,7 @@ struct Writing {
             x[n - h * dim] += product(part.weight + n * num_hidden, hidden.data(), num_hidden) + part.bias[n];
           if (i == 0) rotate(x, cosines + place[row] * num_pairs, sines + place[row] * num_pairs, num_pairs, -1);
           for (int64_t d = 0; i == 0 && bases && d < dim; d++) x[d] -= bases[h * dim + d];
-          char* to = part.slots + ((row * num_heads + h) * num_slots + *slot) * bytes;
+          char* to = part.slots + row * part.row_of_slots + h * part.head_of_slots + *slot * bytes;
           if (is_int8) encode(x, dim, to);
           else std::memcpy(to, x, bytes);
         }
@@ -808,46 +808,57 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, 2, error, result);
 }
 
-void attend(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 14;
-  AtenTensorHandle x[GIVEN], result = nullptr, of_all = nullptr;
-  for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
+constexpr int ATTENDED = 14, WRITTEN = 10;  // tensors
+
+void attend(AtenTensorHandle* x, StableIValue* stack, int num_tensors) {
+  AtenTensorHandle result = nullptr, of_all = nullptr;
   double scale;
-  std::memcpy(&scale, stack + GIVEN, sizeof scale);
+  std::memcpy(&scale, stack + num_tensors, sizeof scale);
   const auto error = aoti_torch_cpu_attend(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
-                                           x[13], scale, (int64_t)stack[GIVEN + 1], &result, &of_all);
-  give(stack, GIVEN, error, result);
+                                           x[13], scale, (int64_t)stack[num_tensors + 1], &result, &of_all);
+  give(stack, num_tensors, error, result);
   stack[1] = (StableIValue)of_all;
 }
 
-// Of what kernel.py says of `write`, in its order.
-void write(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 18;
+void attend(StableIValue* stack, uint64_t, uint64_t) {
+  AtenTensorHandle x[ATTENDED];
+  for (int i = 0; i < ATTENDED; i++) x[i] = tensor(stack[i]);
+  attend(x, stack, ATTENDED);
+}
+
+// Of what kernel.py says of `write_and_attend`, in its order.
+void write_and_attend(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = ATTENDED + WRITTEN;
   AtenTensorHandle x[GIVEN];
   for (int i = 0; i < GIVEN; i++) x[i] = tensor(stack[i]);
-  const auto ring = x[0], new_keys = x[3], angles = x[16], bases = x[17];
+  const auto ring = x[2], angles = x[4], bases = x[5], *new_entry = x + ATTENDED + 1, *network = x + ATTENDED + 4;
+  const auto slot = x[ATTENDED], place = x[ATTENDED + 3];
   Writing all;
+  all.is_int8 = kind_of(ring) == INT8;
   for (int i = 0; i < 2; i++) {
     auto& one = all.parts[i];
-    one.slots = (char*)data_of(x[i]), one.entry = data_of(x[3 + i]);
-    one.row = stride_of(x[3 + i], 0), one.head = stride_of(x[3 + i], 1);
-    one.mean = data_of(x[6 + i]), one.scale = data_of(x[8 + i]);
-    one.weight = data_of(x[12 + 2 * i]), one.bias = data_of(x[13 + 2 * i]);
+    const int64_t bytes = all.is_int8 ? 1 : sizeof(float);
+    one.slots = (char*)data_of(x[2 + i]), one.entry = data_of(new_entry[i]);
+    one.row_of_slots = stride_of(x[2 + i], 0) * bytes, one.head_of_slots = stride_of(x[2 + i], 1) * bytes;
+    one.row = stride_of(new_entry[i], 0), one.head = stride_of(new_entry[i], 1);
+    one.mean = data_of(x[7 + i]), one.scale = data_of(x[9 + i]);
+    one.weight = data_of(network[2 + 2 * i]), one.bias = data_of(network[3 + 2 * i]);
   }
-  all.hidden_weight = data_of(x[10]), all.hidden_bias = data_of(x[11]), all.num_hidden = is_none(x[10]) ? 0 : size_of(x[10], 0);
+  all.hidden_weight = data_of(network[0]), all.hidden_bias = data_of(network[1]);
+  all.num_hidden = is_none(network[0]) ? 0 : size_of(network[0], 0);
   all.num_pairs = size_of(angles, 3), all.cosines = data_of(angles), all.sines = all.cosines + size_of(angles, 2) * all.num_pairs;
   all.bases = is_none(bases) ? nullptr : data_of(bases);
-  all.slot = (int64_t*)data_of(x[2]), all.place = (int64_t*)data_of(x[5]);
-  all.has_tables = !is_none(x[6]), all.is_int8 = kind_of(ring) == INT8;
-  all.num_slots = size_of(ring, 2), all.num_places = all.has_tables ? size_of(x[6], 1) : 0;
-  all.num_rows = size_of(new_keys, 0), all.num_heads = size_of(new_keys, 1), all.dim = size_of(new_keys, 3);
+  all.slot = (int64_t*)data_of(slot), all.place = (int64_t*)data_of(place);
+  all.has_tables = !is_none(x[7]), all.num_places = all.has_tables ? size_of(x[7], 1) : 0;
+  all.num_rows = size_of(*new_entry, 0), all.num_heads = size_of(*new_entry, 1), all.dim = size_of(*new_entry, 3);
   const auto is_of = [](int64_t index, int64_t num) { return index >= 0 && index < num; };
-  bool is_fit = is_of(*all.slot, all.num_slots) && size_of(x[5], 0) == all.num_rows && all.dim % 16 == 0 && all.num_hidden % 16 == 0;
+  bool is_fit = is_of(*all.slot, size_of(ring, 2)) && size_of(place, 0) == all.num_rows && all.num_hidden % 16 == 0;
+  is_fit = is_fit && (all.is_int8 || kind_of(ring) == FLOAT32) && all.num_rows == size_of(ring, 0) && all.num_heads == size_of(ring, 1);
   for (int64_t row = 0; is_fit && row < all.num_rows; row++)
     is_fit = (!all.has_tables || is_of(all.place[row], all.num_places)) && (!all.num_pairs || is_of(all.place[row], size_of(angles, 2)));
   if (is_fit) all.run();
-  for (int i = 0; i < GIVEN; i++) aoti_torch_delete_tensor_object(x[i]);
-  if (!is_fit) throw std::runtime_error("a kernel of kvalign was given tensors that are not as it takes them");
+  else give(stack, GIVEN, AOTI_TORCH_FAILURE, nullptr);
+  attend(x, stack, GIVEN);
 }
 
 // Of what kernel.py says of `beyond`, in its order.
@@ -929,7 +940,7 @@ struct Registered {
     aoti_torch_library_init_impl("kvalign", "CPU", __FILE__, __LINE__, &library);
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
-    aoti_torch_library_impl(library, "write", write);
+    aoti_torch_library_impl(library, "write_and_attend", write_and_attend);
     aoti_torch_library_impl(library, "beyond", beyond);
     aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);

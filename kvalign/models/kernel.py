@@ -42,8 +42,8 @@ _ATTENDED = (
     *("bias", "beside", "of_beside"),
 )
 _WRITTEN = (
-    *("slot", "new_keys", "new_values", "places", *_TABLES, "hidden_weight", "hidden_bias"),
-    *("key_weight", "key_bias", "value_weight", "value_bias", "angles", "bases"),
+    *("slot", "new_keys", "new_values", "new_places", "hidden_weight", "hidden_bias"),
+    *("key_weight", "key_bias", "value_weight", "value_bias"),
 )
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "sketch", "scales"),
@@ -121,14 +121,15 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     of_attention = ", ".join(f"Tensor {name}" for name in _ATTENDED)
-    of_writing = ", ".join(f"Tensor {name}" for name in _WRITTEN)
+    is_written = {"keys": "(a!)", "values": "(b!)"}
+    of_both = (f"Tensor{is_written.get(name, '')} {name}" for name in _ATTENDED + _WRITTEN)
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
         f"attend({of_attention}, float scale, int num_sinks) -> (Tensor, Tensor)",
         f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
-        f"write(Tensor(a!) keys, Tensor(b!) values, {of_writing}) -> ()",
+        f"write_and_attend({', '.join(of_both)}, float scale, int num_sinks) -> (Tensor, Tensor)",
         "beyond(Tensor ages, Tensor visible, Tensor far, int most_apart, int room) -> Tensor",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
     ):
@@ -149,13 +150,12 @@ def _define() -> torch.library.Library:
     def rotate(x: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(x)
 
-    def write(*tensors: Tensor) -> None: ...
-
     def beyond(ages: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(ages)
 
-    for shape_of in (packed_product, attend, write, find, beyond, rotate):
+    for shape_of in (packed_product, attend, find, beyond, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
+    torch.library.register_fake("kvalign::write_and_attend", attend, lib=library)
     return library
 
 
@@ -202,8 +202,10 @@ def attend(
     num_sinks: int = 0,
     bias: Tensor | None = None,
     beside: Sequence[Tensor] | None = None,
+    new: Sequence[Tensor] | None = None,
+    network: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query of each row.
+    """Attention of one query of each row, once a new entry of each is written.
 
     Args:
         places: [B or 1, S] int64, the place of each slot's entry among those that its row sees;
@@ -221,6 +223,13 @@ def attend(
         bias: [B, S] float32, added to the scores of each slot; None: 0.
         beside: what this function returned of the same queries and other entries, [B, H, D] and
             [B, H] float32: the output is as if those were slots, too. None: there are none.
+        new: slot [1] int64, keys and values [B, H_kv, 1, D] float32, of which a row's numbers lie
+            side by side, and their places [B] int64. They are written there first, without what a
+            place adds: mean and scale, or rotation and base. Slots are then float32, or int8 as
+            `Int8.encode` makes them, to the last digit. None: nothing is written.
+        network: weights [M, 2 H_kv D] and biases [M] of a hidden layer, and [H_kv D, M] and [H_kv
+            D] of what it adds to new keys, and to values, once they have no mean and scale; M is a
+            multiple of 16. Empty: nothing is added.
 
     Returns:
         [B, 1, H, D] float32, 0 where no entry is seen, and of these slots alone the logarithm of
@@ -239,46 +248,12 @@ def attend(
         none if bias is None else bias,
         *((none,) * 2 if beside is None else beside),
     )
-    output, log_sum = torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
+    if new is None:
+        output, log_sum = torch.ops.kvalign.attend.default(places, *of_query, scale, num_sinks)
+    else:
+        of_new = *new, *(network or (none,) * 6), scale, num_sinks
+        output, log_sum = torch.ops.kvalign.write_and_attend.default(places, *of_query, *of_new)
     return output, log_sum
-
-
-def write(
-    ring: Sequence[Tensor],
-    slot: Tensor,
-    new: Sequence[Tensor],
-    places: Tensor,
-    tables: Sequence[Tensor] = (),
-    network: Sequence[Tensor] = (),
-    *,
-    angles: Tensor | None = None,
-    bases: Tensor | None = None,
-) -> bool:
-    """Write the entries of one token of each row as they are stored, or return False and write
-    nothing, if they are not as the kernel takes them.
-
-    Args:
-        ring: keys and values [B, H, S, D] float32, of which one slot is overwritten; or [B, H, S,
-            D + 4] int8, `Int8.encode` of each.
-        slot: [1] int64.
-        new: keys and values [B, H, 1, D] float32.
-        places: [B] int64.
-        tables: as of `attend`, whose means and scales at these places are taken off. Empty: none.
-        network: weights [M, 2 H D] and biases [M] of a hidden layer, and [H D, M] and [H D] of what
-            it adds to keys, and to values; M is a multiple of 16. Empty: nothing is added.
-        angles: as of `attend`, by which keys are rotated back from these places. None: they are
-            not.
-        bases: [H, D] float32, taken off keys; None: 0.
-    """
-    are_fit = ring[0].is_cpu and ring[0].dtype in (torch.float32, torch.int8)
-    are_fit = are_fit and new[0].dtype == torch.float32 and new[0].stride(3) == 1
-    if not are_fit or not ring[0].is_contiguous():
-        return False
-    none = new[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
-    of_keys = none if angles is None else angles, none if bases is None else bases
-    corrected = *(tables or (none,) * 4), *(network or (none,) * 6)
-    torch.ops.kvalign.write.default(*ring, slot, *new, places, *corrected, *of_keys)
-    return True
 
 
 def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:

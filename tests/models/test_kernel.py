@@ -161,11 +161,12 @@ def test_our_kernel_writes_entries_without_their_places_and_corrected(num_hidden
         hidden = torch.nn.functional.linear(both, *network[:2]).relu()
         added = [torch.nn.functional.linear(hidden, *network[i : i + 2]) for i in (2, 4)]
         expected = [x + y.unflatten(1, (3, 1, 16)) for x, y in zip(expected, added, strict=True)]
-    with torch.no_grad():
-        kernel.write(ring, torch.tensor([5]), new, places, [*means, *scales], network)
-        for slot, at in ((9, places), (5, places + 30), (5, places - 8)):
-            with pytest.raises(RuntimeError, match="not as it takes them"):
-                kernel.write(ring, torch.tensor([slot]), new, at, [*means, *scales], network)
+    of_query = torch.arange(9)[None], torch.zeros(2, 3, 1, 16), *ring, 1.0
+    of_new = dict(tables=[*means, *scales], network=network)
+    kernel.attend(*of_query, new=(torch.tensor([5]), *new, places), **of_new)
+    for slot, at in ((9, places), (5, places + 30), (5, places - 8)):
+        with pytest.raises(RuntimeError, match="not as it takes them"):
+            kernel.attend(*of_query, new=(torch.tensor([slot]), *new, at), **of_new)
     for x, y in zip(ring, expected, strict=True):
         assert_close(x[:, :, 5:6], y)
         assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
@@ -180,7 +181,7 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
     new = KV(*torch.randn(2, 64, 6, 1, head_dim, generator=rng) * of_sizes)
     new.keys[0, 0] = 0
     places, form = torch.randint(500, (64,), generator=rng), Int8(torch.float32)
-    tables, angles, expected = (), None, new
+    tables, angles, expected = None, None, new
     if way == "table":
         tables = [torch.randn(6, 512, head_dim, generator=rng) for _ in range(2)]
         tables += [torch.rand(6, 512, generator=rng) + 0.5 for _ in range(2)]
@@ -193,12 +194,14 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
     if "base" in way:
         form = replace(form, base=torch.randn(6, 1, head_dim, generator=rng))
     ring = [torch.zeros(64, 6, 9, head_dim + 4, dtype=torch.int8) for _ in range(2)]
-    of_keys = dict(angles=angles, bases=form.bases)
-    with torch.no_grad():
-        assert kernel.write(ring, torch.tensor([5]), new, places, tables, **of_keys)
+    query = torch.randn(64, 6, 1, head_dim, generator=rng)
+    of_keys = dict(angles=angles, bases=form.bases, tables=tables)
+    of_query = torch.arange(9)[None], query, *ring, 0.2
+    found, _ = kernel.attend(*of_query, **of_keys, new=(torch.tensor([5]), *new, places))
     for x, y in zip(ring, form.encode_at(expected, places[:, None, None]), strict=True):
         assert torch.equal(x[:, :, 5:6], y)
         assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
+    assert_close(found, kernel.attend(*of_query, **of_keys)[0], rtol=0, atol=0)
 
 
 @needs_kernel
