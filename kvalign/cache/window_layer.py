@@ -86,7 +86,7 @@ class WindowLayer(StreamingLayer):
         return self._seen(step, reader)
 
     def _reader(self, step: Pass, new: KV, recall: Recaller | None) -> Reader | None:
-        """By what our attention reads the slots, for one token of each row; None: the model's reads
+        """Return by what our attention reads slots for one token of a row; None: the model's reads
         them.
         """
         data, form, realigner = self.entries.data, self.entries.form, self.realigner
