@@ -168,9 +168,9 @@ def draw(
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
             x_values = [v for line in lines for v in line.x]
             for number, line in enumerate(lines):
-                apart = 1.012 ** (number - (len(lines) - 1) / 2)  # so that whiskers do not cover
+                shift = 1.012 ** (number - (len(lines) - 1) / 2)  # so that whiskers do not cover
                 is_apart = doubling_x and (line.low or len(set(x_values)) == 1)
-                _draw_line(axes, line, apart if is_apart else 1.0)
+                _draw_line(axes, line, shift if is_apart else 1.0)
             if doubling_x:
                 _double(axes, x_values)
             elif log_x:
@@ -316,11 +316,11 @@ def inline_legend(figure: Figure, name: str) -> str:
     return inline_svg(alone, f"{name}-legend")
 
 
-def _draw_line(axes: Axes, line: Series, apart: float) -> None:
+def _draw_line(axes: Axes, line: Series, shift: float) -> None:
     style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
     compared = 3 if "(" in line.label else 2  # before what it is compared with
     style |= dict(zorder=1.5 if line.is_floor else compared)
-    x = [apart * value for value in line.x]
+    x = [shift * value for value in line.x]
     up = [max(0.0, h - v) for h, v in zip(line.high or line.y, line.y, strict=True)]
     down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
     reach = None if line.high is None else [down, up]

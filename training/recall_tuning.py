@@ -119,19 +119,19 @@ def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> Weigh
     """One text for a cache of this size, with codes that are told and asked for."""
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
     text = iter(ids)
-    told: list[tuple[list[int], list[int]]] = []  # questions and codes
+    codes: list[tuple[list[int], list[int]]] = []  # questions and codes
     parts: list[tuple[list[int], bool | None]] = []  # whether they answer; None: they do not count
     away = max(1, AWAY * size // APART)
     while piece := [*islice(text, APART)]:
         number = int(torch.randint(10_000, 100_000, (1,), generator=rng))
         words = (
-            f"\n The secret code of the {OWNERS[len(told) % len(OWNERS)]} is",
+            f"\n The secret code of the {OWNERS[len(codes) % len(OWNERS)]} is",
             f" {number}",
         )
         question, code = (ids_of(x, tokenizer, prefix=False, goes_on=True) for x in words)
-        told.append((question, code))
+        codes.append((question, code))
         parts += [(piece, False), (question + code, None)]
-        for question, code in told[-away - 1 : -away]:
+        for question, code in codes[-away - 1 : -away]:
             parts += [(question, None), (code, True)]
     stream = [token for ids, _ in parts for token in ids]
     kinds = [kind for ids, kind in parts for _ in ids][size + 1 :]
@@ -235,10 +235,10 @@ def _row(
     row |= plan.sizes if plan is not None else {}
     for name, others in {"by_none": none, "by_usual": usual}.items():
         parts = [one - other for one, other in zip(losses, others, strict=True)]
-        low, high = interval(apart := torch.cat(parts))
-        row |= {name: _ratio(apart), f"{name}_low": low, f"{name}_high": high}
+        low, high = interval(differences := torch.cat(parts))
+        row |= {name: _ratio(differences), f"{name}_low": low, f"{name}_high": high}
     return row | {"by_size": [_ratio(part) for part in parts]}
 
 
-def _ratio(apart: Tensor) -> float:
-    return apart.double().mean().exp().item()
+def _ratio(differences: Tensor) -> float:
+    return differences.double().mean().exp().item()

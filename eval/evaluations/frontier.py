@@ -100,8 +100,8 @@ def frontier(
     if MANY in settings.methods and settings.discard:
         sinks = tuple(dict.fromkeys(x.sizes.num_sinks for x in methods if x.name == MANY))
         more = replace(settings, methods=(MANY,), num_sinks=sinks, num_evicted=settings.discard)
-        found = [*methods, *make_grid(more, loaded.model)]
-        methods = [*{tuple(sizes_of(one).values()): one for one in found}.values()]
+        candidates = [*methods, *make_grid(more, loaded.model)]
+        methods = [*{tuple(sizes_of(one).values()): one for one in candidates}.values()]
     of_text = settings.of_text()
     shape = (1, of_text.first_label_of(max(settings.cache_sizes)) + settings.num_tokens)
     ids = read_texts(loaded, settings.corpus, shape, "--num-tokens or --cache-sizes")
@@ -163,13 +163,13 @@ def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
     from kvalign.eval.evaluations.latency.timing import slowest
     from kvalign.foundation.statistics import mean_interval
 
-    means = [1e3 * torch.tensor([sum(x) / len(x) for x in own]).double() for own in turns]
-    for i, (row, own) in enumerate(zip(rows, turns, strict=True)):
+    means = [1e3 * torch.tensor([sum(x) / len(x) for x in times]).double() for times in turns]
+    for i, (row, times) in enumerate(zip(rows, turns, strict=True)):
         low, high = mean_interval(means[i])
-        num = sum(map(len, own))
-        row |= {"num_steps": num, "mean_ms": 1e3 * sum(map(sum, own)) / num}
+        num = sum(map(len, times))
+        row |= {"num_steps": num, "mean_ms": 1e3 * sum(map(sum, times)) / num}
         row |= {"ms_low": low, "ms_high": high, "median_ms": means[i].median().item()}
-        row["slowest_ms"] = 1e3 * slowest(own)
+        row["slowest_ms"] = 1e3 * slowest(times)
         rivals = [
             losses[j]
             for j, other in enumerate(rows)

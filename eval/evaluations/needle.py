@@ -83,14 +83,14 @@ def _told(codes: dict[str, str]) -> list[str]:
 
 
 def one_code(names: list[str], rng: random.Random) -> Hidden:
-    codes, asked = {name: _code(rng) for name in names}, names[0]
-    return Hidden(_told(codes), f"\n The secret code of the {asked} is", [codes[asked]])
+    codes, owner = {name: _code(rng) for name in names}, names[0]
+    return Hidden(_told(codes), f"\n The secret code of the {owner} is", [codes[owner]])
 
 
 def all_codes(names: list[str], rng: random.Random) -> Hidden:
     codes = {name: _code(rng) for name in names}
-    asked = f"{', the '.join(names[:-1])} and the {names[-1]}"
-    question = f"\n The secret codes of the {asked} are , in this order :"
+    owners = f"{', the '.join(names[:-1])} and the {names[-1]}"
+    question = f"\n The secret codes of the {owners} are , in this order :"
     return Hidden(_told(codes), question, list(codes.values()))
 
 
@@ -353,9 +353,9 @@ class NeedleEvaluation(Evaluation):
             points = [row | {"label": label_of(row), "at": f"{row['distance']} C"} for row in group]
             shares = DataFrame(points).pivot_table("accuracy", "label", "at", sort=False)
             panels[name] = shares.reindex(columns=[f"{d} C" for d in distances])
-        found = "answers found" if rows[0].get("kind") else "codes found"
-        figure = draw_shares(panels, x=f"from what is hidden to its question; {found} in %")
-        return figure, f"{found.capitalize()}, %: {title}"
+        quantity = "answers found" if rows[0].get("kind") else "codes found"
+        figure = draw_shares(panels, x=f"from what is hidden to its question; {quantity} in %")
+        return figure, f"{quantity.capitalize()}, %: {title}"
 
 
 EVALUATION = NeedleEvaluation()

@@ -108,8 +108,8 @@ def recall(settings: RecallSettings, loaded: LoadedModel, methods: list[Method])
     progress.phase("making the streams")
     sizes = dict.fromkeys(settings.cache_sizes)
     names = ("num_questions", "farthest", "num_streams", "seed")
-    asked: dict[str, int] = {name: getattr(settings, name) for name in names}
-    streams = {size: facts.asked_streams(size, **asked) for size in sizes}
+    numbers: dict[str, int] = {name: getattr(settings, name) for name in names}
+    streams = {size: facts.asked_streams(size, **numbers) for size in sizes}
     longest = max(ages.size for _, ages in streams.values())
     for method, bar in one_by_one(methods, longest, "tokens"):
         ids, ages = map(torch.from_numpy, streams[method.sizes.cache_size])

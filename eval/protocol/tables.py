@@ -136,8 +136,8 @@ def best(
     if not better or len(numbers) < 2:
         return set()
     top = (min if better == "lower" else max)(numbers, key=values.__getitem__)
-    own, others = intervals[top], [intervals[i] for i in numbers if i != top]
-    return {top} if own and all(one and apart(own, one) for one in others) else set()
+    span, others = intervals[top], [intervals[i] for i in numbers if i != top]
+    return {top} if span and all(one and apart(span, one) for one in others) else set()
 
 
 def label_of(row: Row) -> str:

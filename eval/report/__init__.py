@@ -91,11 +91,11 @@ def read(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
-    file, suite, found = folder / SUITE_FILE, NO_SUITE, archive_of(folder)
+    file, suite, contents = folder / SUITE_FILE, NO_SUITE, archive_of(folder)
     if file.exists():
         suite = parse_suite_text(read_text(file), str(file), _SuiteOfResults)
-    found |= {path.stem: read_document(path) for path in folder.glob("*.json")}
-    evaluated = {n: d for n, d in found.items() if str(d.get("kind")).startswith("eval ")}
+    contents |= {path.stem: read_document(path) for path in folder.glob("*.json")}
+    evaluated = {n: d for n, d in contents.items() if str(d.get("kind")).startswith("eval ")}
     ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
     names = sorted(evaluated, key=lambda name: (ranks.get(name, len(ranks)), name))
     documents = {name: evaluated[name] for name in names}
@@ -119,8 +119,8 @@ def archive_of(folder: Path) -> dict[str, Document]:
     """Documents of a folder's archive by their names; those of preparations begin `prepared/`."""
     path = folder / ARCHIVE
     lines = read_text(path).splitlines() if path.exists() else []
-    found = [checked(_Line, parse_json(line, path), path).model_dump() for line in lines]
-    return {document.pop("name"): document for document in found}
+    entries = [checked(_Line, parse_json(line, path), path).model_dump() for line in lines]
+    return {document.pop("name"): document for document in entries}
 
 
 class _Row(BaseModel):

@@ -391,10 +391,10 @@ def _readable(rows: list[Row], of_all: Sequence[Row]) -> str:
     bases = {row["cache_size"]: row for row in fair if row["method"] == BESIDE}
     ends, words = MEASURES["readable"].interval, set()
     for row in rows:
-        own, base = ends(row), ends(bases.get(row["cache_size"], {}))
+        span, base = ends(row), ends(bases.get(row["cache_size"], {}))
         word = ""
-        if row in fair and own and base and apart(own, base):
-            word = "less: " if own < base else "more: "
+        if row in fair and span and base and apart(span, base):
+            word = "less: " if span < base else "more: "
         words.add(word)
     text = _spread((100 * row["readable"] for row in rows), 0)
     return words.pop() + text if len(words) == 1 else text

@@ -170,10 +170,10 @@ def checked(model: type[M], values: Any, where: object) -> M:
     from pydantic import ValidationError
 
     if (own := model.model_fields.get("format")) and isinstance(values, dict):
-        found = values.get("format")
-        if type(found) is not int or found != own.default:
+        number = values.get("format")
+        if type(number) is not int or number != own.default:
             raise UserError(
-                f"{where} has format {_SHORT.repr(found):.80}, and this version of kvalign reads "
+                f"{where} has format {_SHORT.repr(number):.80}, and this version of kvalign reads "
                 f"{own.default}: make it again"
             )
     try:

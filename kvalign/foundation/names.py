@@ -128,7 +128,7 @@ def spelled_out(config: type) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        *own, rest = signature.parameters.values()
+        *named_first, rest = signature.parameters.values()
         named = [
             inspect.Parameter(
                 name,
@@ -139,7 +139,7 @@ def spelled_out(config: type) -> Callable[[F], F]:
             for name, hint in config.__annotations__.items()
         ]
         rest = rest.replace(annotation=_PlainText(config.__name__))
-        function.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*named_first, *named, rest])  # type: ignore[attr-defined]
         return function
 
     return decorate

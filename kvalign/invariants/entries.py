@@ -160,8 +160,8 @@ def kept(subject: Subject) -> Measured:
             which = "sinks; for its other entries see moves"
             if not tokens:
                 raise NotApplicableError("its aligner changes values, without sinks: see moves")
-        apart = (values[:, : len(tokens)] - originals[:, tokens]).abs().amax((0, 2))
-        num_other = int((apart > subject.same * originals.abs().max()).sum())
+        errors = (values[:, : len(tokens)] - originals[:, tokens]).abs().amax((0, 2))
+        num_other = int((errors > subject.same * originals.abs().max()).sum())
         return Measured(num_other, 0, f"{len(tokens)} {which}")
     by_entry, num_sinks = watched.tokens(), aged.num_sinks or 0
     tokens = [token for token in by_entry if token is not None]

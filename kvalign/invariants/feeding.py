@@ -45,8 +45,8 @@ def _parts(ids: Tensor, most: int = 1) -> Iterator[Tensor]:
 def dense(subject: Subject) -> Measured:
     ids, stream = subject.ids(1, subject.num_unevicted), subject.stream()
     logits = (stream.feed(token)[0] for token in _parts(ids))
-    apart = map(difference, logits, subject.encoded(ids)[0])
-    return Measured(max(apart), subject.exact, note=f"over {subject.num_unevicted} tokens")
+    errors = map(difference, logits, subject.encoded(ids)[0])
+    return Measured(max(errors), subject.exact, note=f"over {subject.num_unevicted} tokens")
 
 
 @invariant(
@@ -60,8 +60,8 @@ def rows(subject: Subject) -> Measured:
         return torch.cat([one.feed(row[None]) for one, row in zip(alone, token, strict=True)])
 
     tokens = _parts(subject.ids(NUM_ROWS, subject.num_tokens))
-    apart = _apart(subject.stream().feed, singly, tokens)
-    return Measured(apart, subject.exact, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
+    error = _apart(subject.stream().feed, singly, tokens)
+    return Measured(error, subject.exact, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
 
 
 @invariant(
@@ -72,9 +72,9 @@ def chunks(subject: Subject) -> Measured:
     """chunks: chunks while nothing is evicted, then single tokens."""
     ids, num_in_parts = subject.ids(2, subject.num_tokens), subject.num_unevicted
     parts = [*_parts(ids[:, :num_in_parts], MOST_AT_ONCE), *_parts(ids[:, num_in_parts:])]
-    apart = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
+    error = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
     return Measured(
-        apart, subject.exact, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}"
+        error, subject.exact, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}"
     )
 
 
@@ -92,8 +92,8 @@ def evicting_chunks(subject: Subject) -> Measured:
     if isinstance(stream.keeper, Cached) and not stream.keeper.is_exact:
         raise NotApplicableError("by design, tokens of one input see the same older entries")
     parts = _parts(subject.ids(2, subject.num_tokens), MOST_AT_ONCE)
-    apart = _apart(stream.feed, subject.stream().feed_singly, parts)
-    return Measured(apart, subject.exact, note=f"parts of up to {MOST_AT_ONCE}")
+    error = _apart(stream.feed, subject.stream().feed_singly, parts)
+    return Measured(error, subject.exact, note=f"parts of up to {MOST_AT_ONCE}")
 
 
 @invariant(
@@ -235,13 +235,13 @@ def cut(subject: Subject) -> Measured:
     edited.feed(ids[:, :num])
     edited.edit(num - length, num)
     plain.feed(ids[:, : num - length])
-    apart, note = _apart(edited.feed, plain.feed, _parts(ids[:, num:])), f"{length} of {num} tokens"
+    error, note = _apart(edited.feed, plain.feed, _parts(ids[:, num:])), f"{length} of {num} tokens"
     has_own_places = subject.family not in ("learned", None)
     if has_own_places and aligner_of(edited.cache) is None:
         nums = [num] if edited.sizes.memory else [num, subject.num_tokens]
-        apart = max(apart, *(_first_layer(subject, ids[:, :x]) for x in nums))
+        error = max(error, *(_first_layer(subject, ids[:, :x]) for x in nums))
         note += "; elsewhere, the first layer and re-encoded"
-    return Measured(apart, subject.exact, note)
+    return Measured(error, subject.exact, note)
 
 
 @torch.no_grad()
@@ -267,12 +267,12 @@ def _first_layer(subject: Subject, ids: Tensor) -> float:
 def put_back(subject: Subject) -> Measured:
     """put-back: while nothing has been evicted, so that all tokens see the same ones."""
     num, length = subject.capacity, _length(subject)
-    ids, apart = subject.ids(EDITED_ROWS, subject.num_tokens), 0.0
+    ids, error = subject.ids(EDITED_ROWS, subject.num_tokens), 0.0
     for start in (num - 2 * length, num - length):
         edited, plain = _editable(subject), _editable(subject)
         for method in (edited, plain):
             method.feed(ids[:, :num])
         edited.edit(start, start + length)
         edited.edit(start, start, ids[:, start : start + length])
-        apart = max(apart, _apart(edited.feed, plain.feed, _parts(ids[:, num:])))
-    return Measured(apart, subject.exact, f"{length} of {num} tokens, in the middle and at the end")
+        error = max(error, _apart(edited.feed, plain.feed, _parts(ids[:, num:])))
+    return Measured(error, subject.exact, f"{length} of {num} tokens, in the middle and at the end")

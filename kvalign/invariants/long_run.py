@@ -59,9 +59,9 @@ def long_run(subject: Subject) -> LongRun:
     begin = 3 * capacity
     num = max(capacity + subject.num_steps, begin + 2 * STRETCH)
     run = LongRun(num)
-    apart = min(MOST_APART, (num - begin) // (2 * STRETCH))
-    first_kl = range(begin, begin + apart * STRETCH, apart)
-    last_kl = range(num - 1, num - 1 - apart * STRETCH, -apart)
+    interval = min(MOST_APART, (num - begin) // (2 * STRETCH))
+    first_kl = range(begin, begin + interval * STRETCH, interval)
+    last_kl = range(num - 1, num - 1 - interval * STRETCH, -interval)
     ids = subject.written_ids(NUM_ROWS, num)
     half, full = (subject.stream(is_watched=True, model=m) for m in (half_model, full_model))
     progress.expect(num, "tokens")

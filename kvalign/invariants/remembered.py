@@ -85,9 +85,9 @@ def remember(subject: Subject) -> Remembered:
             continue
         remembered.times += 1
         for layer, one in steps.items():
-            apart = difference(one.output, _attention(remembered, layer, one))
-            if not apart <= remembered.apart:
-                remembered.apart, remembered.where = apart, (t, layer)
+            error = difference(one.output, _attention(remembered, layer, one))
+            if not error <= remembered.apart:
+                remembered.apart, remembered.where = error, (t, layer)
     return remembered
 
 
@@ -233,8 +233,8 @@ def all_recalled(subject: Subject) -> Measured:
     without.frame = with_memory.frame
     one, other = (Stream(subject.model, x) for x in (with_memory, without))
     first, *tokens = subject.ids(NUM_ROWS, subject.num_tokens).split(1, 1)
-    apart = difference(one.feed(first), other.feed(first))
+    error = difference(one.feed(first), other.feed(first))
     for one_memory in memory.of.values():
         one_memory.alike = 2  # of all that is lost, nothing is left out for a newer one
-    apart = max(apart, *(difference(one.feed(x), other.feed(x)) for x in tokens))
-    return Measured(apart, subject.exact, f"{most} of {most} entries, {len(tokens) + 1} tokens")
+    error = max(error, *(difference(one.feed(x), other.feed(x)) for x in tokens))
+    return Measured(error, subject.exact, f"{most} of {most} entries, {len(tokens) + 1} tokens")

@@ -275,5 +275,5 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest difference of two tensors in standard deviations of the second; inf if not finite."""
     if actual.shape != expected.shape:
         return float("inf")
-    apart = (actual.float() - expected.float()).abs().max() / expected.float().std()
-    return float(apart) if apart.isfinite() else float("inf")
+    errors = (actual.float() - expected.float()).abs().max() / expected.float().std()
+    return float(errors) if errors.isfinite() else float("inf")

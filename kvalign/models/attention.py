@@ -98,8 +98,8 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         read: ReadKeys | None = getattr(key, MARK, None)
         if read is None:
-            own = sys.modules[type(module).__module__]
-            eager = getattr(own, "eager_attention_forward", None)
+            modeling = sys.modules[type(module).__module__]
+            eager = getattr(modeling, "eager_attention_forward", None)
             before = ALL_ATTENTION_FUNCTIONS.get(name, eager)
             return before(module, query, key, value, *args, **kwargs)
         # Of a pass that is to return attention weights.

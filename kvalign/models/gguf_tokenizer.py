@@ -140,10 +140,10 @@ class _Vocabulary(NamedTuple):
     @property
     def ids(self) -> dict[str, int]:
         """The tokens that a text may have. A converter fills up what the model has more."""
-        found = enumerate(zip(self.tokens, self.types, strict=True))
+        typed_tokens = enumerate(zip(self.tokens, self.types, strict=True))
         return {
             token: number
-            for number, (token, kind) in found
+            for number, (token, kind) in typed_tokens
             if not (kind == _UNUSED and token == f"[PAD{number}]")
         }
 

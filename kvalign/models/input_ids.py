@@ -203,9 +203,9 @@ def encoder_of_masked(
         whole = "".join([*pieces, text[position:]])
         for mask, stands_for in masks.items():
             whole = whole.replace(mask, stands_for)
-        found = splitter.encode(whole, add_special_tokens=False)
+        encoding = splitter.encode(whole, add_special_tokens=False)
         # By their words: in a vocabulary with holes they have the numbers of other tokens.
-        return [own.get(x.strip(), i) for x, i in zip(found.tokens, found.ids, strict=True)]
+        return [own.get(x.strip(), i) for x, i in zip(encoding.tokens, encoding.ids, strict=True)]
 
     return encode
 

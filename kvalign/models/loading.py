@@ -287,11 +287,11 @@ class PackedRequest:
         path = model_folder.gguf_file(self.source) or Path(self.source)
         if not path.exists():
             commit = getattr(self.config, "_commit_hash", None)
-            found = cached_file(self.source, "config.json", revision=commit, local_files_only=True)
-            path = Path(found).parent
+            file = cached_file(self.source, "config.json", revision=commit, local_files_only=True)
+            path = Path(file).parent
         path = path.absolute()
-        own = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
-        content = [(x.name, files.checksum(x)) for x in [*own, *_CODE]]
+        paths = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
+        content = [(x.name, files.checksum(x)) for x in [*paths, *_CODE]]
         versions = torch.__version__, transformers.__version__, torch.cpu.get_capabilities()
         kind = packed.kind_for(torch.device(self.device)).__name__
         form = "int4" if self.weights == "auto" else self.weights
@@ -306,8 +306,8 @@ def _digest(*about: object) -> str:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a model, under each of their names."""
-    found = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
-    return found | dict(model.named_buffers(remove_duplicate=False))
+    parameters = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
@@ -316,14 +316,14 @@ def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """
     there: dict[int, Tensor] = {}  # by what it takes the place of, which modules may share
     for path, module in model.named_modules():
-        for own in (module._parameters, module._buffers):
-            for name, x in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
                 if x is None or not x.is_meta:
                     continue
                 if id(x) not in there:
                     value = stored[f"{path}.{name}"]
                     there[id(x)] = nn.Parameter(value) if isinstance(x, nn.Parameter) else value
-                own[name] = there[id(x)]
+                tensors[name] = there[id(x)]
         for name, x in vars(module).items():
             if isinstance(x, Tensor) and x.is_meta:
                 raise KeyError(name)  # it was computed, and is not in the file

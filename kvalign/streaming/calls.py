@@ -85,9 +85,9 @@ _PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>\s*", re.D
 
 def form_in(text: str) -> CallForm | None:
     """The form in which a text has a call of `look_up` with {"place": "Rome"}; None: unknown."""
-    bare = "".join(text.split())
+    squeezed = "".join(text.split())
     for form in FORMS.values():
-        if "".join(form.text("look_up", '{"place":"Rome"}').split()) in bare:
+        if "".join(form.text("look_up", '{"place":"Rome"}').split()) in squeezed:
             return form
     marked = (form for form in FORMS.values() if form.begin)
     return next((form for form in marked if form.begin in text and form.end in text), None)

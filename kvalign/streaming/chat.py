@@ -199,8 +199,8 @@ class Chat:
         if not (num := self.num_forgotten):
             return ""
         what = "the first turn is" if num == 1 else f"the first {num} turns are"
-        aside = self.stream.num_evicted <= self.stream.method.sizes.memory and not self._num_gone
-        return f"{what} out of the cache" + ", in the memory" * aside
+        kept = self.stream.num_evicted <= self.stream.method.sizes.memory and not self._num_gone
+        return f"{what} out of the cache" + ", in the memory" * kept
 
     def memory_offer(self) -> str:
         """Return what would keep the turns that go; "" where there is a memory, or none works."""
@@ -265,13 +265,13 @@ def chat(
     from kvalign.streaming.turns import Talk
 
     check_keywords(chat, config)
-    given: dict[str, Any] = drawing(config)
+    options: dict[str, Any] = drawing(config)
     opening_len = Talk(tokenizer, system, special_tokens).opening_len()
-    if system is not None and given.get("num_sinks") is None:
-        given["num_sinks"] = opening_len
-    if given.get("memory") and given.get("num_recalled") is None:
-        given["num_recalled"] = num_recalled_for(cache_size, given.get("num_sinks"))
-    how = {**chat_defaults(unwrapped(model), tokenizer), **given}
+    if system is not None and options.get("num_sinks") is None:
+        options["num_sinks"] = opening_len
+    if options.get("memory") and options.get("num_recalled") is None:
+        options["num_recalled"] = num_recalled_for(cache_size, options.get("num_sinks"))
+    how = {**chat_defaults(unwrapped(model), tokenizer), **options}
     begun = stream(model, tokenizer, method=method, cache_size=cache_size, **how)
     if system is not None:
         begun.notes[SYSTEM] = system

@@ -26,9 +26,9 @@ MAX_NEW_TOKENS = 200  # of a text that does not end by itself
 MOST_GUESSED = 64  # tokens of a pass: their logits are held
 
 
-def drawing(given: Mapping[str, Any]) -> dict[str, Any]:
+def drawing(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings, where one of how to draw implies that tokens are drawn."""
-    return {"do_sample": True, **given} if given.keys() & set(DRAWS) else {**given}
+    return {"do_sample": True, **options} if options.keys() & set(DRAWS) else {**options}
 
 
 class SamplingConfig(TypedDict, total=False):
@@ -117,9 +117,9 @@ class Sampling:
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
         """The sampling in a function's keywords, and the others; KeywordError if unknown."""
         check_keywords(function, keywords)
-        own = {field.name for field in fields(cls)} & keywords.keys()
-        sampling = {name: keywords[name] for name in own}
-        return cls(**sampling), {name: x for name, x in keywords.items() if name not in own}
+        names = {field.name for field in fields(cls)} & keywords.keys()
+        sampling = {name: keywords[name] for name in names}
+        return cls(**sampling), {name: x for name, x in keywords.items() if name not in names}
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class OfModel(BaseModel):
     @staticmethod
     def of_model(model: PreTrainedModel) -> dict[str, Any]:
         """The values of these fields for a model."""
-        own = identity.identity(model)
-        return dict(base_model=spec_of(model.config).name, identity=own, weights=weights_of(model))
+        sha = identity.identity(model)
+        return dict(base_model=spec_of(model.config).name, identity=sha, weights=weights_of(model))
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise UserError unless it belongs to this model, with weights of this form."""
@@ -163,14 +163,14 @@ def save(
     """Write a stream of ids [T] int64, as of `write`; `state` is that after `num_fed` tokens, and
     `about` has the other fields of `SavedStream`.
     """
-    own = asdict(method.sizes) | SavedStream.of_model(method.model) | asdict(digests) | about
+    values = asdict(method.sizes) | SavedStream.of_model(method.model) | asdict(digests) | about
     saved = SavedStream(
         method=method.name,
         sampling=asdict(sampling),
         device=method.model.device.type,
         num_fed=num_fed,
         is_emptied=num_fed > 0 and not state,
-        **own,
+        **values,
     )
     tensors = {STATE + name: x for name, x in state.items()}
     return write(path, saved, tensors | {"ids": ids, "generator": generator.get_state()})
@@ -268,8 +268,8 @@ def read_saved(
             raise UserError(wrong)
         with safe_open(path, "pt") as file:
             metadata, present = file.metadata() or {}, {*file.keys()}
-            own = present if names is None else present.intersection(names)
-            tensors = {name: file.get_tensor(name) for name in own}
+            chosen = present if names is None else present.intersection(names)
+            tensors = {name: file.get_tensor(name) for name in chosen}
     except FileNotFoundError:
         raise NotFoundError(f"no saved {kind.what} {path}") from None
     except (SafetensorError, OSError) as error:

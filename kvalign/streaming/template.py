@@ -70,27 +70,27 @@ class Dialect:
         return talk, tools
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        own, calls = dict(message), message.get("tool_calls") or ()
-        thoughts = own.pop("reasoning_content", None)
-        if own["role"] == "tool" and self.arguments is None:
-            result = f"<tool_response>\n{own['content']}\n</tool_response>"
+        fields, calls = dict(message), message.get("tool_calls") or ()
+        thoughts = fields.pop("reasoning_content", None)
+        if fields["role"] == "tool" and self.arguments is None:
+            result = f"<tool_response>\n{fields['content']}\n</tool_response>"
             return {"role": "user", "content": result}
         if calls and self.arguments is None:
             form, functions = self.form or FORMS["hermes"], (x["function"] for x in calls)
             written = [form.text(x["name"], as_text(x["arguments"])) for x in functions]
-            del own["tool_calls"]
-            own["content"] = "\n".join(filter(None, [own["content"], *written]))
+            del fields["tool_calls"]
+            fields["content"] = "\n".join(filter(None, [fields["content"], *written]))
         elif calls:
             if len(calls) > 1 and not self.several:
                 raise UserError("the chat template of this model takes one call of an answer")
             if self.arguments == "text":
-                own["tool_calls"] = [_with_text(one) for one in calls]
+                fields["tool_calls"] = [_with_text(one) for one in calls]
         if thoughts and self.takes_thoughts:
-            own["reasoning_content"] = thoughts
+            fields["reasoning_content"] = thoughts
         elif thoughts and self.thoughts:
             begin, end = self.thoughts
-            own["content"] = f"{begin}\n{thoughts}\n{end}\n\n{own['content']}"
-        return own
+            fields["content"] = f"{begin}\n{thoughts}\n{end}\n\n{fields['content']}"
+        return fields
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def _dialect_of(tokenizer: PreTrainedTokenizerBase, template: str, num_tokens: i
     def answer(content: str, **fields: Any) -> dict[str, Any]:
         return {"role": "assistant", "content": content, **fields}
 
-    told = tried(of=[tool])
-    tells_of_tools, of = "look_up" in told, [tool] if told else None
+    with_tool = tried(of=[tool])
+    tells_of_tools, of = "look_up" in with_tool, [tool] if with_tool else None
     call: dict[str, Any] = {"id": "call12345", "type": "function"}
     call["function"] = {"name": "look_up", "arguments": {"place": "Rome"}}
     result = {"role": "tool", "content": "0result0", "name": "look_up", "tool_call_id": call["id"]}
@@ -121,13 +121,13 @@ def _dialect_of(tokenizer: PreTrainedTokenizerBase, template: str, num_tokens: i
     written: dict[ArgumentsForm, str] = {}
     for way, one in calls.items():
         text = tried(answer("", tool_calls=[one]), of=of)
-        is_shown = text.count("look_up") > told.count("look_up") and "Rome" in text
+        is_shown = text.count("look_up") > with_tool.count("look_up") and "Rome" in text
         if is_shown and "0result0" in tried(answer("", tool_calls=[one]), result, of=of):
             written[way] = text
     # JSON, if the template writes that; else marks of another kind around each argument.
     of_json = [how for how, text in written.items() if '{"place":"Rome"}' in "".join(text.split())]
     how = next(iter([*of_json, *written]), None)
-    form, several = form_in(written[how] if how else told), True
+    form, several = form_in(written[how] if how else with_tool), True
     if how:
         both = tried(answer("", tool_calls=[calls[how]] * 2), of=of)
         several = both.count("Rome") > written[how].count("Rome")
@@ -152,8 +152,8 @@ def render(
 ) -> str:
     """Return what a chat template writes; UserError if it fails."""
     values = values or {}
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
-    if clashes := sorted(name for name in values if name in own or name.endswith("_token")):
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    if clashes := sorted(name for name in values if name in reserved or name.endswith("_token")):
         raise UserError(f"a chat template takes no {clashes[0]} from a request")
     try:
         text = tokenizer.apply_chat_template(

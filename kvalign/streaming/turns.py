@@ -84,8 +84,8 @@ class Talk:
         answer = next(unused_in([*_texts_in([opening, messages, self.tools])]))
         before = [_message("user", "?"), _message("assistant", answer)] if goes_on else []
         dialect = Dialect.of(self.tokenizer)
-        told, tools = dialect.conversation([*opening, *before, *messages], self.tools)
-        text = render(self.tokenizer, told, to_answer=True, values=self.template, tools=tools)
+        talk, tools = dialect.conversation([*opening, *before, *messages], self.tools)
+        text = render(self.tokenizer, talk, to_answer=True, values=self.template, tools=tools)
         for message in (*opening, *messages):
             content = message["content"].strip()
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]

@@ -176,15 +176,15 @@ def _continued(method: Method, text: EditedText) -> tuple[Tensor, Tensor]:
     return losses, logits.argmax(-1)
 
 
-def _figures(own: list[tuple[Tensor, Tensor]], anew: list[tuple[Tensor, Tensor]]) -> Row:
+def _figures(results: list[tuple[Tensor, Tensor]], anew: list[tuple[Tensor, Tensor]]) -> Row:
     """Figures of a way, and relative to the text encoded anew, from what `_continued` gives."""
-    losses, best = map(torch.cat, zip(*own, strict=True))
+    losses, best = map(torch.cat, zip(*results, strict=True))
     losses_anew, best_anew = map(torch.cat, zip(*anew, strict=True))
-    apart = (losses - losses_anew).double().mean(1).cpu()
-    low, high = mean_interval(apart) if len(apart) > 1 else [apart.mean().item()] * 2
+    excess = (losses - losses_anew).double().mean(1).cpu()
+    low, high = mean_interval(excess) if len(excess) > 1 else [excess.mean().item()] * 2
     return {
         "perplexity": losses.double().mean().exp().item(),
-        "ratio": apart.mean().exp().item(),
+        "ratio": excess.mean().exp().item(),
         "ratio_low": math.exp(low),
         "ratio_high": math.exp(high),
         "agreement": (best == best_anew).double().mean().item(),

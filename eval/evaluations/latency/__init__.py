@@ -135,8 +135,8 @@ class Latency(Evaluation):
         step; "" if it did not.
         """
         rows, machine = document["rows"], document["environment"]
-        bare = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
-        ratio, load, cores = max(bare, default=1.0), machine.get("load", 0), machine.get("cores", 1)
+        skew = [row["mean_ms"] / row["median_ms"] for row in rows if row["method"] == FLOOR]
+        ratio, load, cores = max(skew, default=1.0), machine.get("load", 0), machine.get("cores", 1)
         if ratio > BUSY_FROM:
             why = f"the mean of a bare step is {ratio:.1f} times its median"
         elif load > cores + 1:  # what runs, and what waits for it

@@ -63,8 +63,8 @@ def measure(
     model = methods[0].model
     compiled = settings.compile and model.device.type == "cuda"  # as the methods are
     captured = settings.captured or compiled
-    bare = BareStep(model, methods[0].sizes.cache_size, compiled, captured)
-    methods = [bare, *methods]
+    bare_step = BareStep(model, methods[0].sizes.cache_size, compiled, captured)
+    methods = [bare_step, *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
         first, turns = time_generation(methods, inputs, settings, bar)
@@ -86,7 +86,7 @@ def rows_of(
 ) -> list[Row]:
     """Rows of times; the first method is the bare step."""
     reference = [method.name for method in methods].index(settings.reference)
-    per_token = [1e3 / batch_size * np.concatenate(own) for own in turns]  # ms
+    per_token = [1e3 / batch_size * np.concatenate(of_method) for of_method in turns]  # ms
     means = [times.mean() for times in per_token]
     of_memories = _of_memories(methods, means, batch_size, settings)
     rows = []

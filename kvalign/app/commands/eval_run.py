@@ -92,12 +92,12 @@ class Cell:
             UserError: it was refused.
             RunError: it failed.
         """
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
-            json.dump(vars(self.settings), given, default=str)
-            given.seek(0)
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
+            json.dump(vars(self.settings), stdin, default=str)
+            stdin.seek(0)
             process = subprocess.run(
                 [sys.executable, "-m", "kvalign", *self.kind.words.split(), GIVEN],
-                stdin=given,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 encoding="utf-8",
                 env={**os.environ, PART_OF_RUN: "1"},

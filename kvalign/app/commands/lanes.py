@@ -192,9 +192,9 @@ def record(name: str, sizes: CacheSizes) -> list[LaneFrame]:
     shape: dict[str, Any] = dict(n_positions=sizes.cache_size + 1, n_embd=2, n_layer=1, n_head=1)
     config = GPT2Config(vocab_size=NUM_TOKENS + 1, **shape, **ends)
     fixed = METHODS[name].fixed
-    own = {x: getattr(sizes, x) for x in ("num_sinks", "num_evicted") if x not in fixed}
+    settings = {x: getattr(sizes, x) for x in ("num_sinks", "num_evicted") if x not in fixed}
     model = GPT2LMHeadModel(config).eval()
-    method = make_method(name, model, cache_size=sizes.cache_size, warn=False, **own)
+    method = make_method(name, model, cache_size=sizes.cache_size, warn=False, **settings)
     return _of_method(method)
 
 
@@ -228,8 +228,8 @@ def _of_method(method: Method) -> list[LaneFrame]:
 
     ran, seen, frames = [0], list[LaneEntry](), list[LaneFrame]()
 
-    def note(model: nn.Module, args: Any, given: Any) -> None:
-        ran[0] = given["input_ids"].shape[1]
+    def note(model: nn.Module, args: Any, kwargs: Any) -> None:
+        ran[0] = kwargs["input_ids"].shape[1]
 
     method.model.register_forward_pre_hook(note, with_kwargs=True)
     for token in range(NUM_TOKENS + 1):

@@ -72,22 +72,22 @@ class Place:
         """
         sizes = self.sizes
         if index is not None:
-            held, aside = _spans_of(index.unique().tolist()), Spans()
+            held, in_memory = _spans_of(index.unique().tolist()), Spans()
         else:
             num_sinks = min(sizes.num_sinks, num_fed)
             first = num_sinks + sizes.num_dropped(num_fed)
             if sizes.memory and num_fed > sizes.cache_size:
                 first = num_fed - sizes.num_in_sight
             held = [[0, num_sinks], [first, num_fed]]
-            aside = [[max(num_sinks, first - sizes.memory), first]] if sizes.memory else []
-        held, aside = (self.in_conversation(x) for x in (held, aside))
-        num_held, num_aside = (sum(b - a for a, b in x) for x in (held, aside))
+            in_memory = [[max(num_sinks, first - sizes.memory), first]] if sizes.memory else []
+        held, in_memory = (self.in_conversation(x) for x in (held, in_memory))
+        num_held, num_aside = (sum(b - a for a, b in x) for x in (held, in_memory))
         return {
             "num_held": num_held,
             "num_evicted": num_fed + self.num_gone - num_held,
             "num_in_memory": num_aside,
             "held": held,
-            "in_memory": aside,
+            "in_memory": in_memory,
         }
 
     def in_conversation(self, spans: Spans) -> Spans:

@@ -104,14 +104,14 @@ class RequestPart(BaseModel, extra="forbid", strict=True):
         if isinstance(inner, dict):
             rest = {name: value for name, value in values.items() if name != cls.inner}
             values = inner | rest
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        kinds = get_args(cls.model_fields["type"].annotation) if "type" in own else ()
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        kinds = get_args(cls.model_fields["type"].annotation) if "type" in names else ()
         kind = values.get("type")
         if isinstance(kind, str) and kinds and kind not in kinds:
             only = f"the type {kind!r:.80} is not supported, only {' and '.join(kinds)}"
             raise RequestError(f"{where}{only}", param=cls.within, code="unsupported")
         for name, value in values.items():
-            if name in own:
+            if name in names:
                 fields[name] = value
             elif name in cls.harmless:
                 continue
@@ -214,13 +214,13 @@ class Message(RequestPart):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        own: dict[str, Any] = {"role": self.role, "content": self.content}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.role == "assistant" and self.reasoning_content:
-            own["reasoning_content"] = self.reasoning_content
-        own |= self._call
+            message["reasoning_content"] = self.reasoning_content
+        message |= self._call
         ids = [_short(call.id or str(number)) for number, call in enumerate(self.tool_calls or ())]
         calls = [as_call(one, *call) for one, call in zip(ids, self.calls, strict=True)]
-        return {**own, "tool_calls": calls} if calls else own
+        return {**message, "tool_calls": calls} if calls else message
 
 
 def as_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class Prompts:
             if getattr(request, field) and self.settings.evict == "turns":
                 raise unsupported(f"{field} with --evict turns", field)
         system = None if session.is_new else session.system  # one of the messages of a new one
-        told = [message.for_template() for message in messages]
-        return self.of(self._talk(system, request, tools).ids(told, goes_on=not session.is_new))
+        turns = [message.for_template() for message in messages]
+        return self.of(self._talk(system, request, tools).ids(turns, goes_on=not session.is_new))
 
     def _talk(
         self, system: str | None, request: ChatRequest | None = None, tools: ToolSet | None = None

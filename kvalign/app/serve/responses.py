@@ -204,8 +204,8 @@ class ResponseForm(ChatForm):
 
     def _item_begins(self, kind: str) -> str:
         self._text, self._logprobs = "", list[Any]()
-        own: dict[str, Any] = {"summary": []} if kind == _THOUGHTS else {"role": "assistant"}
-        head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **own}
+        fields: dict[str, Any] = {"summary": []} if kind == _THOUGHTS else {"role": "assistant"}
+        head = {"id": f"{kind[:3]}_{secrets.token_hex(12)}", "type": kind, **fields}
         self._item = {**head, "status": "in_progress", "content": []}
         added, part = self._added(self._item), self.part(kind, "")
         self._place["content_index"] = 0
@@ -233,11 +233,11 @@ class ResponseForm(ChatForm):
     def _call(self, call: dict[str, Any]) -> str:
         head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
         item = {**head, "call_id": call["id"], **call["function"]}
-        kind, told = "response.function_call_arguments", call["function"]
+        kind, function = "response.function_call_arguments", call["function"]
         return (
             self._added({**item, "arguments": "", "status": "in_progress"})
-            + self._event(f"{kind}.delta", **self._place, delta=told["arguments"])
-            + self._event(f"{kind}.done", **self._place, **told)
+            + self._event(f"{kind}.delta", **self._place, delta=function["arguments"])
+            + self._event(f"{kind}.done", **self._place, **function)
             + self._item_ends(item)
         )
 

@@ -340,11 +340,11 @@ class Guard:
 
     def _check(self, headers: Mapping[str, str], path: str) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        own = (f"http://{host.lower()}", f"https://{host.lower()}")
+        origins = (f"http://{host.lower()}", f"https://{host.lower()}")
         if not self._may_be(host):
             what = f"the host {host!r:.80} is not allowed here: add it with --allowed-hosts"
             raise RequestError(what, 403, code="host_not_allowed")
-        if origin is not None and origin.lower() not in (*own, *self.allowed_origins):
+        if origin is not None and origin.lower() not in (*origins, *self.allowed_origins):
             what = f"pages of {origin!r:.80} are not allowed here"
             raise RequestError(what, 403, code="origin_not_allowed")
         is_open = path in _OPEN or (self.has_page and _is_for_page(headers, path))

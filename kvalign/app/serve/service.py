@@ -273,13 +273,13 @@ class Service:
 
     def _make_blank(self, num_sinks: int) -> Method:
         """Return the template for methods with this number of sinks."""
-        own, settings = self.method, self.settings
+        method, settings = self.method, self.settings
         sizes = settings.sizes().items()
-        own_sizes = {name: size for name, size in sizes if name not in own.ignored_settings()}
-        own_sizes |= {"cache_size": own.sizes.cache_size, "num_sinks": num_sinks}
-        aligner = getattr(own, "aligner", None)
-        blank = make_method(own.name, own.model, aligner=aligner, warn=False, **own_sizes)
-        blank.stepper = own.stepper
+        own_sizes = {name: size for name, size in sizes if name not in method.ignored_settings()}
+        own_sizes |= {"cache_size": method.sizes.cache_size, "num_sinks": num_sinks}
+        aligner = getattr(method, "aligner", None)
+        blank = make_method(method.name, method.model, aligner=aligner, warn=False, **own_sizes)
+        blank.stepper = method.stepper
         blank.reset()
         return blank
 
@@ -288,14 +288,14 @@ class Service:
         if request.num_choices > self.settings.max_streams:
             raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
         values = {name: getattr(request, name) for name in OF_REQUESTS}
-        own: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
-        if own.keys() & set(DRAWS):
-            own["do_sample"] = True
+        sampling: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
+        if sampling.keys() & set(DRAWS):
+            sampling["do_sample"] = True
         if request.seed is not None:
-            own["seed"] = request.seed % 2**62
+            sampling["seed"] = request.seed % 2**62
         if request.stops:
-            own["stop_strings"] = request.stops
-        return Sampling(**{**self.defaults, **own, "max_new_tokens": most})
+            sampling["stop_strings"] = request.stops
+        return Sampling(**{**self.defaults, **sampling, "max_new_tokens": most})
 
     def _submit(
         self,

@@ -131,8 +131,8 @@ class AnswerRow(Row):
             self.told_s = time.perf_counter()
         num_fed = place.num_before + len(self.token_ids) - 1
         held = place.holds(num_fed) if self._sizes.is_oldest else {}  # else each head has its own
-        told = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}
-        self.rules.put(AnswerPiece(self.index, "", cache=told))
+        view = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}
+        self.rules.put(AnswerPiece(self.index, "", cache=view))
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is this row's alone."""
