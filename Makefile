@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results results-gpu tables lint format wheel wheel-test clean
+.PHONY: demo smollm2 test test-all test-slow test-gpu coverage docs results results-gpu tables pictures lint format wheel wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -78,6 +78,9 @@ docs: .venv/installed
 results: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/results.py $(if $(PART),--parts $(PART)) \
 	  $(if $(WIKITEXT_2),--wikitext-2 $(WIKITEXT_2)) $(if $(BOOKS),--books $(BOOKS))
+
+pictures: .venv/installed
+	$(BIN)/python tests/scripts/pictures.py
 
 tables: .venv/installed
 	$(BIN)/python tests/scripts/results.py --no-run

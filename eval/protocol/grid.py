@@ -62,7 +62,7 @@ def read_texts(loaded: LoadedModel, corpus: str, shape: tuple[int, int], smaller
 
 
 def chosen_by_auto(settings: ComparisonSettings, model: PreTrainedModel) -> list[Row]:
-    """Which method `auto` takes at each cache size, why, and by how many labels."""
+    """Method that `auto` takes at each cache size, why, and by how many labels."""
     choices = {size: choose(model, cache_size=size) for size in settings.cache_sizes}
     names = ("method", "why", "num_labels")
     return [

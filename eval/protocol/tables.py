@@ -156,7 +156,7 @@ def label_of(row: Row) -> str:
 
 
 def sinks_in(row: Row) -> str:
-    """How a row's label says its sinks."""
+    """The sinks in a row's label."""
     return ", 1 sink" if row["num_sinks"] == 1 else f", {row['num_sinks']} sinks"
 
 

@@ -298,7 +298,7 @@ class FirstScreen:
         return " ".join([*texts, *self._against_auto(rows)])
 
     def _against_auto(self, rows: Sequence[Row]) -> list[str]:
-        """Where `auto` takes another method than these rows', and which of the two weighs more."""
+        """Sentences where `auto` takes another method than these rows', and on what weighs more."""
         document = (self._all_of("perplexity") or self._all_of("frontier"))[0]
         num, texts = rows[0]["num_labels"], []
         for one in document.get("auto", ()):

@@ -54,11 +54,13 @@ class Table(Selection):
         columns: text by heading; rows of equal texts are one line.
         across: a heading; each of its values is one more column, with `values` in its lines.
         values: text by method or by kind of document, "*" for the others.
+        also: further headings, with their values; rows without one have no such column.
     """
 
     columns: dict[str, str]
     across: str | None = None
     values: dict[str, str] = {}
+    also: dict[str, dict[str, str]] = {}
 
 
 class Part(Suite, frozen=True):

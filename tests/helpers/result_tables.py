@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Collection, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path, PurePath
 from textwrap import wrap
 from typing import Any
@@ -127,25 +128,30 @@ def markdown(table: Table, folder: Path) -> str:
     Raises:
         UserError: two documents give one place different figures.
     """
-    headings, lines = list(table.columns), dict[tuple[str, ...], dict[str, str]]()
+    lines = dict[tuple[str, ...], dict[str, str]]()
+    forms = {**({table.across: table.values} if table.across else {}), **table.also}
+    across_all: dict[str, list[str]] = {across: [] for across in forms}
     for row, document in _rows(table, folder):
         known = _known(row, document)
         words = (text.format(**known) for text in table.columns.values())
         line = lines.setdefault(tuple(table.rename.get(w, w) for w in words), {})
-        if table.across is None:
-            continue
-        heading = table.across.format(**known)
-        heading = table.rename.get(heading, heading)
-        texts = (table.values.get(name) for name in (row.get("method"), document["kind"], "*"))
-        text = next(filter(None, texts), "").format(**known)
-        if line.setdefault(heading, text) != text:
-            raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
-        headings += [heading] * (heading not in headings)
+        for across, values in forms.items():
+            texts = (values.get(name) for name in (row.get("method"), document["kind"], "*"))
+            form = next(filter(None, texts), "")
+            if across in table.also and not form:
+                continue
+            heading, text = across.format(**known), form.format(**known)
+            heading = table.rename.get(heading, heading)
+            if line.setdefault(heading, text) != text:
+                raise UserError(
+                    f"{folder.name}: {line[heading]} and {text} in one place of a table"
+                )
+            across_all[across] += [heading] * (heading not in across_all[across])
+    headings = [*chain(*across_all.values())]
     rows = [
-        [*words, *(line.get(heading, "-") for heading in headings[len(words) :])]
-        for words, line in lines.items()
+        [*words, *(line.get(heading, "-") for heading in headings)] for words, line in lines.items()
     ]
-    return _table([headings, *rows])
+    return _table([[*table.columns, *headings], *rows])
 
 
 def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
