@@ -165,7 +165,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     import torch
 
     from kvalign.data_gen.corpus import conversations
-    from kvalign.eval.protocol.grid import key_of, load, make_grid, one_by_one, sizes_of
+    from kvalign.eval.protocol.grid import load, losses_key, make_grid, one_by_one, sizes_of
     from kvalign.foundation.runs import keeping
     from kvalign.streaming.sampling import Sampling
 
@@ -193,7 +193,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
                 key = {"prompt": prompts[number], "rule": rule.described, **vars(sampling)}
                 end = bar.n + settings.max_new_tokens
                 if settings.keep:
-                    key["method"] = key_of(method, torch.zeros(1, 0, dtype=torch.int64), True)
+                    key["method"] = losses_key(method, torch.zeros(1, 0, dtype=torch.int64), True)
                 write = partial(_written, method, prompts[number], sampling, loaded, rule, bar)
                 (judged,) = kept(settings.keep, key, write)
                 bar.update(end - bar.n)

@@ -241,7 +241,7 @@ def title_of(method: Method) -> str:
     return f"{method_name(sizes_of(method))} C={method.sizes.cache_size}"
 
 
-def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
+def losses_key(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     """Return everything that the losses of `method` on ids [1, N] depend on."""
     aligner = getattr(method, "aligner", None)
     config = method.model.config.to_dict()

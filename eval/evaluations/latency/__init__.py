@@ -38,7 +38,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     import torch
 
     from kvalign.eval.evaluations.latency.subjects import load_with_prompts, untrained_aligners
-    from kvalign.eval.evaluations.latency.timing import key_of, measure, num_turns
+    from kvalign.eval.evaluations.latency.timing import measure, num_turns, part_key
     from kvalign.eval.protocol.grid import make_grid
     from kvalign.foundation.machine import resolved
     from kvalign.foundation.runs import keeping
@@ -65,7 +65,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
                     part = partial(measure, group, prompts, batch_size, settings, bar)
-                    rows += kept(settings.keep, key_of(group, prompts, batch_size, settings), part)
+                    key = part_key(group, prompts, batch_size, settings)
+                    rows += kept(settings.keep, key, part)
         more: dict[str, Any] = {"started": started, "weights_mb": num_bytes(model) / 1e6}
         return document("eval latency", settings, rows, **more)
     finally:

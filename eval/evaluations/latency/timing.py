@@ -117,7 +117,7 @@ def slowest(turns: Sequence[Sequence[float]]) -> float:
     return float(np.median([max(turn) for turn in turns]))
 
 
-def key_of(
+def part_key(
     methods: list[Method], prompts: list[Tensor], batch_size: int, settings: LatencySettings
 ) -> dict[str, Any]:
     """Everything that the rows of one cache size and batch size depend on, the machine, too."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvalign.eval.protocol.data import OF_POLICY, Row
 from kvalign.eval.protocol.document import say_damaged
-from kvalign.eval.protocol.grid import key_of, one_by_one, sizes_of
+from kvalign.eval.protocol.grid import losses_key, one_by_one, sizes_of
 from kvalign.foundation.files import write_whole
 from kvalign.foundation.folders import as_file_name
 from kvalign.foundation.machine import wait_for
@@ -84,7 +84,7 @@ def score_all(
         cache_size, first_input_len = method.sizes.cache_size, method.sizes.first_input_len
         first_label = settings.first_label_of(cache_size)
         streamed = ids[:, : first_label + num_labels]
-        after, key = streamed[0, first_input_len:], key_of(method, streamed, settings.stepwise)
+        after, key = streamed[0, first_input_len:], losses_key(method, streamed, settings.stepwise)
         if settings.keep and (record := read_losses(settings.keep, key, after)):
             nll, seconds = record
             bar.skip(num_ids)
