@@ -170,8 +170,9 @@ class FirstScreen:
     def _recall(self) -> Plot | None:
         """Right answers by the distance of the fact."""
         document = self._of("recall")
-        size = max((row["cache_size"] for row in document["rows"]), default=0) if document else 0
-        rows = self._named(r for r in document["rows"] if r["cache_size"] == size) if size else []
+        all_rows = document["rows"] if document else []
+        size = max((row["cache_size"] for row in all_rows), default=0)
+        rows = self._named(row for row in all_rows if row["cache_size"] == size)
         if not rows:
             return None
         figure = draw_bars(rows, "accuracy", "share of right answers", size=SIZE)
