@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, TableAligner, TableNetworkAligner
 from kvalign.aligners.kinds import TARGETS
 from kvalign.aligners.table import TABLES
+from kvalign.cache import segments
 from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -293,7 +294,7 @@ def _stream(
     """Logits [B, N - cache_size, V] on rows [B, N + 1] of text, after the first `cache_size`."""
     ids, num_logits = ids.to(model.device), ids.shape[1] - 1 - sizes.cache_size
     cache = StreamingCache(spec_of(model.config), sizes, realigner)
-    return cache.feed_segment(model, ids[:, :-1], num_logits).float()
+    return segments.feed(cache, model, ids[:, :-1], num_logits).float()
 
 
 def stream_loss(

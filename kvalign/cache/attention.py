@@ -17,13 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvalign.aligners.table import Tables
 from kvalign.cache.passes import Pass, Sight
 from kvalign.models import kernel
-from kvalign.models.attention import bloom_mask
 from kvalign.models.rope import Rotation
 
 
@@ -64,18 +62,16 @@ class Reader(NamedTuple):
 def attend(
     step: Pass, reader: Reader, query: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
-    """Attention of a pass of one token, or of a segment, over the entries of a layer.
+    """Attention of a pass of one token over the entries of a layer.
 
     Args:
-        query: [B, H, T, D], at the positions that the model is told.
-        keys, values: [B, H_kv, S, D], sinks first: the slots of a step, or the entries of a
-            segment and the new ones behind them; as they are stored, if our kernel reads those.
+        query: [B, H, 1, D], at the positions that the model is told.
+        keys, values: [B, H_kv, S, D], sinks first: the slots of a step; as they are stored, if our
+            kernel reads those.
 
     Returns:
-        [B, T, H, D].
+        [B, 1, H, D].
     """
-    if not step.is_single:
-        return _attend_many(step, reader, query, keys, values, scale).to(query.dtype)
     # The keys of a step run on, those of its sinks, too; the means of tables do not.
     rotation, tables, recall, recalled = reader.rotation, reader.tables, reader.recall, None
     sight = step.sight_of_one if recall is None else step.sights(step.sizes.num_recalled or 0)[0]
@@ -107,67 +103,10 @@ def attend(
         )
         return output
     if tables is None and recalled is None:
-        return _as_they_lie(sight, query, query, keys, values, scale, num_sinks)
+        return as_they_lie(sight, query, keys, values, scale)
     placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
     of_keys = keys, values, scale, num_sinks, sight.places, placed, recalled
     return placed_attention(query, query, at_means, *of_keys)[0].to(query.dtype)
-
-
-def _attend_many(
-    step: Pass,
-    reader: Reader,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-) -> Tensor:
-    """Attention of a segment, whose window lies where it was before, and whose queries lie at their
-    places.
-    """
-    tables, recall, rotated = reader.tables, reader.recall, query
-    num_sinks = min(step.sizes.num_sinks, keys.shape[2])
-    tables = tables and tables.first(step.num_places)
-    if step.rotates_queries and reader.rotation is not None:
-        behind = (step.model_positions[0] - step.frame_positions).to(query.device)
-        rotated = reader.rotation.shift(query, behind)
-    is_plain, on_cpu = tables is None and recall is None, query.device.type == "cpu"
-    if is_plain and step.sizes.num_evicted == 1 and takes_bands(query):
-        from kvalign.cache.band import band_and_sinks
-
-        of_sinks = num_sinks, max(step.sizes.num_sinks - step.seen[0], 0), step.tokens
-        return band_and_sinks(
-            query, rotated, keys, values, *of_sinks, step.sizes.window_size, scale
-        )
-    # A CPU is faster without its kernel than with one of twice the size (`both_forms`).
-    lies = is_plain and (rotated is query or not num_sinks or not on_cpu)
-    outputs, places, placed = list[Tensor](), None, tables
-    for sight in step.sights(0 if recall is None else step.sizes.num_recalled or 0):
-        own = query[:, :, sight.queries]
-        window = own if rotated is query else rotated[:, :, sight.queries]
-        k, v = (_of_sight(x, num_sinks, sight.entries) for x in (keys, values))
-        if lies:
-            outputs.append(_as_they_lie(sight, own, window, k, v, scale, num_sinks))
-            continue
-        recalled = None
-        if recall is not None and sight.has_lost:
-            recalled = recall(sight, own.unflatten(1, (keys.shape[1], -1)) * scale)
-        if places is not sight.places:
-            places = sight.places
-            placed = tables and tables.of_entries(places, num_sinks)
-        of_block = own, window, own, k, v, scale, num_sinks, places, placed, recalled
-        outputs.append(placed_attention(*of_block)[0])
-    return torch.cat(outputs, 1)
-
-
-def takes_bands(query: Tensor) -> bool:
-    """Return whether flash kernels read bands (`band.py`) for such queries [B, H, T, D]: on CUDA,
-    in half precision.
-    """
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    from kvalign.cache.band import flash
-
-    return flash() is not None
 
 
 def placed_attention(
@@ -229,49 +168,15 @@ def _by_head(x: Tensor, y: Tensor) -> Tensor:
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
-def _of_sight(x: Tensor, num_sinks: int, entries: slice) -> Tensor:
-    """Sinks and these of the entries behind them, of x [B, H, S, D]."""
-    window = x[:, :, num_sinks:][:, :, entries]
-    return torch.cat([x[:, :, :num_sinks], window], 2) if num_sinks else window
-
-
-def _as_they_lie(
-    sight: Sight,
-    query: Tensor,
-    rotated: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    num_sinks: int,
-) -> Tensor:
-    """Attention as of `placed_attention`, of entries that nothing places, by PyTorch's kernels."""
-    head_dim, on_cpu = query.shape[-1], query.device.type == "cpu"
-    if rotated is not query and num_sinks:
-        rotated, keys, values = both_forms(query, rotated, keys, values, num_sinks)
+def as_they_lie(sight: Sight, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention [B, T, H, D] as of `placed_attention`, of entries that nothing places, by PyTorch's
+    kernels.
+    """
+    on_cpu = query.device.type == "cpu"
     if not on_cpu:  # whose fused kernels take as many heads of each
         keys, values = (
             x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values)
         )
     mask = sight.mask(query.dtype).to(query.device)
-    out = scaled_dot_product_attention(rotated, keys, values, mask, scale=scale, enable_gqa=on_cpu)
-    return out[..., :head_dim].transpose(1, 2)
-
-
-def alibi_mask(step: Pass, model: PreTrainedModel) -> Tensor:
-    """Return a correction for BLOOM's scores [1, H, T, S] of a segment. BLOOM adds a bias by index
-    among the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
-    """
-    visible = step.sight(0, step.num_new).places[0] >= 0
-    num_sinks = min(step.sizes.num_sinks, visible.shape[1])
-    return bloom_mask(model, visible, step.dropped - step.dropped[0], num_sinks)
-
-
-def both_forms(
-    query: Tensor, rotated: Tensor, keys: Tensor, values: Tensor, num_sinks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, H, S, 2 D], whose one product has both forms of a query: its
-    place beside the sinks, and its position in the frame beside the window.
-    """
-    sinks, window = keys.tensor_split([num_sinks], 2)
-    keys = torch.cat([pad(sinks, (0, sinks.shape[3])), pad(window, (window.shape[3], 0))], 2)
-    return torch.cat([query, rotated], -1), keys, pad(values, (0, values.shape[3]))
+    out = scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=on_cpu)
+    return out.transpose(1, 2)

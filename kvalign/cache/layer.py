@@ -308,15 +308,9 @@ class StreamingLayer(CacheLayerMixin, Part):
             is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
             return anchored.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
-        born: Birth = slice(step.births[0] + num_first, step.births[0] + step.num_new)
-        where = slice(step.positions[0] + num_first, step.positions[0] + step.num_new)
-        if step.is_segment:
-            born, where = (
-                x[num_first:].to(self.device)
-                for x in (step.model_positions[0], step.frame_positions)
-            )
-        elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
-            where = torch.tensor(step.positions, device=self.device)[:, None, None]
+        born, where = (
+            x.to(self.device) if isinstance(x, Tensor) else x for x in step.written_at(num_first)
+        )
         others = new.slots(num_first, step.num_new - num_first)
         later = evicting[:, num_first:] if isinstance(evicting, torch.Tensor) else evicting
         anchored = anchor(self.layer_idx, others, born, where, later)

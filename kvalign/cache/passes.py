@@ -3,8 +3,8 @@ all layers. There are three kinds:
 
 - A step: one token of each row. It is written first, and then attention reads the slots as they
   lie.
-- A segment: many tokens, with the same results as feeding them one by one.
 - A chunk: many tokens that all see the same older entries, as the model's own attention does it.
+- A segment: many tokens, with the same results as feeding them one by one (`segments.py`).
 
 What a query sees is a number for each entry, its *place*. With E(t) entries evicted before token t,
 the entry of token j has place j if it is a sink, and j - E(t) if that lies behind the sinks; else
@@ -13,22 +13,18 @@ the query does not see it. So a place is an entry's rank in its row.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Flags
+from kvalign.aligners.base import Birth, Flags
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import rows_mask
 
 HOST = torch.device("cpu")
-SEGMENT_LEN = 512  # tokens of a forward pass
-BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
-SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
 
 COUNTS = ("end", "seen", "stored", "positions", "births", "behind", "remembered")
 """Numbers of rows that differ from pass to pass, as of `Pass`; remembered: tokens that a memory has
@@ -86,15 +82,13 @@ class Pass:
             slots as they lie.
         place_positions: as of `Realigner`.
         is_static: whether it has the shapes of a full cache, if it is of one token.
-        is_segment: whether its tokens count as fed one by one; rows then have equal lengths.
-        num_ahead: last tokens of a segment that do not count: they are guesses.
         counts: [7, B] int64 (`COUNTS`).
         by_kernel: whether our kernel attends for its one token.
-        ahead: entries of the guesses, as each layer with attention stores them.
         num_places: rows of a table that its queries may ask for.
         stored: entries of each row before the pass.
         behind: number by which each row's positions have run on.
         births: place of each row's first new token.
+        is_segment: whether its tokens count as fed one by one.
         is_single: whether it has one token per row, and is no segment.
         num_lasting: tokens of each row that count.
         num_before: entries that the longest row finds.
@@ -121,8 +115,8 @@ class Pass:
     in_order: bool
     place_positions: Tensor | None = None
     is_static: bool = False
-    is_segment: bool = False
-    num_ahead: int = 0
+
+    is_segment = False
 
     def __post_init__(self) -> None:
         sizes, num_new = self.sizes, self.num_new
@@ -132,11 +126,10 @@ class Pass:
         num_rows = len(self.seen)
         of_rows = self.seen, self.stored, self.positions, self.births, self.behind
         self.counts = torch.tensor([[self.end] * num_rows, *of_rows, [0] * num_rows])
-        self.ahead: list[Any] = []
         self.is_described = self.by_kernel = False  # the cache says so, once a layer begins
         self.num_places = (sizes if self.rotates else self.frame).last_position + 1
         self.is_single = num_new == 1 and not self.is_segment
-        self.num_lasting = num_new - self.num_ahead
+        self.num_lasting = num_new
         self.num_before, self.position = max(self.stored), max(self.positions)
         self.num_visible = self.num_before + num_new
         most = sizes.first_input_len
@@ -166,23 +159,10 @@ class Pass:
         return torch.arange(self.num_new, device=self.device)
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """The new tokens, counted from the first of the stream, [T] int64; rows are alike."""
-        return self.seen[0] + self._numbers
-
-    @cached_property
-    def dropped(self) -> Tensor:
-        """Entries evicted before each token, [T] int64; rows are alike."""
-        return self.sizes.num_dropped(self.tokens)
-
-    @cached_property
     def model_positions(self) -> Tensor:
         """Place of each new token, which is its position but for keys that run on in a pass that is
         no segment, [B or 1, T] int64.
         """
-        if self.is_segment:
-            moved = self.dropped if self.rotates else self.frame.num_moved(self.tokens)
-            return (self.tokens - moved)[None]
         first = self.of_rows("positions")[:, None]
         return first if self.num_new == 1 else first + self._numbers
 
@@ -192,17 +172,14 @@ class Pass:
         places, table = self.model_positions, self.place_positions
         return places if table is None else table.to(self.device)[places]
 
-    @cached_property
-    def frame_positions(self) -> Tensor:
-        """Positions of the tokens of a segment, in the frame of the entries before, [T] int64."""
-        moved = self.frame.num_moved(self.seen[0])
-        return self.tokens - moved if self.rotates else self.model_positions[0]
-
-    @property
-    def rotates_queries(self) -> bool:
-        """Return whether queries of a segment must be rotated to the frame of earlier entries."""
-        last = self.sizes.num_dropped(self.seen[0] + self.num_new - 1)
-        return self.is_segment and self.rotates and last > self.frame.num_moved(self.seen[0])
+    def written_at(self, first: int) -> tuple[Birth, Birth]:
+        """Places of the new tokens from the `first` on, and the positions of their keys, in rows
+        whose places are alike.
+        """
+        places = slice(self.births[0] + first, self.births[0] + self.num_new)
+        if len(set(self.positions)) > 1:  # one token a row: rotary positions have run on
+            return places, torch.tensor(self.positions, device=self.device)[:, None, None]
+        return places, slice(self.positions[0] + first, self.positions[0] + self.num_new)
 
     @property
     def first_place(self) -> int:
@@ -338,19 +315,11 @@ class Pass:
         entries for what a memory gives back, once they have lost any.
         """
         if num_recalled not in self._sights:
-            if not self.is_segment:
-                sights = [self._sight_of_all(num_recalled)]
-            else:
-                length = BLOCK_LEN if self.device.type == "cpu" else BLOCK_ON_GPU
-                starts = range(0, self.num_new, length)
-                sights = [
-                    self.sight(x, min(x + length, self.num_new), num_recalled) for x in starts
-                ]
-            for before, sight in pairwise(sights):  # what is made of places is made once
-                if torch.equal(before.places, sight.places):
-                    sight.places = before.places
-            self._sights[num_recalled] = sights
+            self._sights[num_recalled] = self._make_sights(num_recalled)
         return self._sights[num_recalled]
+
+    def _make_sights(self, num_recalled: int) -> list[Sight]:
+        return [self._sight_of_all(num_recalled)]
 
     @cached_property
     def sight_of_one(self) -> Sight:
@@ -374,26 +343,6 @@ class Pass:
             rows = torch.where(rows > rows[..., -self.num_new :].mT, -1, rows)
         entries = slice(0, self.length - num_sinks)
         return Sight(slice(0, self.num_new), entries, rows, has_lost)
-
-    def sight(self, start: int, stop: int, num_recalled: int = 0) -> Sight:
-        """Return what the queries of a segment from `start` to before `stop` see."""
-        sizes, end = self.sizes, self.seen[0] + self.num_new
-        num_dropped, num_sinks = sizes.num_dropped(self.seen[0]), min(sizes.num_sinks, end)
-        oldest = num_sinks + num_dropped  # of the entries after the sinks that lie there
-        first = sizes.num_dropped(self.seen[0] + start) - num_dropped
-        last = max(first, self.seen[0] + stop - oldest)
-        t, dropped, born = (
-            x[start:stop, None] for x in (self.tokens, self.dropped, self.model_positions[0])
-        )
-        j = oldest + torch.arange(first, last, device=self.device)
-        sinks = torch.arange(num_sinks, device=self.device)
-        # What is recalled takes the places of the window's oldest entries.
-        num_lost = dropped + num_recalled * (dropped > 0)
-        of_window = (j - t + born).masked_fill((j > t) | (j - num_lost < sizes.num_sinks), -1)
-        of_sinks = sinks.expand(stop - start, -1).masked_fill(sinks > t, -1)
-        has_lost = sizes.num_dropped(self.seen[0] + stop - 1) > 0
-        places = torch.cat([of_sinks, of_window], 1)[None]
-        return Sight(slice(start, stop), slice(first, last), places, has_lost)
 
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model's extra inputs: positions, and a mask over what shorter rows lack."""

@@ -16,8 +16,8 @@ A pass that fails leaves layers that differ. From then on the cache is refused, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.attention import alibi_mask
 from kvalign.cache.layer import Form, Part, SinkKeys, StreamingLayer
 from kvalign.cache.passes import HOST, Pass
 from kvalign.cache.realigner import Realigner
@@ -37,8 +36,8 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.foundation.whole import NotPickled, Whole
 from kvalign.models import kernel
-from kvalign.models.architectures import FAMILIES, MASKED, REGISTERED, ModelSpec, window_of
-from kvalign.models.attention import install, own_mask
+from kvalign.models.architectures import FAMILIES, REGISTERED, ModelSpec, window_of
+from kvalign.models.attention import install
 from kvalign.models.input_ids import rows_of
 from kvalign.models.wrapped import no_autograd_modes
 
@@ -258,22 +257,22 @@ class StreamingCache(NotPickled, Cache):
 
     @contextmanager
     def forward_pass(
-        self, num_rows: int, num_new: int, *, is_segment: bool = False, num_ahead: int = 0
+        self, num_rows: int, num_new: int, kind: Callable[..., Pass] = Pass
     ) -> Iterator[Pass]:
         """A pass of the model over `num_new` tokens of each row. Within it, call the model with
         this cache. It counts when it ends without an exception.
 
         Args:
-            is_segment, num_ahead: as of `Pass`.
+            kind: maker of the pass; another one is of a segment.
 
         Raises:
             UserError: more tokens than fit at once, another number of rows than the cache has, or a
                 failed pass before.
         """
-        self._check_takes(num_rows, num_new, is_segment)
+        self._check_takes(num_rows, num_new, kind is not Pass)
         with self.changing():
             try:
-                self.step = step = self._begin(num_rows, num_new, is_segment, num_ahead)
+                self.step = step = self._begin(num_rows, num_new, kind)
                 yield step
                 self._end(step)
             finally:
@@ -353,19 +352,17 @@ class StreamingCache(NotPickled, Cache):
                 f"tokens after {seen}: positions=compact has no end"
             )
 
-    def _begin(
-        self, num_rows: int, num_new: int, is_segment: bool = False, num_ahead: int = 0
-    ) -> Pass:
+    def _begin(self, num_rows: int, num_new: int, kind: Callable[..., Pass] = Pass) -> Pass:
         """A pass over so many tokens, with all entries where it finds them."""
         if not self.seen:
             self._hold_in_order([0] * num_rows)
         prepared, self._next = self._next, None
-        if prepared is not None and num_new == 1 and not is_segment:
+        if prepared is not None and num_new == 1 and kind is Pass:
             return prepared
-        return self._settled(num_new, is_segment, num_ahead)
+        return self._settled(num_new, kind)
 
-    def _settled(self, num_new: int, is_segment: bool = False, num_ahead: int = 0) -> Pass:
-        step = Pass(
+    def _settled(self, num_new: int, kind: Callable[..., Pass] = Pass) -> Pass:
+        step = kind(
             sizes=self.sizes,
             frame=self.frame,
             num_new=num_new,
@@ -378,8 +375,6 @@ class StreamingCache(NotPickled, Cache):
             in_order=self._reads_in_order(num_new),
             place_positions=self.realigner.place_positions,
             is_static=self.is_static and num_new == 1,
-            is_segment=is_segment,
-            num_ahead=num_ahead,
         )
         self._prepare_entries(step)
         return step
@@ -466,7 +461,6 @@ class StreamingCache(NotPickled, Cache):
             torch._foreach_copy_(own, [rotated[layer.layer_idx] for layer in layers])
 
     def _end(self, step: Pass) -> None:
-        self.guessed = step.ahead
         self.seen = [n + step.num_lasting for n in step.seen]
         self.end += step.num_lasting
         self.last_step = step if step.is_single else None
@@ -501,35 +495,6 @@ class StreamingCache(NotPickled, Cache):
         for layer in self.layers:
             layer.reset()
         self._whole.end()
-
-    def feed_segment(
-        self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int = 0, num_ahead: int = 0
-    ) -> Tensor:
-        """Read ids [B, T] with the same results as feeding them one by one (`attention.py`); only
-        if `is_exact`. Memory grows with T * (C + T): cut long inputs.
-
-        Args:
-            num_ahead: number of the last of them that are guesses: they do not count, and their
-                entries are in `guessed`.
-
-        Returns:
-            logits [B, T, V] after each of them, or after the last few.
-        """
-        install(model.config)
-        masked = model.config.model_type in MASKED
-        with (
-            self.forward_pass(*ids.shape, is_segment=True, num_ahead=num_ahead) as step,
-            own_mask(alibi_mask(step, model)) if masked else nullcontext(),
-        ):
-            return model(
-                input_ids=ids,
-                # Attention knows what is visible: no mask is made.
-                attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
-                position_ids=step.position_ids.to(ids.device),
-                past_key_values=self,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-            ).logits
 
     # Rows.
 

@@ -76,7 +76,11 @@ class WindowLayer(StreamingLayer):
         if not step.is_decode and self.cache.rotates_sinks:
             self.sinks.add(self.layer_idx, step, new.keys)
         if not step.is_single:
-            return self._take_many(step, new, recall)
+            if not step.is_segment:
+                return self._take_chunk(step, new)
+            from kvalign.cache.segments import take_segment
+
+            return take_segment(self, step, new, recall)
         if step.grows:
             for ring in self.rings:
                 ring.grow(step.size)
@@ -142,46 +146,13 @@ class WindowLayer(StreamingLayer):
             return data
         return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
 
-    def _take_many(self, step: Pass, new: KV, recall: Recaller | None) -> KV:
-        """Write the tokens of a chunk or a segment, and return all that was there, and all of
-        them.
-        """
-        realigner, form = self.realigner, self.entries.form
-        at = step.frame_positions if step.is_segment else step.at(step.num_new, step.num_new)
-        if step.is_segment:
-            new = self.in_frame(step, new)
-        anchored = self.without_position(step, new) if realigner.strategy == "read" else new
-        stored = form.encode_at(anchored, at)
-        if step.is_segment:
-            num_sinks = min(self.sizes.num_sinks, step.seen[0])
-            num = step.stored[0] - num_sinks
-            sinks = self.stored_sinks(num_sinks)
-            window = self.entries.data.at(step.order(num))
-            window, sinks, own = (
-                form.decode_at(x, where)
-                for x, where in (
-                    (window, step.at(num)),
-                    (sinks, slice(0, num_sinks)),
-                    (stored, at),
-                )
-            )
-            entries = cat([sinks, window, own])
-            reader = self.realigner.reader(self.layer_idx)._replace(recall=recall)
-            mark(entries.keys, partial(attend, step, reader))
-        else:
-            entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
-        self._write(step, stored, new)
+    def _take_chunk(self, step: Pass, new: KV) -> KV:
+        """Write the tokens of a chunk, and return all that was there, and all of them."""
+        anchored = self.without_position(step, new) if self.realigner.strategy == "read" else new
+        stored = self.entries.form.encode_at(anchored, step.at(step.num_new, step.num_new))
+        entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
+        self.write(step, stored, new)
         return entries
-
-    def in_frame(self, step: Pass, new: KV) -> KV:
-        """New entries of a segment, whose keys are at their places, in the frame of those before
-        it.
-        """
-        rotation = self.realigner.rotation
-        if rotation is None or not step.rotates_queries:
-            return new
-        behind = (step.model_positions[0] - step.frame_positions).to(self.device)
-        return KV(rotation.at(self.layer_idx).shift(new.keys, behind), new.values)
 
     def stored_sinks(self, num: int) -> KV:
         """Sinks as they are stored, keys at their own positions."""
@@ -190,7 +161,7 @@ class WindowLayer(StreamingLayer):
             keys = self.sinks.of(self.layer_idx, self.device)[:, :, :num]
         return KV(keys, values)
 
-    def _write(self, step: Pass, stored: KV, new: KV) -> None:
+    def write(self, step: Pass, stored: KV, new: KV) -> None:
         """Write the entries that stay after a pass of several tokens; if they move, also their
         source.
         """
@@ -210,8 +181,6 @@ class WindowLayer(StreamingLayer):
         put(self.entries, stored)
         if self.sources is not self.entries:
             put(self.sources, self.without_position(step, new))
-        if step.num_ahead:
-            step.ahead.append(stored.slots(num_new, step.num_ahead).map(Tensor.clone))
 
     def pieces(self, step: Pass) -> list[KV]:
         """Return the parts that attention reads, for rows of equal length: sinks and window, at the

@@ -25,6 +25,7 @@ from kvalign.cache.memory_sizes import loudness_of
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saving import read_kv
+from kvalign.cache.segments import in_frame
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
@@ -170,7 +171,7 @@ class Memories(Part):
         memory = self._of_layer(layer)
         if not step.is_single:
             if step.is_segment:
-                new = layer.in_frame(step, new)
+                new = in_frame(layer, step, new)
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
         # 2. The rest is for its queries to say, once anything is lost.
         is_asked = step.is_segment or (step.is_single and not self.finds_none(step))

@@ -26,7 +26,8 @@ from torch.nn.functional import normalize, pad
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.layer import Form
-from kvalign.cache.passes import HOST, SEGMENT_LEN
+from kvalign.cache.passes import HOST
+from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces

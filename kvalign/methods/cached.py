@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.aligners.kinds import often
-from kvalign.cache import passes
 from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -202,14 +201,16 @@ class Cached(Method):
         form is exact.
 
         Args:
-            num_ahead: as of `StreamingCache.feed_segment`.
+            num_ahead: as of `kvalign.cache.segments.feed`.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
+        from kvalign.cache.segments import feed
+
         self._before_edit = None
         with self.in_eval_mode():
-            return self.cache.feed_segment(self.model, ids, logits_to_keep, num_ahead)
+            return feed(self.cache, self.model, ids, logits_to_keep, num_ahead)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted
@@ -225,8 +226,10 @@ class Cached(Method):
     def _chunk_len(self, num_left: int) -> int:
         stored = self.cache.num_stored
         if self.is_exact and not self._fits_at_once(num_left):
+            from kvalign.cache import segments
+
             on_cpu = self.model.device.type == "cpu" or self.sizes.memory  # which is there
-            return passes.SEGMENT_LEN if on_cpu else passes.SEGMENT_ON_GPU
+            return segments.SEGMENT_LEN if on_cpu else segments.SEGMENT_ON_GPU
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         if not self.sizes.is_oldest or self.sizes.memory:

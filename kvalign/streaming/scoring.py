@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from kvalign.cache import passes
+from kvalign.cache import segments
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.as_encoded import Reencoding
@@ -112,8 +112,8 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
     method.feed(ids[:, :first])
     # Made at once: a small tensor that stays behind each segment's logits makes the process grow.
     scores = ids.new_empty(end - first, dtype=torch.float32)
-    for start in range(first, end, passes.SEGMENT_LEN):
-        stop = min(start + passes.SEGMENT_LEN, end)
+    for start in range(first, end, segments.SEGMENT_LEN):
+        stop = min(start + segments.SEGMENT_LEN, end)
         logits = method.feed_segment(ids[:, start:stop])[0].float()
         scores[start - first : stop - first] = measure(logits, ids[0, start + 1 : stop + 1])
         on_labels(stop - start)

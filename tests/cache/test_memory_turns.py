@@ -8,7 +8,7 @@ import torch
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
-from kvalign.cache.passes import SEGMENT_LEN
+from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.methods import make_method
 
 VOCAB_SIZE = 50_000  # few tokens come twice while they are remembered

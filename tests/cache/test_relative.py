@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make
 
-from kvalign.cache import attention, band, passes
+from kvalign.cache import band, segments
 from kvalign.streaming.scoring import losses, score, score_stepwise
 
 
@@ -27,17 +27,17 @@ def test_a_band_and_the_sinks_are_one_attention(models, kind, num_sinks, ids, mo
     sizes = {"num_sinks": num_sinks} if num_sinks else {}
     method = make("streaming-llm" if num_sinks else "window", models[kind], **sizes)
     expected = score_stepwise(method, ids[:, :120])
-    monkeypatch.setattr(attention, "takes_bands", lambda query: True)
+    monkeypatch.setattr(segments, "takes_bands", lambda query: True)
     monkeypatch.setattr(band, "band", plain_band)
     for segment_len in (3, 256):
-        monkeypatch.setattr(passes, "SEGMENT_LEN", segment_len)
+        monkeypatch.setattr(segments, "SEGMENT_LEN", segment_len)
         assert torch.allclose(score(method, ids[:, :120]), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "recompute"])
 def test_what_a_piece_of_text_made_is_gone_before_the_next(name, models, ids, monkeypatch):
     """A small tensor that stays behind each piece's logits makes the process grow by all logits."""
-    monkeypatch.setattr(passes, "SEGMENT_LEN", 32)
+    monkeypatch.setattr(segments, "SEGMENT_LEN", 32)
     monkeypatch.setattr("kvalign.streaming.scoring.BATCH_TOKENS", 4 * CACHE_SIZE)
     made = []
 

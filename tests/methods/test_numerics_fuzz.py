@@ -75,7 +75,7 @@ def test_it_is_the_plain_loop(numbers, kind, models, monkeypatch):
     wrong = []
     for number in numbers:
         # A half of segments, and of frames, is short.
-        monkeypatch.setattr("kvalign.cache.passes.SEGMENT_LEN", (7, 512)[number % 2])
+        monkeypatch.setattr("kvalign.cache.segments.SEGMENT_LEN", (7, 512)[number % 2])
         monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", (1, 256)[number // 2 % 2])
         case = RandomStream(kind, models, f"{SEED} {kind} {number}")
         try:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, TableAligner
 from kvalign.app.cli.main import main
+from kvalign.cache import segments
 from kvalign.cache.realigner import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -102,7 +103,7 @@ def test_kl_is_zero_where_streaming_is_exact():
 
     def divergence(model, sizes):
         cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
-        logits = cache.feed_segment(model, ids[:, :-1], logits_to_keep=99 - 20)
+        logits = segments.feed(cache, model, ids[:, :-1], logits_to_keep=99 - 20)
         rng = torch.Generator().manual_seed(0)
         return table_run.stream_loss("kl", model, sizes, ids, logits, rng)
 
