@@ -130,7 +130,8 @@ def feed(
     """
     install(model.config)
     masked = model.config.model_type in MASKED
-    with cache.forward_pass(*ids.shape, kind=partial(Segment, num_ahead=num_ahead)) as step:
+    kind = partial(Segment, num_ahead=num_ahead)
+    with cache.forward_pass(len(ids), ids.shape[1], kind) as step:
         assert isinstance(step, Segment)
         with own_mask(alibi_mask(step, model)) if masked else nullcontext():
             logits: Tensor = model(
