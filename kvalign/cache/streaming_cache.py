@@ -239,8 +239,8 @@ class StreamingCache(NotPickled, Cache):
 
     @cached_property
     def angles(self) -> Tensor | None:
-        """Angles of positions, for keys that our kernel reads as they are stored, as of
-        `kernel.attend`; None if they do not rotate.
+        """Angles of P positions, [1, 2, P, D / 2], for keys that our kernel reads as they are
+        stored, as of `kernel.attend`; None if they do not rotate.
         """
         rotation = self.realigner.rotation
         if rotation is None:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvalign.cache.sizes import SizesConfig, default_size
+from kvalign.cache.sizes import SizesConfig
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.progress import warn_once
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvalign.aligners import Aligner
-    from kvalign.cache.streaming_cache import StreamingCache
     from kvalign.methods.base import Method
     from kvalign.methods.choice import Choice
 
@@ -58,7 +57,7 @@ def make_method(
         model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
-            (`kvalign.cache.sizes`), which is logged.
+            (`kvalign.cache.default_size`), which is logged.
         compile: compile the step of a full cache (`Method.compile`). None: compile nothing, and
             take the fastest steps that are ready (`Method.take_ready_stepper`), the default of all
             that writes text: `kvalign.stream`, `chat`, the command line. False: call the model,
@@ -115,6 +114,8 @@ def make_chosen(
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:
+        from kvalign.cache.default_size import default_size
+
         cache_size, why_size = default_size(
             inner,
             longest=loaded.config.largest_cache if loaded else None,
@@ -145,58 +146,6 @@ def make_chosen(
     return method.compile() if compile else method
 
 
-@spelled_out(MethodConfig)
-def make_cache(
-    model: PreTrainedModel,
-    *,
-    cache_size: int | None = None,
-    method: str = AUTO,
-    **config: Unpack[MethodConfig],
-) -> StreamingCache:
-    """Make a `StreamingCache` for your own loop. Pass it as `past_key_values`, without mask or
-    position ids. A full cache takes one token a call, since a call evicts nothing between its
-    tokens; `kvalign.stream_tokens`, and `feed` of `make_method`, read many. The way back
-    (`backward`) of a step takes the entries that are stored, its own among them, as constants.
-
-    Args:
-        model: a causal LM of transformers.
-        cache_size: entries stored between steps; None: as in `make_method`. The first input may
-            have one token more, and later ones what is left of these (`cache.room`). A longer one
-            is refused.
-        method: one that keeps and moves entries: kvalign, streaming-llm or window; auto: the first
-            of these that fits the model.
-        config: see `MethodConfig`.
-
-    Raises:
-        UserError: as in `make_method`; a method without such a cache; auto on learned positions
-            without an aligner.
-    """
-    check_keywords(make_cache, config)
-    from kvalign.methods.cached import Cached
-    from kvalign.methods.choice import choose, how_to_train, lack_of_aligner
-
-    streaming = make_method(method, model, cache_size=cache_size, **config)
-    if not isinstance(streaming, Cached):
-        if method == AUTO:
-            model = streaming.model
-            choice = choose(model, cache_size=cache_size, cached=True)
-            if choice.aligner is not None:  # worse than `discard-half`, which has no such cache
-                config["aligner"] = choice.aligner
-                return make_cache(model, cache_size=cache_size, method=choice.method, **config)
-            lack = lack_of_aligner(model, cache_size)
-            raise UserError(
-                f"no cache keeps entries correct on {_described(model)}: {lack}; train one "
-                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or use "
-                "method streaming-llm, which leaves entries stale"
-            )
-        cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
-        raise UserError(
-            f"{method} {streaming.about}: it has no streaming cache (these have one: "
-            f"{', '.join(cached)})"
-        )
-    return streaming.cache
-
-
 def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
     from kvalign.aligners import Aligner
     from kvalign.methods.choice import choose, how_to_train
@@ -205,14 +154,14 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
         return aligner
     if aligner is None:
         raise UserError(
-            f"no aligner ships for {_described(model)}: use method {choose(model).method}, "
+            f"no aligner ships for {described(model)}: use method {choose(model).method}, "
             f"which needs none, or train one ({how_to_train(model)}) and give its folder "
             "(--aligner, aligner=)"
         )
     return Aligner.from_pretrained(aligner)
 
 
-def _described(model: PreTrainedModel) -> str:
+def described(model: PreTrainedModel) -> str:
     """`gpt2 (learned positions)`."""
     from kvalign.models.architectures import spec_of
 

@@ -14,7 +14,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.kinds import note_of_use
-from kvalign.cache.sizes import OF_POLICY, default_size
+from kvalign.cache.sizes import OF_POLICY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
@@ -109,6 +109,8 @@ def _as_judged(
     """The choice of an aligner; `discard-half` where the aligner was measured as worse."""
     config = _config(checkpoints.aligner_path(str(choice.aligner)) or Path(str(choice.aligner)))
     if cache_size is None:
+        from kvalign.cache.default_size import default_size
+
         cache_size, _ = default_size(model, longest=config.largest_cache)
     verdict = config.verdict_at(cache_size)
     if config.family != "learned" or verdict is None or not verdict.is_worse:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from kvalign.cache.default_size import LARGEST_DEFAULT
 from kvalign.cache.memory_sizes import usual_recalled
-from kvalign.cache.sizes import LARGEST_DEFAULT
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed

@@ -15,7 +15,8 @@ from kvalign.memory import recall_places
 from kvalign.memory.memory import BLOCK, Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
-from kvalign.methods import make_cache, make_method
+from kvalign.methods import make_method
+from kvalign.methods.own_loop import make_cache
 from kvalign.models import kernel
 
 NUM, VOCAB = 150, 400

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvalign import checkpoints
-from kvalign.cache.sizes import LARGEST_DEFAULT, OF_A_MINI, OF_POLICY, CacheSizes, num_evicted_of
+from kvalign.cache.default_size import LARGEST_DEFAULT, OF_A_MINI
+from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import ModelSettings, Settings, flag, like, option
