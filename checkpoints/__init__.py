@@ -27,12 +27,12 @@ ALIGNERS = (
     "kvalign-recall-gpt2-table-kl",
     "kvalign-recall-llama-table",
 )
-DEFAULT_ALIGNERS = {  # by the largest cache that each is for
-    "gpt2-mini": {255: "kvalign-gpt2-mini-table-kl", 480: "kvalign-gpt2-mini-table-network"},
-    "llama-mini": {255: "kvalign-llama-mini-table"},  # it changes nothing: rotation is enough
-    "context-gpt2": {255: "kvalign-context-gpt2-table", 480: "kvalign-context-gpt2-table-network"},
-    "recall-gpt2": {255: "kvalign-recall-gpt2-table-kl"},
-    "recall-llama": {255: "kvalign-recall-llama-table"},  # as that
+DEFAULT_ALIGNERS = {
+    "gpt2-mini": "kvalign-gpt2-mini-table-network",
+    "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
+    "context-gpt2": "kvalign-context-gpt2-table-network",
+    "recall-gpt2": "kvalign-recall-gpt2-table-kl",
+    "recall-llama": "kvalign-recall-llama-table",  # as that
 }
 
 
@@ -52,8 +52,6 @@ def shipped_name(model: str) -> str:
     return path.name if path.parent == FOLDER and path.name in MODELS else model
 
 
-def default_aligner(model: str, cache_size: int = 0) -> str | None:
-    """Shipped aligner of a model, by its name or folder, for such a cache or the largest."""
-    aligners = DEFAULT_ALIGNERS.get(shipped_name(model), {})
-    fitting = (name for most, name in aligners.items() if cache_size <= most)
-    return next(fitting, next(reversed(aligners.values()), None))
+def default_aligner(model: str) -> str | None:
+    """Shipped aligner that a model has by default, given by its name or folder."""
+    return DEFAULT_ALIGNERS.get(shipped_name(model))

@@ -88,7 +88,7 @@ def judge(
         UserError: only answers of the text count, and there are none.
     """
     progress.phase("judging by streaming")
-    choosing, rest = excerpts(text, aligner.config.largest_cache)
+    choosing, rest = excerpts(text, aligner.config.largest_cache, aligner.config.positions)
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(choosing)]
@@ -108,7 +108,7 @@ def judge(
     nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    choice = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
+    choice = next(x for x in simplest if x == best or not is_better(losses[best], losses[x]))
     shown = choice if choice[0] else min((x for x in nll if x[0]), key=lambda one: nll[one])
     tried, plain = (losses_of(rest, parts, shown[1]) for parts in (shown[0], ()))
     half = streamed(model, text, rest, "discard-half", num_sinks=choice[1])
@@ -162,7 +162,7 @@ def by_label(losses: Tensor) -> Tensor:
     return means[~means.isnan()]
 
 
-def _is_better(losses: Tensor, others: Tensor) -> bool:
+def is_better(losses: Tensor, others: Tensor) -> bool:
     """Return whether the 95 % interval of the ratio of perplexities lies below 1; of labels too few
     for one, but at least 30, whether the mean difference lies three standard errors below 0.
     """
@@ -177,10 +177,8 @@ def _is_better(losses: Tensor, others: Tensor) -> bool:
 
 def num_judged_tokens(aligner: Aligner, text: Texts, kvs: Parts) -> int:
     """Number of tokens that `judge` counts for the progress."""
-    choosing, rest = (
-        sum(ids.numel() for ids in rows.values())
-        for rows in excerpts(text, aligner.config.largest_cache)
-    )
+    of_sizes = excerpts(text, aligner.config.largest_cache, aligner.config.positions)
+    choosing, rest = (sum(ids.numel() for ids in rows.values()) for rows in of_sizes)
     return 2 ** len(kvs) * 2 * choosing + 3 * rest
 
 
@@ -196,12 +194,18 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     aligner.load_state_dict(weights)
 
 
-def excerpts(text: Texts, largest: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+def excerpts(
+    text: Texts, largest: int, positions: Sequence[tuple[int, int]] = ()
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Rows that choose, and the others: by cache size [B, C + 1 + labels] of the validation part,
-    without overlap. Those of all sizes end with the same labels.
+    without overlap. Those of all sizes end with the same labels. Where the
+    positions of large caches are squeezed (`AlignerConfig.positions`), the largest cache without is
+    one of them.
     """
     row_len = min(map(len, text.val)) // 2
     largest = min(largest, row_len // 2)
+    squeezed = (at for size, at in positions if at < min(size, largest))
+    sizes = sorted({*val_sizes(largest), *squeezed})
     row_len = min(row_len, largest + 1 + ROW_LABELS)
     most = max(2, NUM_ROWS // len(text.val))
     num_rows = max(2, min(most, min(map(len, text.val)) // row_len))
@@ -209,7 +213,7 @@ def excerpts(text: Texts, largest: int) -> tuple[dict[int, Tensor], dict[int, Te
     rows = torch.cat([*text.val_rows(num_rows, row_len)])
     chooses = torch.arange(len(rows)) % every == 0
     choosing, rest = (
-        {size: with_prefix(some[:, largest - size :], text.opening) for size in val_sizes(largest)}
+        {size: with_prefix(some[:, largest - size :], text.opening) for size in sizes}
         for some in (rows[chooses], rows[~chooses])
     )
     return choosing, rest

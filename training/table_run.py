@@ -46,6 +46,7 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
+from kvalign.training.placing import last_position
 from kvalign.training.settings import TableSettings
 from kvalign.training.text import Texts, val_sizes
 from kvalign.training.text_run import BATCH_SIZE
@@ -69,7 +70,7 @@ def fit(
             "attention does not go through transformers' registry; use mse"
         )
     num_tokens = text.chunks("train", chunk_len).numel() if settings.init == "means" else 0
-    num_tokens += tuning_tokens(table, text, settings) if trained else 0
+    num_tokens += tuning_tokens(model, text, settings) if trained else 0
     progress.expect(num_tokens, "tokens computed")
     record: dict[str, Any] = {}
     if settings.objective == "projected":
@@ -175,7 +176,7 @@ def tune(
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
-    largest, realigner = aligner.config.largest_cache, realigner_of(model, aligner)
+    largest, realigner = last_position(settings.chunk_len, model), realigner_of(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]
@@ -260,7 +261,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Texts, objecti
     """Mean loss on fixed validation rows, with a small, a middle and the largest cache."""
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
-    for cache_size, rows in _val_rows(aligner, text):
+    for cache_size, rows in _val_rows(last_position(aligner.config.chunk_len, model), text):
         sizes = CacheSizes(cache_size, aligner.config.num_sinks)
         realigner = realigner_of(model, aligner)
         parts = []
@@ -272,9 +273,9 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Texts, objecti
     return sum(losses) / len(losses)
 
 
-def _val_rows(aligner: TableAligner, text: Texts) -> Iterator[tuple[int, Tensor]]:
-    """Cache sizes, each with rows [B, N + 1] of one text."""
-    for cache_size in val_sizes(aligner.config.largest_cache):
+def _val_rows(largest: int, text: Texts) -> Iterator[tuple[int, Tensor]]:
+    """Cache sizes up to the largest, each with rows [B, N + 1] of one text."""
+    for cache_size in val_sizes(largest):
         row_len = _row_len(cache_size, text.val)
         if row_len > cache_size:
             num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
@@ -282,9 +283,10 @@ def _val_rows(aligner: TableAligner, text: Texts) -> Iterator[tuple[int, Tensor]
                 yield cache_size, rows
 
 
-def tuning_tokens(aligner: TableAligner, text: Texts, settings: TableSettings) -> int:
+def tuning_tokens(model: PreTrainedModel, text: Texts, settings: TableSettings) -> int:
+    largest = last_position(settings.chunk_len, model)
     num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
-    val_tokens = sum(rows.numel() for _, rows in _val_rows(aligner, text))
+    val_tokens = sum(rows.numel() for _, rows in _val_rows(largest, text))
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens
 
 

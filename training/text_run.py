@@ -20,7 +20,6 @@ from kvalign.data_gen.recording import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import read_checked
-from kvalign.models.architectures import ModelSpec
 from kvalign.models.identity import identity
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.training.aligner_folder import (
@@ -32,13 +31,11 @@ from kvalign.training.aligner_folder import (
     save,
 )
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
+from kvalign.training.placing import last_position, num_placed_tokens, place
 from kvalign.training.settings import TextSettings, device_of
 from kvalign.training.text import Texts, read
 
 BATCH_SIZE = 16  # chunks encoded at once
-LAST_SHARE = 15 / 16
-"""Of a learned context, the positions that a table's entries are written at in a full cache: few
-queries have read what lies behind (eval/results/realignment.md)."""
 
 Fit = Callable[[Any, Any, LoadedModel, Texts], dict[str, Any]]
 """Training of an aligner in place, on its device: of the aligner, its settings, the model and text
@@ -46,12 +43,12 @@ to fields for the record. None of its parameters requires a gradient before and 
 """
 
 
-def _last_position(kind: type[Aligner], chunk_len: int, spec: ModelSpec) -> int | None:
-    """Return `AlignerConfig.last_position`; None if the aligner has no caches of more entries."""
-    if spec.family != "learned" or spec.context_len is None or not issubclass(kind, TableAligner):
-        return None
-    last = int(LAST_SHARE * spec.context_len)
-    return last if chunk_len - 1 > last else None
+def _usual_positions(chunk_len: int, model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Return `AlignerConfig.positions` before any were measured: those of large caches are
+    squeezed.
+    """
+    last = last_position(chunk_len, model)
+    return () if last == chunk_len - 1 else ((chunk_len - 1, last),)
 
 
 @progress.shown_as("train")
@@ -77,6 +74,7 @@ def train_on_text(
     if loaded is not None:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
     kind, out = KINDS[settings.aligner_kind], settings.folder
+    is_table = issubclass(kind, TableAligner)
     former = _in_aligner(out, settings)
     if former is None:
         check_free(out, settings.overwrite)
@@ -114,7 +112,7 @@ def train_on_text(
         chunk_len=settings.chunk_len,
         num_sinks=usual_sinks(loaded.spec.family),  # until judged
         shifts=(1,),  # takes any, and any sinks: each position is known, and moves go from birth
-        last_position=_last_position(kind, settings.chunk_len, loaded.spec),
+        positions=_usual_positions(settings.chunk_len, model) if is_table else (),
         sizes={name: getattr(settings, name) for name in kind.default_sizes},
     )
     aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)
@@ -125,11 +123,16 @@ def train_on_text(
     record = record_of("train", settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
     num_judged = num_judged_tokens(aligner, text, settings.kvs) if settings.judge else 0
+    places = settings.judge and is_table
+    num_judged += num_placed_tokens(aligner, model, text) if places else 0
     progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
     kvs, num_sinks = settings.kvs, config.num_sinks
+    if places:
+        record |= place(aligner, model, text, settings.seed)
+        config = aligner.config
     if settings.judge:
         judged = judge(aligner, weights, model, text, settings.kvs)
         kvs, num_sinks = judged["parts"], judged["num_sinks"]

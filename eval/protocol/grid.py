@@ -182,7 +182,7 @@ def aligners_of(settings: ComparisonSettings, model: PreTrainedModel) -> list[st
             by_path.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
         return [*by_path.values()]
     merit: Merit = "any" if "methods" in settings.changed() else "used"
-    names = aligners_at_hand(model, max(settings.cache_sizes), at_least=merit)[:1]
+    names = aligners_at_hand(model, at_least=merit)[:1]
     if names and names[0] not in checkpoints.ALIGNERS:
         progress.say(note_of_use(names[0], settings.model))
     return names

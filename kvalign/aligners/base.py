@@ -93,9 +93,8 @@ class AlignerConfig(BaseModel):
         num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
             did best, and a stream's default.
         shifts: numbers of entries evicted at once, as in training.
-        last_position: the last that a table's entries are written at; None: that of chunk_len.
-        positions: by ascending cache size, the position at which a table on learned positions has a
-            token computed once something was evicted, as measured; elsewhere it is the cache size.
+        positions: of some cache sizes, the position at which a table on learned positions has a
+            token computed once something was evicted, as measured (`position_at`).
         sizes: sizes of the kind's own parts.
         training: data, settings and versions, in one dict for each part (`key` and `value`);
             informative. The card prints the fields that it knows.
@@ -117,7 +116,6 @@ class AlignerConfig(BaseModel):
     chunk_len: Annotated[Size, Field(ge=2)]
     num_sinks: Count
     shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
-    last_position: Size | None = None
     positions: tuple[tuple[Size, Size], ...] = ()
     sizes: dict[str, Size] = {}
     training: dict[str, dict[str, Any]] = {}
@@ -153,11 +151,12 @@ class AlignerConfig(BaseModel):
         return max(near, key=lambda one: one.ratio, default=None)
 
     def position_at(self, cache_size: int) -> int:
-        """Position of a new token in a full cache of this size: that of the nearest size that was
-        measured, if it is not below.
+        """Position of a new token in a full cache of this size: the size, or as far above it or
+        below as that of the nearest size that was measured.
         """
-        near = [(abs(size - cache_size), at) for size, at in self.positions if at >= cache_size]
-        return min(near, default=(0, cache_size))[1]
+        own = cache_size, cache_size
+        size, at = min(self.positions, key=lambda one: abs(one[0] - cache_size), default=own)
+        return (max if at >= size else min)(at, cache_size)
 
     def sizes_of_discard_half(self) -> list[int]:
         """The judged sizes at which `auto` takes `discard-half`."""
@@ -166,8 +165,7 @@ class AlignerConfig(BaseModel):
 
     @property
     def largest_cache(self) -> int:
-        """The largest cache whose places are positions; `TableAligner.squeezed` says of others."""
-        return min(self.chunk_len - 1, self.last_position or self.chunk_len)
+        return self.chunk_len - 1
 
     @property
     def num_positions(self) -> int:

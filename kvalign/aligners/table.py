@@ -64,7 +64,7 @@ class TableAligner(Aligner):
         self.key_scale, self.value_scale = nn.Parameter(scales), nn.Parameter(scales.clone())
 
     def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
-        assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
+        assert not isinstance(birth, slice) or birth.stop <= self.key.shape[2]
         # A slice is a view: for the one token of a step that is most of the cost.
         means = self.key[layer, :, birth], self.value[layer, :, birth]
         scales = self.key_scale[layer, :, birth], self.value_scale[layer, :, birth]
@@ -76,13 +76,20 @@ class TableAligner(Aligner):
         """
         return ()
 
-    def squeezed(self, cache_size: int) -> tuple[Self, Tensor | None]:
-        """Tables by places of such a cache, and the positions [P] int64 of these; None: places."""
-        last = self.config.last_position
-        if last is None or cache_size <= last:
+    def squeezed(self, cache_size: int, *, later: bool) -> tuple[Self, Tensor | None]:
+        """Tables by places of such a cache, and the positions [P] int64 of these; None: places.
+
+        Args:
+            later: whether places are squeezed when something is evicted; then squeezed ones lie
+                behind the others, at chunk_len and on.
+        """
+        last = self.config.position_at(cache_size)
+        if cache_size <= last:
             return self, None
         places = torch.arange(self.config.chunk_len, device=self.key.device)
         positions = (places * (last / cache_size)).round().long()
+        if later:
+            positions = torch.cat([places, positions])
         other = copy.copy(self)
         other._parameters = dict(self._parameters)
         for name in TABLES:

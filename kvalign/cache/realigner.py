@@ -50,7 +50,8 @@ class Realigner:
         runs_on: whether keys keep their original positions; only differences matter.
         aligner: corrects entries when they move; None: nothing does.
         place_positions: [P] int64, the model's position of each place; None: they are the same.
-        lift: positions by which a table lifts all entries at the first eviction.
+        lift: rows by which entries rise in a table at the first eviction: positions, or to those
+            of squeezed places.
     """
 
     strategy: Strategy = "keep"
@@ -79,6 +80,16 @@ class Realigner:
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         """The sizes, with the number of steps after which entries are moved back."""
         return sizes
+
+    def lifted(self, sizes: CacheSizes, context_len: int | None, table: Aligner) -> CacheSizes:
+        """Frame in which entries rise by `lift`, as far as there are rows; not where each entry is
+        placed by itself.
+        """
+        num_rows = min(context_len or MOST, table.config.chunk_len)
+        if self.place_positions is not None:
+            num_rows = len(self.place_positions)
+        lift = min(self.lift, num_rows - 1 - sizes.last_position)
+        return Frame(**asdict(sizes), lift=lift) if lift > 0 and lifts(sizes) else sizes
 
     def prepare(self) -> None:
         """Prepare what attention reads before a pass begins."""
@@ -141,7 +152,7 @@ class FromBirth(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         if self.aligner is None:
             return replace(sizes, realign_every=1)
-        return lifted(sizes, self.lift, self.aligner, context_len)
+        return self.lifted(sizes, context_len, self.aligner)
 
     def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
         unrotated = rotated(self.rotation, layer, new, positions_of(at))
@@ -188,7 +199,7 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table, self.moving = model.config, table.to(model.device), moving
-        self.place_positions = moving.place_positions
+        self.place_positions, self.lift = moving.place_positions, moving.lift
         self._readers: list[Reader] = []
         install(self.config)
 
@@ -204,7 +215,7 @@ class OnRead(Realigner):
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         if self.rotation is not None:
             return running(sizes, self.rotation, context_len)
-        return lifted(sizes, self.moving.lift, self.table, context_len)
+        return self.lifted(sizes, context_len, self.table)
 
     def prepare(self) -> None:
         """Take the tables of all layers as they are now."""
@@ -258,10 +269,11 @@ class OnRead(Realigner):
 
 @no_autograd_modes()
 def realigner_of(
-    model: PreTrainedModel, aligner: Aligner | None = None, cache_size: int = 0
+    model: PreTrainedModel, aligner: Aligner | None = None, sizes: CacheSizes | None = None
 ) -> Realigner | None:
     """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
-    for rotary positions and nothing elsewhere. With tables, places may be squeezed.
+    for rotary positions and nothing elsewhere. With tables on learned positions the window of a
+    cache of these sizes lies where the aligner was measured as best.
     """
     rotation = rotation_of(model)
     if aligner is None:
@@ -269,12 +281,21 @@ def realigner_of(
     aligner = aligner.to(model.device)
     if not isinstance(aligner, TableAligner):
         return Recursive(rotation, aligner) if aligner.recursive else FromBirth(rotation, aligner)
-    aligner, positions = aligner.squeezed(cache_size)
+    positions, lift = None, 0
+    if rotation is None and sizes is not None:
+        lift = aligner.config.position_at(sizes.cache_size) - sizes.cache_size
+        aligner, positions = aligner.squeezed(sizes.cache_size, later=lifts(sizes))
+        lift = aligner.config.chunk_len if lift < 0 else lift
     moving = FromBirth(rotation, aligner)
-    moving.place_positions = positions
-    if rotation is None and positions is None:
-        moving.lift = aligner.config.position_at(cache_size) - cache_size
+    moving.place_positions, moving.lift = positions, lift
     return OnRead(model, aligner, moving) if model.config.model_type in REGISTERED else moving
+
+
+def lifts(sizes: CacheSizes) -> bool:
+    """Return whether all entries of a cache can rise together: a memory, and policies, place each
+    by itself.
+    """
+    return sizes.is_oldest and not sizes.memory
 
 
 def rotated(rotation: Rotation | None, layer: int, entries: KV, shift: int | Tensor) -> KV:
@@ -295,16 +316,6 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
         if not rotation.is_bounded:
             run = max(run, sizes.cache_size // 4)
     return replace(sizes, realign_every=max(run, 1))
-
-
-def lifted(sizes: CacheSizes, lift: int, aligner: Aligner, context_len: int | None) -> CacheSizes:
-    """Frame whose entries are lifted by so many positions, as far as there are any; not with a
-    memory or a policy, which place each entry by itself.
-    """
-    most = min(context_len or MOST, aligner.config.chunk_len) - 1 - sizes.last_position
-    if sizes.memory or not sizes.is_oldest or min(lift, most) <= 0:
-        return sizes
-    return Frame(**asdict(sizes), lift=min(lift, most))
 
 
 def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:

@@ -473,7 +473,10 @@ class StreamingCache(NotPickled, Cache):
             self.check_input(len(self.seen), 1)  # before a model looks up a position it has not
         if self._counts_places:
             return self.num_stored if self.step is None else self.step.num_before
-        return max(self.positions(), default=0) if self.step is None else self.step.position
+        if self.step is not None:
+            return self.step.position
+        place, positions = max(self.positions(), default=0), self.realigner.place_positions
+        return place if positions is None else int(positions[place])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         step = self.step

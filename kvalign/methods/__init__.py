@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvalign.cache.sizes import SizesConfig
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords, spelled_out
-from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import typed
 from kvalign.methods.registry import AUTO, METHODS, check_name
 
@@ -136,11 +135,6 @@ def make_chosen(
     method.why_size, method.warns = why_size, warn
     if warn:
         warn_if_stale(method)
-        if loaded and method.sizes.cache_size > loaded.config.largest_cache:
-            warn_once(
-                f"above {loaded.config.largest_cache} entries positions are squeezed: until the "
-                "first eviction text is a little worse than the model's own"
-            )
     if compile is None:
         return method.take_ready_stepper()
     return method.compile() if compile else method

@@ -300,4 +300,4 @@ class KVAlign(Cached):
         return min(of_table, self.spec.context_len or of_table)
 
     def realigner(self) -> Realigner | None:
-        return realigner_of(self.model, self.aligner, self.sizes.cache_size)
+        return realigner_of(self.model, self.aligner, self.sizes)

@@ -71,7 +71,7 @@ def choose(
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
         return Choice(with_aligner, aligner, f"with the aligner {label}" if is_auto else "")
-    spec, shipped, note = spec_of(model.config), _shipped(model, cache_size), ""
+    spec, shipped, note = spec_of(model.config), _shipped(model), ""
     merit: Merit = "judged" if is_auto else "used" if shipped else "any"
     trained = trained_here(model, at_least=merit)
     if trained and shipped is None:
@@ -127,13 +127,11 @@ def needs_cache(sizes: Mapping[str, Any]) -> bool:
     return any(sizes.get(name) for name in ("realign_every", *OF_POLICY))
 
 
-def aligners_at_hand(
-    model: PreTrainedModel, cache_size: int | None = None, *, at_least: Merit = "used"
-) -> list[str]:
+def aligners_at_hand(model: PreTrainedModel, *, at_least: Merit = "used") -> list[str]:
     """Shipped aligners of a model, the default first, and the one of `trained_here`."""
     prefix = f"kvalign-{spec_of(model.config).name}-"
     others = (one for one in checkpoints.ALIGNERS if one.startswith(prefix))
-    names = (_shipped(model, cache_size), *others, trained_here(model, at_least=at_least))
+    names = (_shipped(model), *others, trained_here(model, at_least=at_least))
     return list(dict.fromkeys(str(one) for one in names if one))
 
 
@@ -145,7 +143,7 @@ def obstacles(model: PreTrainedModel, *, cache_size: int | None = None) -> dict[
 
 def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> str:
     """Reason why no shipped aligner fits caches of this size of a model; empty if one does."""
-    shipped, name = _shipped(model, cache_size), spec_of(model.config).name or "this model"
+    shipped, name = _shipped(model), spec_of(model.config).name or "this model"
     if shipped is None:
         return f"no aligner ships for {name}"
     longest = _config(checkpoints.FOLDER / shipped).largest_cache
@@ -221,8 +219,8 @@ def warn_if_too_long(method: Method, num_tokens: int) -> None:
         )
 
 
-def _shipped(model: PreTrainedModel, cache_size: int | None = None) -> str | None:
-    return checkpoints.default_aligner(model.config.name_or_path, cache_size or 0)
+def _shipped(model: PreTrainedModel) -> str | None:
+    return checkpoints.default_aligner(model.config.name_or_path)
 
 
 def _config(folder: Path) -> AlignerConfig:

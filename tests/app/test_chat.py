@@ -249,14 +249,15 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys, loaded):
     turns = [line for line in printed.out.splitlines() if line.startswith("> ")]
     assert turns == ["> Who?", "> Why␛[2J?", "> /etc/hosts?", "> When?"]
     assert printed.out.startswith("> Who?\n") and "\n\n> Why␛[2J?\n" in printed.out
-    assert "\ngpt2-mini with kvalign (table-kl), cache of 40 entries, " in printed.err
+    assert "\ngpt2-mini with kvalign (table-network-context), cache of 40 entries, " in printed.err
     assert "; no chat template, so turns are plain text" in printed.err
     for line in (
         "/save [FILE]  save the conversation to FILE, now and after each answer",
         "conversation: 1 turns, 34 tokens\nin the cache: 33 tokens, at most 40; the first ",
         "it can only be set at the start: kvalign chat --system TEXT",
         "\nYou know.\n",
-        "[12 tokens with kvalign (table-kl), cut by --max-new-tokens 12 (/continue goes on), ",
+        "[12 tokens with kvalign (table-network-context), cut by --max-new-tokens 12 "
+        "(/continue goes on), ",
         "/save needs a file: /save talk.safetensors",
         "saved: kept; continue it with kvalign chat --state kept",
         "unknown command '/sav'; did you mean /save? (known: /help, /continue, /memory, ",

@@ -65,7 +65,7 @@ def test_rows_say_what_the_configs_say():
     assert {row["purpose"] for row in others} == {"for kvalign eval recall; writes no text"}
     assert (gpt2["positions"], llama["positions"]) == ("learned", "rotary")
     assert gpt2["context_len"] == 512 and llama["num_kv_heads"] == 2
-    assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
+    assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-network"
 
 
 def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path):

@@ -13,7 +13,7 @@ from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.protocol.grid import make_grid
 
 TRAINED = Path("kvalign-data/gpt2-mini/table")
-SHIPPED = "kvalign-gpt2-mini-table-kl"
+SHIPPED = "kvalign-gpt2-mini-table-network"
 JUDGED = {"used": True, "judged": {"parts": ["key"]}}
 
 

@@ -118,7 +118,7 @@ def test_shipped_aligners_keep_short_names_as_long_as_they_differ():
     for names, expected in (
         (shipped[:2], ["table", "network"]),
         (shipped, ["table", *shipped[1:]]),
-        (None, ["table-kl"]),
+        (None, ["table-network-context"]),
     ):
         settings = ComparisonSettings(methods="kvalign", aligner=names)
         assert [method.aligner_name for method in make_grid(settings, model)] == expected

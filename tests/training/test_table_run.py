@@ -226,7 +226,7 @@ def test_network_is_trained_for_the_parts_that_were_asked_for(target, tmp_path):
     assert "--model tiny" in record["command"]
     assert record["objective"] == "context" and record["val_after"] <= record["val_before"]
     trained = Aligner.from_pretrained(tmp_path / "out")
-    assert trained.config.last_position == CONTEXT_LEN * 15 // 16
+    assert trained.config.positions == ((CONTEXT_LEN - 1, CONTEXT_LEN * 15 // 16),)
     assert trained.config.base_model == "tiny"
     for net in trained.network:
         is_trained = {"key": net.key.weight.any().item(), "value": net.value.weight.any().item()}
