@@ -43,7 +43,7 @@ to fields for the record. None of its parameters requires a gradient before and 
 """
 
 
-def _usual_positions(chunk_len: int, model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+def usual_positions(chunk_len: int, model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
     """Return `AlignerConfig.positions` before any were measured: those of large caches are
     squeezed.
     """
@@ -112,7 +112,7 @@ def train_on_text(
         chunk_len=settings.chunk_len,
         num_sinks=usual_sinks(loaded.spec.family),  # until judged
         shifts=(1,),  # takes any, and any sinks: each position is known, and moves go from birth
-        positions=_usual_positions(settings.chunk_len, model) if is_table else (),
+        positions=usual_positions(settings.chunk_len, model) if is_table else (),
         sizes={name: getattr(settings, name) for name in kind.default_sizes},
     )
     aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)

@@ -149,6 +149,7 @@ OF_TIME = (
     *("ratio", "ratio_low", "ratio_high", "frontier"),
 )
 SURE, PERHAPS = "yes", "perhaps"
+PANELS = 6
 
 
 def judge(rows: Sequence[Row], losses: Sequence[Tensor], turns: Turns) -> None:
@@ -238,12 +239,18 @@ class Frontier(Evaluation):
     columns = COLUMNS
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing import draw_frontier
+        """A panel for each cache size; of more than `PANELS` the ratio by size, a line a method."""
+        from kvalign.eval.drawing import draw, draw_frontier, series
 
         model, rows = self.title(document), document["rows"]
-        panels = {
-            f"{model}, C = {size}": group for size, group in grouped(rows, "cache_size").items()
-        }
+        sizes = grouped(rows, "cache_size")
+        if len(sizes) > PANELS:
+            judged = [row for row in rows if row["ratio_high"] is not None]
+            lines = series(judged, "cache_size", "ratio", "ratio_high", low="ratio_low")
+            y = "perplexity by the best that is not slower"
+            figure = draw({model: lines}, x="cache size (entries)", y=y, size=(9.6, 4.4))
+            return figure, f"Perplexity relative to the best that is not surely slower: {model}"
+        panels = {f"{model}, C = {size}": group for size, group in sizes.items()}
         figure = draw_frontier(panels)
         return figure, f"Perplexity against time: {model}; rings: the frontier; bars: 95 %"
 
