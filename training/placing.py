@@ -1,8 +1,8 @@
-"""Where a token of a full cache is computed. On learned positions a method that encodes its window
-again has positions from 0 on. A table can lift the window to any: the newest token may be computed
-at any position from C on that the model has. A model of few parameters is better at some than at
-others, so the place of the window is chosen, by streams of training text, for some cache sizes;
-others take that of the nearest (`AlignerConfig.position_at`).
+"""Positions at which the tokens of a full cache are computed. On learned positions a method that
+encodes its window again has positions from 0 on. A table can lift the window to any: the newest
+token may be computed at any position from C on that the model has. A model of few parameters is
+better at some than at others, so the place of the window is chosen, by streams of training text,
+for some cache sizes; others take that of the nearest (`AlignerConfig.position_at`).
 
 A first round tries all candidates on the same labels. A second one, of other labels, holds the best
 of them against the cache's own position, C. It is taken if the 95 % interval of the paired

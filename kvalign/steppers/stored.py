@@ -229,8 +229,8 @@ def is_empty() -> bool:
 
 
 def load_or_make(step: StepModule, inputs: list[Tensor], makes: bool) -> StoredStep | None:
-    """The file's step for these inputs if it gives the model's logits; else compiled, if it `makes`
-    one. None if there is none, or none is possible.
+    """The file's step for these inputs if it gives the model's logits [B, 1, V]; else
+    compiled, if it `makes` one. None if there is none, or none is possible.
     """
     weights = step.tensors()  # which it reads where they lie
     about = _about(step, inputs, weights)
