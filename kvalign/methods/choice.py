@@ -118,8 +118,8 @@ def _as_judged(
     why = f"on held-out text {choice.aligner} has a ratio to discard-half of {verdict}"
     if cached:
         return choice._replace(why=f"{why}, but discard-half keeps no such cache")
-    measured = dict(num_sinks=config.num_sinks, num_labels=config.num_judged)
-    return Choice("discard-half", None, why, **measured)
+    num_sinks, num_labels = config.num_sinks, config.num_judged
+    return Choice("discard-half", None, why, num_sinks=num_sinks, num_labels=num_labels)
 
 
 def needs_cache(sizes: Mapping[str, Any]) -> bool:
