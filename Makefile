@@ -18,7 +18,7 @@ demo: .venv/installed
 	@rm -rf $(DEMO)
 	@echo "== about three minutes on two cores"
 	@echo "== 1. record caches of gpt2-mini before and after eviction, for the paper's networks"
-	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-sinks 0 --num-tokens 16000 --out $(DEMO)/caches
+	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-sinks 0 --num-tokens 8000 --out $(DEMO)/caches
 	@echo "== 2. train: the paper's networks on these caches, position tables on text"
 	$(BIN)/kvalign train --target both --data $(DEMO)/caches --no-judge --out $(DEMO)/network
 	$(BIN)/kvalign train table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
