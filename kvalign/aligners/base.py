@@ -151,12 +151,13 @@ class AlignerConfig(BaseModel):
         return max(near, key=lambda one: one.ratio, default=None)
 
     def position_at(self, cache_size: int) -> int:
-        """Position of a new token in a full cache of this size: the size, or as far above it or
-        below as that of the nearest size that was measured.
+        """Position of a new token in a full cache of this size: that of the nearest size that was
+        measured, if both lie above their size or both below it; else the size.
         """
         own = cache_size, cache_size
         size, at = min(self.positions, key=lambda one: abs(one[0] - cache_size), default=own)
-        return (max if at >= size else min)(at, cache_size)
+        is_moved = (at > size and at > cache_size) or (at < size and at < cache_size)
+        return at if is_moved else cache_size
 
     def sizes_of_discard_half(self) -> list[int]:
         """The judged sizes at which `auto` takes `discard-half`."""

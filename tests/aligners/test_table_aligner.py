@@ -154,3 +154,16 @@ def test_a_table_that_was_changed_is_read_as_it_is_now(change, models, ids):
     fresh = make("kvalign", models["gpt2"], aligner=table)
     fresh.restore(method.state())
     torch.testing.assert_close(method.feed(ids[:, 30:31]), fresh.feed(ids[:, 30:31]))
+
+
+@pytest.mark.parametrize(
+    ("cache_size", "position"),
+    [(8, 8), (12, 12), (16, 24), (19, 24), (25, 25), (31, 31), (45, 45), (56, 50), (60, 50)],
+)
+def test_other_sizes_take_the_position_of_the_nearest(cache_size, position, models):
+    """Lifted or squeezed as that is, and their own if that has its own."""
+    positions = ((8, 8), (16, 24), (32, 32), (60, 50))
+    config = tables(models["gpt2"]).config.model_copy(update={"positions": positions})
+    assert config.position_at(cache_size) == position
+    empty = config.model_copy(update={"positions": ()})
+    assert empty.position_at(cache_size) == cache_size
