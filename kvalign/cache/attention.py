@@ -7,13 +7,17 @@ part of the place:
     q . (m[p] + s[p] k') = q . m[p] + s[p] (q . k')
 
 So entries that were written once are read at every later place. `placed_attention` is that formula,
-the reference. Three others give the same where they can, faster: our kernel (one token, on a CPU),
-PyTorch's own (nothing is placed when it is read), and bands of its flash kernels (many tokens, in
-half precision on CUDA). No code here is for a single architecture (`kvalign.models.attention`).
+the reference. Three others give the same where they can, faster: our kernel (one token, in C++ on a
+CPU, in Triton on CUDA), PyTorch's own (nothing is placed when it is read), and bands of its flash
+kernels (many tokens, in half precision on CUDA). No code here is for a single architecture
+(`kvalign.models.attention`).
 """
 
+import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvalign.aligners.table import Tables
 from kvalign.cache.passes import Pass, Sight
+from kvalign.foundation.progress import warn_once
 from kvalign.models import kernel
 from kvalign.models.rope import Rotation
 
@@ -80,12 +85,12 @@ def attend(
         recalled = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
     if rotation is not None and tables is not None:
         at_means = rotation.shift(query, step.behind_rows.to(query.device))
+    beside = None
+    if recalled is not None:
+        beside = recalled.output.flatten(1, 3), recalled.log_sum.flatten(1)
     if step.by_kernel and query.is_cpu:
         if rotation is not None and reader.angles is not None:  # which count from the first place
             query = rotation.shift(query, step.behind_rows)
-        beside = None
-        if recalled is not None:
-            beside = recalled.output.flatten(1, 3), recalled.log_sum.flatten(1)
         output, _ = kernel.attend(
             sight.places_of_one,
             query,
@@ -104,9 +109,51 @@ def attend(
         return output
     if tables is None and recalled is None:
         return as_they_lie(sight, query, keys, values, scale)
+    if takes_triton(query):
+        of_slots = sight.places_of_one.to(query.device), query, keys, values, scale
+        of_tables = tables, at_means, num_sinks, beside
+        if (found := _by_triton(*of_slots, *of_tables)) is not None:
+            return found.to(query.dtype)
     placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
     of_keys = keys, values, scale, num_sinks, sight.places, placed, recalled
     return placed_attention(query, query, at_means, *of_keys)[0].to(query.dtype)
+
+
+_unfit = set[torch.device]()
+"""Devices on which our Triton kernel has failed."""
+
+
+def takes_triton(query: Tensor) -> bool:
+    """Return whether our Triton kernel attends for queries [B, H, 1, D]: on CUDA, without a slope,
+    where Triton is. `KVALIGN_TRITON=0` turns it off.
+    """
+    is_free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return query.is_cuda and is_free and query.device not in _unfit and _triton_kernel() is not None
+
+
+@functools.cache
+def _triton_kernel() -> ModuleType | None:
+    if os.environ.get("KVALIGN_TRITON") == "0":
+        return None
+    try:
+        from kvalign.models import triton_kernel
+    except ImportError:
+        return None
+    return triton_kernel
+
+
+def _by_triton(places: Tensor, query: Tensor, *args: Any) -> Tensor | None:
+    """Output [B, 1, H, D] of our Triton kernel; None, and a line once, where it fails."""
+    triton_kernel = _triton_kernel()
+    assert triton_kernel is not None
+    try:
+        output, _ = triton_kernel.attend(places, query, *args)
+    except Exception as error:  # of any compiler, on any card
+        _unfit.add(query.device)
+        first = str(error).strip().partition("\n")[0]
+        warn_once(f"tables and memories are read by PyTorch's kernels: our own failed: {first}")
+        return None
+    return output
 
 
 def placed_attention(

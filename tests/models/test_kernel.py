@@ -7,19 +7,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.methods import tables
 from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.testing import assert_close
 
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables, standardised
+from kvalign.cache import attention
 from kvalign.cache.int8 import Int8
 from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall_places import RecallPlaces
+from kvalign.methods import make_method
 from kvalign.models import kernel, packed
 from kvalign.models.rope import Rotation
 
@@ -181,11 +185,11 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
     new = KV(*torch.randn(2, 64, 6, 1, head_dim, generator=rng) * of_sizes)
     new.keys[0, 0] = 0
     places, form = torch.randint(500, (64,), generator=rng), Int8(torch.float32)
-    tables, angles, expected = None, None, new
+    of_places, angles, expected = None, None, new
     if way == "table":
-        tables = [torch.randn(6, 512, head_dim, generator=rng) for _ in range(2)]
-        tables += [torch.rand(6, 512, generator=rng) + 0.5 for _ in range(2)]
-        rows = Tables(*(x[:, places].transpose(0, 1)[:, :, None] for x in tables))
+        of_places = [torch.randn(6, 512, head_dim, generator=rng) for _ in range(2)]
+        of_places += [torch.rand(6, 512, generator=rng) + 0.5 for _ in range(2)]
+        rows = Tables(*(x[:, places].transpose(0, 1)[:, :, None] for x in of_places))
         expected = standardised(*new, rows)
     if "rotation" in way:
         rotation = Rotation(1 / 1e4 ** torch.linspace(0, 1, 8))
@@ -195,7 +199,7 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
         form = replace(form, base=torch.randn(6, 1, head_dim, generator=rng))
     ring = [torch.zeros(64, 6, 9, head_dim + 4, dtype=torch.int8) for _ in range(2)]
     query = torch.randn(64, 6, 1, head_dim, generator=rng)
-    of_keys = dict(angles=angles, bases=form.bases, tables=tables)
+    of_keys = dict(angles=angles, bases=form.bases, tables=of_places)
     of_query = torch.arange(9)[None], query, *ring, 0.2
     found, _ = kernel.attend(*of_query, **of_keys, new=(torch.tensor([5]), *new, places))
     for x, y in zip(ring, form.encode_at(expected, places[:, None, None]), strict=True):
@@ -242,6 +246,25 @@ def test_our_attention_over_a_step_and_what_it_takes_back_is_the_usual_one(
     scores = torch.cat([own, of_found.masked_fill(~visible, -torch.inf)], -1)
     values = torch.cat([held[1].float(), entries[1][:, :, 0]], 2)
     assert_close(output, (scores.softmax(-1) @ values).flatten(1, 2)[:, None])
+
+
+def test_where_our_kernel_for_cuda_fails_pytorch_attends_and_a_line_says_so(monkeypatch, caplog):
+    model, asked, logits = tiny_model("gpt2"), [], []
+
+    def fail(*args, **kwargs):
+        asked.append(1)
+        raise RuntimeError("no such card")
+
+    monkeypatch.setattr(attention, "_triton_kernel", lambda: SimpleNamespace(attend=fail))
+    monkeypatch.setattr(attention, "_unfit", set())
+    for takes in (lambda x: x.device not in attention._unfit, lambda x: False):
+        monkeypatch.setattr(attention, "takes_triton", takes)
+        monkeypatch.setattr(kernel, "attends", lambda *args: False)
+        method = make_method("kvalign", model, cache_size=9, warn=False, aligner=tables(model, 0.3))
+        logits.append([method.feed(torch.tensor([[i]])) for i in range(20)])
+    assert_close(logits[0], logits[1], rtol=0, atol=0)
+    said = [x.message for x in caplog.records if x.name.startswith("kvalign")]
+    assert len(asked) == len(said) == 1 and said[0].endswith("our own failed: no such card")
 
 
 @needs_kernel
