@@ -249,7 +249,7 @@ class Pass:
         return (self.of_rows("end")[:1] - num_sinks) % sizes.num_window_slots + num_sinks
 
     @cached_property
-    def read(self) -> slice | Tensor | None:
+    def read_slots(self) -> slice | Tensor | None:
         """Slots [S] or [B, S] that attention gets for one new token, in the order of time; None: as
         they lie.
         """
@@ -259,11 +259,11 @@ class Pass:
         slots = order_of(self.sizes, stored, self.end + 1, self.length, self.device)
         return None if isinstance(slots, slice) and slots.start == 0 else slots
 
-    def order(self, num: int) -> slice | Tensor:
+    def last_slots(self, num: int) -> slice | Tensor:
         """Slots of the newest entries before the pass (see `order_of`)."""
         return order_of(self.sizes, self.stored, self.end, num, self.device)
 
-    def at(self, num: int, num_new: int = 0) -> slice | Tensor:
+    def last_positions(self, num: int, num_new: int = 0) -> slice | Tensor:
         """Positions of `num` entries in the order of time, of which so many are new: a slice, or
         [B, 1, S] if those of rows differ.
         """
@@ -274,12 +274,12 @@ class Pass:
         return ends + torch.arange(-num, 0, device=self.device)
 
     @cached_property
-    def at_slots(self) -> slice | Tensor:
+    def read_positions(self) -> slice | Tensor:
         """Positions of what attention gets for one new token, [B or 1, 1, S] int64; a slice if it
         is in the order of time.
         """
         if self.in_order:
-            return self.at(self.length, 1)
+            return self.last_positions(self.length, 1)
         first = self.of_rows("positions") - self.of_rows("stored")
         return (self.places.clamp_min(0) + first[:, None])[:, None]
 

@@ -94,9 +94,12 @@ class Realigner:
     def prepare(self) -> None:
         """Prepare what attention reads before a pass begins."""
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, written: Birth, evicting: Flags = False
+    ) -> KV:
         """Return the stored form of new entries [B, H, S, D] with the places `birth`, computed at
-        the positions `at`, which are equal unless positions run on (`evicting`: `Aligner.anchor`).
+        the positions `written`, which are equal unless positions run on; `evicting` as of an
+        aligner.
         """
         return new
 
@@ -154,8 +157,10 @@ class FromBirth(Realigner):
             return replace(sizes, realign_every=1)
         return self.lifted(sizes, context_len, self.aligner)
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
-        unrotated = rotated(self.rotation, layer, new, positions_of(at))
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, written: Birth, evicting: Flags = False
+    ) -> KV:
+        unrotated = rotated(self.rotation, layer, new, positions_of(written))
         return self.aligner.anchor(layer, unrotated, birth, evicting) if self.aligner else unrotated
 
     def place_without_rotation(self, layer: int, stored: KV, move: Move) -> KV:
@@ -229,7 +234,9 @@ class OnRead(Realigner):
                 self._readers = [*map(self._reader_of, range(len(self.table.key)))]
             self.version = version
 
-    def anchor(self, layer: int, new: KV, birth: Birth, at: Birth, evicting: Flags = False) -> KV:
+    def anchor(
+        self, layer: int, new: KV, birth: Birth, written: Birth, evicting: Flags = False
+    ) -> KV:
         """Return the entries to store. On a rotary model the mean is rotated to the position of the
         keys, which stay there.
         """
@@ -237,7 +244,7 @@ class OnRead(Realigner):
         if self.rotation is None:
             return table.anchor(layer, new, birth, evicting)
         mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is rotated
-        mean = self.rotation.at(layer).shift(mean, -positions_of(at))
+        mean = self.rotation.at(layer).shift(mean, -positions_of(written))
         keys = (new.keys - mean) / table.key_scale[layer, :, birth, None]
         return KV(keys, table.anchor(layer, new, birth).values)
 

@@ -157,7 +157,7 @@ def take_segment(layer: WindowLayer, step: Pass, new: KV, recall: Recaller | Non
     num_sinks = min(layer.sizes.num_sinks, step.seen[0])
     num = step.stored[0] - num_sinks
     sinks = form.decode_at(layer.stored_sinks(num_sinks), slice(0, num_sinks))
-    window = form.decode_at(layer.entries.data.at(step.order(num)), step.at(num))
+    window = form.decode_at(layer.entries.data.at(step.last_slots(num)), step.last_positions(num))
     entries = cat([sinks, window, form.decode_at(stored, at)])
     reader = realigner.reader(layer.layer_idx)._replace(recall=recall)
     mark(entries.keys, partial(attend_segment, step, reader))

@@ -438,9 +438,16 @@ class StreamingCache(NotPickled, Cache):
         """Same, with all that layers ask of it made beforehand: for steps that are compiled."""
         step = self.describe()
         # A value that is made at first use cannot be made in a trace.
-        _ = step.slot, step.read, step.born, step.evicting, step.position_ids, step.behind_rows
+        _ = (
+            step.slot,
+            step.read_slots,
+            step.born,
+            step.evicting,
+            step.position_ids,
+            step.behind_rows,
+        )
         if self.stores_bare:
-            _ = self.angles if step.by_kernel and self.reads_stored else step.at_slots
+            _ = self.angles if step.by_kernel and self.reads_stored else step.read_positions
         if self.realigner.strategy == "read" or step.hides or self.stores_bare:
             _ = step.sight_of_one, step.births_of_rows
         if self.memory is not None:

@@ -114,7 +114,7 @@ class WindowLayer(StreamingLayer):
         corrects = evicting is False or (evicting is True and reader.network is not None)
         is_fit = ring.is_cpu and new.keys.dtype == torch.float32 and new.keys.stride(3) == 1
         return (
-            (step.by_kernel and step.is_decode and step.read is None)
+            (step.by_kernel and step.is_decode and step.read_slots is None)
             and (is_fit and new.values.stride(3) == 1 and (is_raw or ring.dtype == torch.float32))
             and (reader.tables is None or (reader.rotation is None and corrects))
             and self.realigner.strategy != "move"
@@ -136,12 +136,12 @@ class WindowLayer(StreamingLayer):
         order of time. A mark leads to our attention.
         """
         data, form = self.entries.data, self.entries.form
-        if step.read is not None:
-            data = data.at(step.read)
+        if step.read_slots is not None:
+            data = data.at(step.read_slots)
         elif data.keys.shape[2] > step.length:
             data = data.slots(0, step.length)
         if form.is_int8 and not (step.by_kernel and data.keys.is_cpu and self.cache.reads_stored):
-            data = form.decode_at(data, step.at_slots)
+            data = form.decode_at(data, step.read_positions)
         if reader is None:
             return data
         return KV(mark(data.keys.detach(), partial(attend, step, reader)), data.values)
@@ -149,7 +149,9 @@ class WindowLayer(StreamingLayer):
     def _take_chunk(self, step: Pass, new: KV) -> KV:
         """Write the tokens of a chunk, and return all that was there, and all of them."""
         anchored = self.without_position(step, new) if self.realigner.strategy == "read" else new
-        stored = self.entries.form.encode_at(anchored, step.at(step.num_new, step.num_new))
+        stored = self.entries.form.encode_at(
+            anchored, step.last_positions(step.num_new, step.num_new)
+        )
         entries = cat([*self.pieces(step), *self._new_pieces(step, new, stored)])
         self.write(step, stored, new)
         return entries
@@ -187,8 +189,8 @@ class WindowLayer(StreamingLayer):
         positions to which the new ones have run on.
         """
         num, first = step.stored[0], step.first_place
-        stored = self.entries.data.at(step.order(num))
-        entries = self.entries.form.decode_at(stored, step.at(num))
+        stored = self.entries.data.at(step.last_slots(num))
+        entries = self.entries.form.decode_at(stored, step.last_positions(num))
         return self._as_read(step, entries, min(num, step.sizes.num_sinks), first)
 
     def _new_pieces(self, step: Pass, new: KV, stored: KV) -> list[KV]:
@@ -196,7 +198,7 @@ class WindowLayer(StreamingLayer):
         form, num = self.entries.form, step.num_new
         if not form.is_int8:  # it is the same but for the last digits
             return [new]
-        entries = form.decode_at(stored, step.at(num, num))
+        entries = form.decode_at(stored, step.last_positions(num, num))
         num_sinks = min(max(step.sizes.num_sinks - step.seen[0], 0), num)
         return self._as_read(step, entries, num_sinks, step.births[0] + num_sinks)
 
