@@ -21,13 +21,13 @@ demo: .venv/installed
 	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-sinks 0 --num-tokens 8000 --out $(DEMO)/caches
 	@echo "== 2. train: the paper's networks on these caches, position tables on text"
 	$(BIN)/kvalign train --target both --data $(DEMO)/caches --no-judge --out $(DEMO)/network
-	$(BIN)/kvalign train table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
+	$(BIN)/kvalign train table --model gpt2-mini --corpus python-docs --num-tokens 100000 --no-place --out $(DEMO)/table
 	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
 	  --max-new-tokens 600 --prompt "$(PROMPT)"
 	@echo "== 4. compare methods: perplexity against time, the slowest token; the report is demo/results/report.html"
 	$(BIN)/kvalign eval run quick --out $(DEMO)/results \
-	  --variables "aligners=kvalign-gpt2-mini-table-kl,$(DEMO)/table,$(DEMO)/network"
+	  --variables "aligners=kvalign-gpt2-mini-table-network,$(DEMO)/table,$(DEMO)/network"
 	@echo "== 5. ask for facts anywhere in the cache: recall-gpt2, which was trained on them, since gpt2-mini recalls none"
 	$(BIN)/kvalign eval recall --methods streaming-llm,kvalign,discard-half,recompute --num-sinks 0 --num-questions 100 \
 	  --out $(DEMO)/results/recall.json

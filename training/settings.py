@@ -89,6 +89,11 @@ class TextSettings(TrainSettings):
         at_least=8,
         at_most=MOST_ROWS,
     )
+    place: bool = option(
+        True,
+        help="--no-place: tables on learned positions compute a full cache at the position of its "
+        "size, not where text is measured to do best",
+    )
 
     @property
     def folder(self) -> Path:

@@ -123,7 +123,7 @@ def train_on_text(
     record = record_of("train", settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
     num_judged = num_judged_tokens(aligner, text, settings.kvs) if settings.judge else 0
-    places = settings.judge and is_table
+    places = settings.judge and settings.place and is_table
     num_judged += num_placed_tokens(aligner, model, text) if places else 0
     progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
     record |= fit(aligner, settings, loaded, text)
