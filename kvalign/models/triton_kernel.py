@@ -82,8 +82,9 @@ def attend(
     num_sinks: int = 0,
     beside: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query of each row; arguments and what it returns are as of
-    `kvalign.models.kernel.attend`, but that heads are of any size, and slots of floats.
+    """Attention of one query [B, H, 1, D] of each row: [B, 1, H, D], and log_sums [B, H];
+    arguments are as of `kvalign.models.kernel.attend`, but that heads are of any size, and
+    slots of floats.
     """
     (num_rows, num_queries, _, dim), (num_heads, num_slots) = query.shape, keys.shape[1:3]
     query, places = query.float().contiguous(), places.contiguous()
