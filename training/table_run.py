@@ -176,7 +176,8 @@ def tune(
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
-    largest, realigner = last_position(settings.chunk_len, model), realigner_of(model, aligner)
+    largest = last_position(aligner.config.chunk_len, model)
+    realigner = realigner_of(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]

@@ -111,7 +111,8 @@ def test_a_file_has_all_of_it_and_says_what_is_wrong(loaded, tmp_path, models):
 
 def test_a_piece_of_more_positions_than_the_aligner_has_is_refused():
     loaded = kvalign.load_model("gpt2-mini")
-    piece, stream = kvalign.encode(loaded.model, loaded.tokenizer, [5] * 300), stream_of(loaded)
+    piece = kvalign.encode(loaded.model, loaded.tokenizer, [5] * 300)
+    stream = stream_of(loaded, aligner="kvalign-gpt2-mini-table")
     with pytest.raises(UserError, match="the aligner, which has 256"):
         stream.insert(piece)
     stream.insert(piece[:256])

@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_ends_like_an_undisturbed_one(by, text, tmp_path,
     settings = tiny(text, tmp_path / "parts", arch="llama", **often)
     handler = signal.getsignal(signal.SIGINT)
 
-    def stop(run, loss, update=recipe.Run.update):
+    def stop(run, loss, update=recipe.Pretraining.update):
         if run.step == 6 and by == "Ctrl-C":
             signal.raise_signal(signal.SIGINT)
         if run.step == 7:
@@ -86,7 +86,7 @@ def test_a_run_that_was_stopped_ends_like_an_undisturbed_one(by, text, tmp_path,
         update(run, loss)
 
     with monkeypatch.context() as patch, STOPS[by]:
-        patch.setattr(recipe.Run, "update", stop)
+        patch.setattr(recipe.Pretraining, "update", stop)
         pretrain(settings)
     assert signal.getsignal(signal.SIGINT) is handler
     again = pretrain(settings)
@@ -252,14 +252,14 @@ def test_without_bfloat16_muon_makes_the_same_steps_in_float32():
 
 def test_a_run_of_minutes_ends_by_the_clock(text, tmp_path, monkeypatch):
     """Ten seconds a step: a minute does not wait for all the tokens."""
-    seconds, rates, update = [0.0], [], recipe.Run.update
+    seconds, rates, update = [0.0], [], recipe.Pretraining.update
 
     def noted(run, loss):
         rates.append(run.rate())
         update(run, loss)
         seconds[0] += 10
 
-    monkeypatch.setattr(recipe.Run, "update", noted)
+    monkeypatch.setattr(recipe.Pretraining, "update", noted)
     monkeypatch.setattr(recipe.time, "monotonic", lambda: seconds[0])
     facts = pretrain(tiny(text, tmp_path / "a", num_tokens=10**9, max_minutes=1, save_minutes=9))
     assert facts["tokens_seen"] == 6 * 64 and rates[-1] < rates[-2] < 1 == max(rates)
