@@ -45,6 +45,7 @@ class Watched:
         self.mask_sizes: list[tuple[int, int]] = []
         self.lengths: dict[int, int] = {}
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}
+        self._got: dict[int, tuple[Pass | None, KV]] = {}
         self.index: list[list[int] | None] = []
         self._update = cache.update
         cache.update = self._watch
@@ -63,12 +64,15 @@ class Watched:
         entries = self._update(keys, values, layer, *args, **kwargs)
         number = self.layers.index(layer)
         self.births[number].append(originals)
-        self.entries[number], self.lengths[number] = entries, entries[0].shape[2]
         own = self.cache if isinstance(self.cache, StreamingCache) else None
-        step = own and (own.step or own.last_step)
-        if step is not None:
-            self.entries[number] = by_time(step, KV(*entries))
+        self._got[number] = own and (own.step or own.last_step), KV(*entries)
+        self.lengths[number] = entries[0].shape[2]
         return entries
+
+    def after(self) -> None:
+        """Look at what attention got: it may write the new entry itself."""
+        for number, (step, entries) in self._got.items():
+            self.entries[number] = entries if step is None else by_time(step, entries)
 
     @property
     def num_read(self) -> int:
@@ -111,9 +115,13 @@ class Stream:
             self.watched.before(ids.shape[1])
             self.ids = torch.cat([self.ids.to(ids), ids], 1) if self.ids.numel() else ids
         if self.method is not None:
-            return self.method.feed(ids)
-        out = self.model(input_ids=ids, past_key_values=self.keeper, use_cache=True)
-        return out.logits[:, -1].float()
+            logits = self.method.feed(ids)
+        else:
+            out = self.model(input_ids=ids, past_key_values=self.keeper, use_cache=True)
+            logits = out.logits[:, -1].float()
+        if self.watched is not None:
+            self.watched.after()
+        return logits
 
     def feed_singly(self, ids: Tensor) -> Tensor:
         """Same, one token after the other; logits after the last."""
