@@ -149,6 +149,8 @@ class StreamingCache(NotPickled, Cache):
         if self.reads_stored:
             install(config)
         self.rotates_sinks = rotation is not None and not self.stores_bare
+        # Places of a memory or a policy: a model asks for the first position, and counts on.
+        self._squeezes_all = self.realigner.place_positions is not None and not self.frame.lift
         self._moves = strategy == "move" or (self.realigner.runs_on and not self.stores_bare)
         self._counts_places = spec.family == "alibi"  # in the mask that uneven rows are told
         self.step: Pass | None = None
@@ -197,6 +199,11 @@ class StreamingCache(NotPickled, Cache):
     def num_tokens(self) -> list[int]:
         """Tokens of each row's stream: those that were evicted, too."""
         return [x + y for x, y in zip(self.seen, self.num_gone, strict=True)]
+
+    @property
+    def num_evictions(self) -> int:
+        """Number of evictions of the longest row."""
+        return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
 
     @property
     def is_filled(self) -> bool:
@@ -299,8 +306,11 @@ class StreamingCache(NotPickled, Cache):
                     "call evicts nothing between its tokens. Feed fewer, or use "
                     "kvalign.stream_tokens"
                 )
-            if self.realigner.place_positions is not None:
-                raise UserError("this cache squeezes positions: use method.feed or stream_tokens")
+            if num_new > 1 and self._squeezes_all:
+                raise UserError(
+                    "this cache squeezes positions from the first token on: feed one token at a "
+                    "time, or use method.feed or stream_tokens"
+                )
             self._whole.begin()
             self.step = self._begin(num_rows, num_new)
         self.describe()

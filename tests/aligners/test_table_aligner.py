@@ -130,15 +130,32 @@ def test_the_window_is_lifted_or_squeezed_at_the_first_eviction(kind, sizes, by,
         torch.testing.assert_close(rows.feed(x.expand(2, 1)), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_counts_positions_itself_is_refused_a_squeezed_cache(models, ids):
+@pytest.mark.parametrize("by", [9, -5])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_loop_of_ones_own_is_told_the_model_s_position(by, attention, models, ids):
+    model = deepcopy(models["gpt2"])
+    model.set_attn_implementation(attention)
+    table = tables(model, 0.5)
+    table.config = table.config.model_copy(update={"positions": ((CACHE_SIZE, CACHE_SIZE + by),)})
+    method = make("kvalign", model, aligner=table)
+    cache = method.new().cache
+    expected, found = step(method, ids[:, :60], 9), []
+    with torch.no_grad():
+        for some in (ids[:, :9], *ids[:, 9:60].split(1, 1)):
+            found.append(model(some, past_key_values=cache, use_cache=True).logits[:, -1])
+    torch.testing.assert_close(torch.stack(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_squeezed_cache_cannot_have_right_is_refused(models, ids):
     table = tables(models["gpt2"], 0.5)
     table.config = table.config.model_copy(update={"positions": ((CACHE_SIZE, CACHE_SIZE - 5),)})
     method = make("kvalign", models["gpt2"], aligner=table)
     method.feed(ids[:, :50])
     with pytest.raises(UserError, match="squeezes positions"):
         method.edit(30, 32, encode(method.model, None, [5, 6], after=[4]).part(method.model, 2))
-    with pytest.raises(UserError, match="squeezes positions"):
-        method.model(ids[:, 50:51], past_key_values=method.cache)
+    method = make("kvalign", models["gpt2"], aligner=table, memory=40, num_recalled=4)
+    with pytest.raises(UserError, match="squeezes positions from the first token on"):
+        method.model(ids[:, :5], past_key_values=method.cache)
 
 
 @pytest.mark.parametrize("change", ["data", "in place"])

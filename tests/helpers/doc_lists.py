@@ -5,6 +5,8 @@ import re
 from transformers import AutoConfig
 
 from helpers.result_parts import RESULTS
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
 from kvalign.models.architectures import FAMILIES, OWN_ATTENTION, window_of
 from kvalign.policies import POLICIES
 
@@ -23,6 +25,18 @@ def policies() -> str:
     """A row a policy."""
     rows = [f"| `{name}` | {policy.about} |" for name, policy in POLICIES.items()]
     return "\n".join(["| policy | what it does |", "|---|---|", *rows]) + "\n"
+
+
+def positions() -> str:
+    """A row a shipped aligner whose full caches were placed: their sizes, and at which position."""
+    rows = []
+    for name in checkpoints.ALIGNERS:
+        config = Aligner.from_pretrained(name).config
+        own = ", ".join(str(size) for size, at in config.positions if at == size)
+        moved = ", ".join(f"{size} at {at}" for size, at in config.positions if at != size)
+        rows += [f"| `{name}` | {moved} | {own} |"] if config.positions else []
+    head = ["| aligner | C, computed elsewhere | C, at its own position |", "|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def findings() -> str:

@@ -44,7 +44,10 @@ from kvalign.foundation.files import write_text
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 WORDS = ("table", "commands", "texts", "index", "source", "list")
-LISTS = {name: getattr(doc_lists, name) for name in ("architectures", "findings", "policies")}
+LISTS = {
+    name: getattr(doc_lists, name)
+    for name in ("architectures", "findings", "policies", "positions")
+}
 
 
 def draw_pictures(results: Path = RESULTS) -> None:
