@@ -30,6 +30,9 @@ EXTRA_OF = {
     "kvalign.app.serve": "serve",
 }
 
+OF_CUDA = {"kvalign.models.triton_kernel"}
+"""Modules that need what PyTorch for CUDA alone brings; who imports them goes without."""
+
 BARE = (
     *(["doctor"], ["models"], ["list"]),
     ["lanes", "--out", "{place}/lanes.html"],
@@ -54,11 +57,11 @@ for name in {names!r}:
 
 
 def modules(wheel: Path) -> list[str]:
-    """All modules in a wheel, `__main__` left out: importing it runs it."""
+    """Modules in a wheel but `OF_CUDA`, `__main__` left out: importing it runs it."""
     with zipfile.ZipFile(wheel) as archive:
         files = [Path(name) for name in archive.namelist() if name.endswith(".py")]
     names = {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
-    return sorted(name for name in names if not name.endswith("__main__"))
+    return sorted(name for name in names - OF_CUDA if not name.endswith("__main__"))
 
 
 def extra_of(module: str) -> str:
