@@ -99,7 +99,13 @@ def frontier(
 
     if MANY in settings.methods and settings.discard:
         sinks = tuple(dict.fromkeys(x.sizes.num_sinks for x in methods if x.name == MANY))
-        more = replace(settings, methods=(MANY,), num_sinks=sinks, num_evicted=settings.discard)
+        more = replace(
+            settings,
+            methods=(MANY,),
+            reference=MANY,
+            num_sinks=sinks,
+            num_evicted=settings.discard,
+        )
         candidates = [*methods, *make_grid(more, loaded.model)]
         methods = [*{tuple(sizes_of(one).values()): one for one in candidates}.values()]
     of_text = settings.of_text()

@@ -80,3 +80,10 @@ def test_refills_count_as_often_as_they_come(run, capsys):
         assert one["perplexity"] == row["perplexity"]
         of_base = rows["recompute", 1]["perplexity"]
         assert one["by_reference"] == pytest.approx(row["perplexity"] / of_base)
+
+
+def test_without_its_usual_reference_the_first_method_is_the_reference(run):
+    found = run("--methods", "streaming-llm,discard-half", "--num-sinks", "4")
+    assert found["settings"]["reference"] == "streaming-llm"
+    at_once = [row["num_evicted"] for row in found["rows"] if row["method"] == "discard-half"]
+    assert sorted(at_once) == [2, 5, 8, 10]
