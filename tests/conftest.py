@@ -13,6 +13,7 @@ from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from helpers.tiny_store import Recorded, record_tiny
 from transformers import PreTrainedModel
 
+from kvalign.app.sessions import conversation
 from kvalign.memory import plan
 from kvalign.methods import choice
 from kvalign.models.fetched import MOVED_BY
@@ -37,9 +38,12 @@ def no_step_of_the_user():
 
 @pytest.fixture(autouse=True)
 def no_plan_of_the_user(tmp_path_factory, monkeypatch):
-    """A plan that was measured by the user, or by another test, changes no test."""
+    """A plan that was measured by the user, or by another test, changes no test, and conversations
+    measure none.
+    """
     folder = tmp_path_factory.getbasetemp() / f"plans-{next(numbers)}"
     monkeypatch.setattr(plan, "cache_dir", lambda: folder)
+    monkeypatch.setattr(conversation, "LARGEST_MEASURED", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

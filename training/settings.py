@@ -305,6 +305,9 @@ class TuneMemorySettings(ModelSettings):
         help="another way that is measured, as of --recall-layers; may be repeated",
         repeats=True,
     )
+    quick: bool = option(
+        False, help="measure only whether the usual way helps, with the smaller cache"
+    )
     out: Path | None = option(None, help="file of the plan (default: see above)", writes="file")
 
 

@@ -41,14 +41,21 @@ def default_size(
     if longest is not None:
         limits.append((longest - run_on, "the largest cache of its aligner"))
     if (free := free_bytes(model.device)) is not None:
-        of_a_vector = spec.head_dim * model.dtype.itemsize
-        if cache_dtype == "int8":
-            from kvalign.cache.int8 import Int8
-
-            of_a_vector = Int8(model.dtype).width(spec.head_dim)
-        of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
-        most = int(free * _SHARE / num_streams / of_an_entry)
+        most = int(free * _SHARE / num_streams / bytes_of_an_entry(model, cache_dtype))
         limits.append((max(most, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
         limits.append((OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)
+
+
+def bytes_of_an_entry(model: PreTrainedModel, cache_dtype: str | None = None) -> int:
+    """Bytes that one token takes in a cache, in all layers."""
+    from kvalign.models.architectures import spec_of
+
+    spec = spec_of(model.config)
+    of_a_vector = spec.head_dim * model.dtype.itemsize
+    if cache_dtype == "int8":
+        from kvalign.cache.int8 import Int8
+
+        of_a_vector = Int8(model.dtype).width(spec.head_dim)
+    return 2 * spec.num_layers * spec.num_kv_heads * of_a_vector

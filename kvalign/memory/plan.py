@@ -43,6 +43,7 @@ class RecallPlan(BaseModel):
         base_model: the model's name when it was measured. Informative.
         embedding_fingerprint: of that model.
         recall_places, recall_layers: see `CacheSizes`.
+        helps: whether a stream with this memory surely loses less than one without.
         measured: with which command, and what it found. Informative.
     """
 
@@ -55,6 +56,7 @@ class RecallPlan(BaseModel):
     ]
     recall_places: RecallBy
     recall_layers: str = ALL
+    helps: bool = False
     measured: dict[str, Any] = {}
 
     @property

@@ -108,7 +108,7 @@ def make_chosen(
         sizes_asked["num_sinks"] = choice.num_sinks
     cls = METHODS[name]
     for size in cls.ignored_settings():
-        if (value := sizes_asked.pop(size, None)) is not None:
+        if (value := sizes_asked.pop(size, None)) not in (None, 0):
             log.warning("%s=%s has no effect on %s: it %s", size, value, name, cls.about)
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvalign.cache.default_size import LARGEST_DEFAULT
 from kvalign.cache.memory_sizes import usual_recalled
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import free_bytes
 from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.settings import typed
 from kvalign.methods.registry import AUTO
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvalign.aligners import Aligner
+    from kvalign.methods.base import Method
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import Talk
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 # cache is full; how many turns have gone as a whole.
 SYSTEM, TURNS, EVICT, NUM_GONE = "system", "turns", "evict", "gone"
 OFFERED = 100_000  # tokens of a memory
+SHARE = 1 / 2  # of the memory that is free, for what all streams keep
+OVERHEAD = 1.25  # of a stored token: the sketch of its keys
 # How a turn is answered where neither the caller nor the model says how to draw.
 CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 # In a talk, against answers that repeat earlier ones. A server's requests have code and JSON, too.
@@ -204,17 +208,8 @@ class Chat:
 
     def memory_offer(self) -> str:
         """Return what would keep the turns that go; "" where there is a memory, or none works."""
-        from kvalign.memory.memories import Memories
-        from kvalign.methods.cached import Cached
-
         method = self.stream.method
-        if method.sizes.memory or EVICT in self.stream.notes or not isinstance(method, Cached):
-            return ""
-        try:
-            sizes = replace(method.sizes, memory=OFFERED, num_recalled=None)
-            of_model = method.places_by, method.model.config, method.num_positions
-            Memories(method.spec, sizes, *of_model)
-        except UserError:
+        if method.sizes.memory or EVICT in self.stream.notes or not takes_memory(method):
             return ""
         return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for"
 
@@ -273,6 +268,8 @@ def chat(
         options["num_recalled"] = num_recalled_for(cache_size, options.get("num_sinks"))
     how = {**chat_defaults(unwrapped(model), tokenizer), **options}
     begun = stream(model, tokenizer, method=method, cache_size=cache_size, **how)
+    if options.get("memory") is None and not begun.sampling.lookup:
+        begun.method = remembering(begun.method)
     if system is not None:
         begun.notes[SYSTEM] = system
     return Chat(begun, special_tokens=special_tokens)
@@ -311,6 +308,70 @@ def chat_defaults(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     most = MOST_OF_ANSWER if tokenizer.chat_template else MAX_NEW_TOKENS
     limits = {"repetition_window": WINDOW, "max_new_tokens": most}
     return {**limits, **talk_defaults(model, {**CALM, **UNREPEATED})}
+
+
+def takes_memory(method: Method) -> bool:
+    """Return whether a memory works with a method of these sizes."""
+    from kvalign.memory.memories import Memories
+    from kvalign.methods.cached import Cached
+
+    if not isinstance(method, Cached):
+        return False
+    try:
+        sizes = replace(method.sizes, memory=OFFERED, num_recalled=None)
+        of_model = method.places_by, method.model.config, method.num_positions
+        Memories(method.spec, sizes, *of_model)
+    except UserError:
+        return False
+    return True
+
+
+def bytes_of_a_token(method: Method) -> float:
+    """Bytes that a stored token takes, at most."""
+    from kvalign.cache.default_size import bytes_of_an_entry
+
+    return OVERHEAD * bytes_of_an_entry(method.model, method.sizes.cache_dtype)
+
+
+def may_remember(method: Method) -> bool:
+    """Return whether a method may have a memory where nobody says it: one works, and is not
+    allocated at once, as with compiled steps and on a card.
+    """
+    return method.stepper is None and method.model.device.type == "cpu" and takes_memory(method)
+
+
+def usual_memory(method: Method, num_streams: int = 1) -> int:
+    """Return how many evicted tokens a conversation keeps where nobody says it: `OFFERED`, or as
+    many as `SHARE` of the free memory has room for. 0: it may have no memory; by the model's plan
+    that does not surely help; it would hold less than the cache.
+    """
+    from kvalign.memory.plan import find_plan
+
+    if not may_remember(method):
+        return 0
+    plan, num = find_plan(method.model, getattr(method, "aligner", None)), OFFERED
+    if plan is None or not plan.helps:
+        return 0
+    if (free := free_bytes()) is not None:
+        num = min(num, int(free * SHARE / num_streams / bytes_of_a_token(method)))
+    return num if num >= method.sizes.cache_size else 0
+
+
+def remembering(method: Method, num_streams: int = 1, most_recalled: int = MOST_RECALLED) -> Method:
+    """Return a method, which has been fed nothing, with the memory that it has where nobody says
+    it; itself if that is none.
+    """
+    from kvalign.memory.plan import as_planned
+
+    if not (num := usual_memory(method, num_streams)):
+        return method
+    sizes, aligner = method.sizes, getattr(method, "aligner", None)
+    num_recalled = min(most_recalled, usual_recalled(sizes.cache_size, sizes.num_sinks))
+    sizes = replace(sizes, memory=num, num_recalled=num_recalled)
+    options: dict[str, Any] = {"aligner": aligner} if aligner else {}
+    own = type(method)(method.model, as_planned(method.model, aligner, sizes, {}), **options)
+    own.why_size, own.warns = method.why_size, method.warns
+    return own
 
 
 def num_recalled_for(cache_size: int | None, num_sinks: int | None) -> int:

@@ -19,10 +19,15 @@ from helpers.patience import PATIENCE_S
 from helpers.served import serving
 from helpers.tiny_models import tiny_model
 
+import kvalign
 from kvalign.app.cli.main import main
+from kvalign.app.sessions import conversation
+from kvalign.app.sessions.conversation import Conversation, ConversationSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
+from kvalign.memory import plan
 from kvalign.methods import make_method
+from kvalign.models.loading import load_model
 from kvalign.streaming.chat import Chat
 from kvalign.streaming.turns import Talk
 
@@ -91,6 +96,55 @@ def test_a_memory_is_offered_where_one_works(kind, works):
     assert bool(Chat.memory_offer(SimpleNamespace(stream=stream))) == works
     with nullcontext() if works else pytest.raises(UserError, match="memory"):
         make_method("streaming-llm", model, memory=100, warn=False, **sizes)
+
+
+def begun(model="gpt2-mini", **flags):
+    """The sizes of a conversation as its command begins."""
+    settings = ConversationSettings(model=model, cache_size=40, **flags)
+    return Conversation(settings, settings.load()).stream.method.sizes
+
+
+NO_MEMORY = {
+    "turned off": dict(memory=0),
+    "it does not help": dict(model="llama-mini"),
+    "stale entries": dict(method="streaming-llm"),
+    "nothing is kept": dict(method="discard-half"),
+    "guesses": dict(lookup=4),
+    "turns go": dict(evict="turns"),
+    "a policy": dict(method="kvalign", policy="random"),
+    "several at once": dict(method="kvalign", num_evicted="2"),
+    "a network": dict(aligner="kvalign-gpt2-mini-network"),
+}
+
+
+@pytest.mark.parametrize("flags", NO_MEMORY.values(), ids=NO_MEMORY)
+def test_there_is_no_memory_where_it_would_not_help(flags, capsys):
+    assert begun(**flags).memory == 0
+    assert "memory" not in capsys.readouterr().err
+
+
+def test_there_is_a_memory_where_it_helps_as_large_as_there_is_room(monkeypatch, capsys):
+    """A token of gpt2-mini takes 15 kB, of half of what is free. Fewer than the cache are none."""
+    for room, num in ((None, 100_000), (10**9, 32_552), (10**6, 0)):
+        monkeypatch.setattr("kvalign.streaming.chat.free_bytes", lambda room=room: room)
+        sizes = begun()
+        assert (sizes.memory, sizes.num_recalled) == (num, 8 * bool(num))
+        line = f"a memory keeps up to {num} evicted tokens, 15 kB each"
+        assert (line in capsys.readouterr().err) == bool(num)
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_once(monkeypatch, capsys):
+    """A large one waits for `kvalign tune-memory`, and Python measures nothing."""
+    monkeypatch.setattr(plan, "PLANS", "none")  # nothing ships
+    loaded = load_model("context-gpt2")
+    assert begun("context-gpt2").memory == 0
+    monkeypatch.setattr(conversation, "LARGEST_MEASURED", 10**8)
+    for num in (1, 0):
+        in_python = kvalign.chat(loaded.model, loaded.tokenizer, cache_size=40).stream.method.sizes
+        sizes = begun("context-gpt2")
+        assert sizes.memory and in_python.memory == (0 if num else sizes.memory)
+        assert capsys.readouterr().err.count("measuring once") == num
 
 
 def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):

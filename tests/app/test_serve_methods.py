@@ -21,7 +21,8 @@ from kvalign.models.loading import load_model
 from kvalign.streaming.turns import Talk
 
 METHODS = [
-    *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),
+    {"method": "kvalign", "memory": 0},
+    *({"method": x} for x in ("streaming-llm", "window", "discard-half", "recompute")),
     {"method": "streaming-llm", "policy": "h2o"},
     {"method": "kvalign", "policy": "keydiff", "num_evicted": "2"},
 ]
@@ -137,7 +138,7 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(minis, monkeypatch):
     """Another row is stepped between two parts; what is said is that of a stream."""
     monkeypatch.setattr("kvalign.app.serve.engine.PART", 128)
     loaded, order = minis["gpt2-mini"], []
-    with running(loaded, cache_size=64) as service:
+    with running(loaded, cache_size=64, memory=0) as service:
         short = queue.Queue()
         fields = dict(model="any", temperature=0, max_tokens=16)
         hello = [{"role": "user", "content": "Hello"}]

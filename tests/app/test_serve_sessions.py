@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import torch
 from helpers.patience import PATIENCE_S
 from helpers.served import serving
 from helpers.server_kills import attack_sessions
 
 from kvalign.app.serve.service import Service
+from kvalign.app.serve.sessions import Sessions, SessionStore
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 
@@ -24,7 +26,9 @@ MODEL = "llama-mini"
 def ask(server, said, session=None, **headers):
     """The reply to messages, or to one turn; headers by their names, with `_`."""
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    asked = dict(model=MODEL, messages=messages, max_tokens=6, temperature=0)
+    asked = dict(
+        model=server.service.settings.model, messages=messages, max_tokens=6, temperature=0
+    )
     if session:
         asked["session"] = session
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
@@ -104,6 +108,30 @@ def test_a_session_that_had_to_go_says_so(loaded):
         is_refused(ask(server, "Why?", "b"), 410, "session_dropped")
         assert forget(server, "b").json()["deleted"]
         assert num_cached(ask(server, "Why?", "b")) == 0
+
+
+@pytest.mark.parametrize(("name", "has_one"), [("gpt2-mini", True), ("llama-mini", False)])
+def test_a_restart_goes_on_with_the_sizes_of_its_sessions(
+    name, has_one, minis, tmp_path, monkeypatch
+):
+    """The default ones follow from the free memory, which changes."""
+    seen = []
+    for room, memory in ((10**9, None), (4 * 10**9, None), (4 * 10**9, 0), (10**9, None)):
+        monkeypatch.setattr("kvalign.streaming.chat.free_bytes", lambda room=room: room)
+        with serving(minis[name], memory=memory, sessions=tmp_path / str(len(seen) // 2)) as server:
+            text(ask(server, "Who?", "s"))
+            seen.append(server.service.method.sizes)
+    assert seen[0] == seen[1] and seen[2] == seen[3]
+    assert [bool(sizes.memory) for sizes in seen[::2]] == [has_one, False]
+
+
+def test_sessions_in_memory_go_where_room_ends():
+    sessions = Sessions(SessionStore(), SessionStore(), 9, 9, max_bytes=1000)
+    for i, name in enumerate(("a", "~b", "c", "~d", "e", "f")):
+        state = {"x": torch.zeros(100 if i < 5 else 230)}
+        sessions.put(replace(sessions.take(name), ids=torch.ones(1), state=state))
+        there = [x for x in ("a", "~b", "c", "~d", "e", "f") if x in sessions._by_id]
+        assert there == [["a"], ["a", "~b"], ["a", "c"], ["a", "c"], ["c", "e"], ["f"]][i]
 
 
 def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(loaded):

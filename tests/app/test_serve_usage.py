@@ -12,7 +12,8 @@ from kvalign.streaming.turns import Talk
 HEADER = "X-KVAlign-Warning"
 MODELS = ("gpt2-mini", "llama-mini")
 METHODS = [
-    *({"method": x} for x in ("kvalign", "recompute")),
+    {"method": "kvalign", "memory": 0},
+    {"method": "recompute"},
     {"method": "streaming-llm", "num_evicted": "3"},
     {"method": "kvalign", "memory": 20},
 ]
@@ -68,7 +69,8 @@ def test_a_session_is_the_stream_of_the_conversation(number, name, minis):
 
 
 def test_all_forms_say_the_same(minis):
-    with serving(minis["gpt2-mini"], cache_size=32) as server, server.client() as client:
+    how = dict(cache_size=32, memory=0)
+    with serving(minis["gpt2-mini"], **how) as server, server.client() as client:
         last = {"stream": True, "stream_options": {"include_usage": True}}
         whole, pieces = (
             ask(client, "gpt2-mini", "word " * 60, name, **more)

@@ -11,12 +11,14 @@ from helpers.tiny_models import tiny_model
 import kvalign
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_checked
 from kvalign.foundation.progress import warn_once
 from kvalign.memory import plan
 from kvalign.memory.plan import FILE, PLANS, RecallPlan, in_cache
 from kvalign.methods import make_method
 from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import load_model
+from kvalign.training.recall_tuning import helps
 
 SIZES = dict(cache_size=32, num_sinks=2, memory=60)
 
@@ -64,6 +66,15 @@ def test_a_plan_of_another_model_does_not_count_and_a_damaged_one_is_named(learn
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recall_places": "there"}))
     with pytest.raises(UserError, match=r"my-gpt2\.json.*places"):
         recall_of(learned, tables(learned))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((checkpoints.FOLDER / PLANS).glob("*.json")), ids=lambda x: x.stem
+)
+def test_what_ships_says_whether_it_helps(path):
+    one = read_checked(RecallPlan, path)
+    (row,) = [x for x in one.measured["rows"] if x.items() >= one.sizes.items()]
+    assert one.helps == helps(row) == (path.stem != "llama-mini")
 
 
 def test_a_saved_stream_keeps_its_own(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ NOT_RUN = {
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
     r"git clone URL .+": "is where the reader already is",
     r"kvalign models --fetch .+": "loads a model; tests/app/test_fetch.py",
-    r"kvalign (chat|serve) .*--memory 100000.*": "has the fetched model; here flags are read alone",
+    r"kvalign (chat --cache-size 256|serve --edit)": "has the fetched model; flags are read alone",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }
 # Pages whose sections begin in folders of their own, as a reader may begin at any.

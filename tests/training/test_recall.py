@@ -37,7 +37,8 @@ def test_the_best_plan_is_written_where_it_is_found(monkeypatch, loaded):
     result = tune_memory(**TINY, layers=("0", "0,4-5:0.5"), loaded=loaded)
     written = json.loads(in_cache("gpt2-mini").read_text())
     assert result["file"] == str(in_cache("gpt2-mini")) and result["plan"] == written
-    assert find_plan(loaded.model, None).sizes == best | {"recall_places": "rank"}
+    plan = find_plan(loaded.model, None)
+    assert plan.sizes == best | {"recall_places": "rank"} and plan.helps
     ways = [(row["recall_places"], row["recall_layers"]) for row in result["rows"]]
     assert ways[:4] == [(None, None), *(("rank", x) for x in ("all", "3-5", "0-2:-2,3-5"))]
     assert ways[6:] == [("rank", "0"), ("rank", "0,4-5:0.5"), ("age", "all")]
@@ -47,6 +48,15 @@ def test_without_a_difference_fewer_layers_serve(monkeypatch, loaded):
     rigged(monkeypatch, {})
     written = tune_memory(**TINY, loaded=loaded)["plan"]
     assert (written["recall_places"], written["recall_layers"]) == ("rank", "3-5")
+    assert not written["helps"]
+
+
+def test_in_a_few_seconds_it_is_known_whether_a_memory_helps(monkeypatch, loaded):
+    for best, is_helpful in (("rank", True), ("age", False)):
+        rigged(monkeypatch, {"recall_places": best})
+        result = tune_memory(**TINY, quick=True, loaded=loaded)
+        assert [row["recall_places"] for row in result["rows"]] == [None, "rank"]
+        assert result["plan"]["helps"] is is_helpful
 
 
 @pytest.mark.parametrize("model", ["gpt2-mini", "recall-llama"])

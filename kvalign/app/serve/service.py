@@ -1,6 +1,7 @@
 """Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
 import logging
+import math
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,11 +38,12 @@ from kvalign.app.serve.turn import (
 from kvalign.app.serve.wire import OF_REQUESTS, ChatRequest, Completion, Request
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.machine import free_bytes
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.answer import token_bytes
-from kvalign.streaming.chat import talk_defaults
+from kvalign.streaming.chat import SHARE, talk_defaults
 from kvalign.streaming.sampling import DRAWS, Sampling
 from kvalign.streaming.stream_file import Digests
 from kvalign.streaming.turns import end_ids
@@ -57,12 +59,13 @@ class Service:
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None):
-        self.settings, self.tokenizer = settings, loaded.tokenizer
+        settings, self.tokenizer = settings.as_kept(), loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
         how: dict[str, Any] = dict(num_streams=settings.max_streams, is_edited=settings.edit)
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.defaults, **how)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
+        self.settings = replace(settings, memory=self.method.sizes.memory)
         self.json_ends = end_ids(loaded.model, self.tokenizer)
         self.constraints = Constraints(self.tokenizer, self.json_ends)
         if type(self.method).join is Method.join:
@@ -85,7 +88,8 @@ class Service:
             of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
             store = InFolder(settings.sessions, self._method_for, *of)
         unnamed = store if settings.keep_unnamed else SessionStore()
-        self.sessions = Sessions(store, settings.max_sessions, unnamed, settings.max_unnamed)
+        most = settings.max_sessions, settings.max_unnamed, SHARE * (free_bytes() or math.inf)
+        self.sessions = Sessions(store, unnamed, *most)
         if engine is None:
             self.metrics.streams.set_function(lambda: self.engine.num_rows)
             self.metrics.waiting.set_function(lambda: self.engine.num_waiting)

@@ -11,6 +11,7 @@ import threading
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class Session:
     @property
     def is_named(self) -> bool:
         return not self.id.startswith(_UNNAMED)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of its state in memory."""
+        return sum(x.nbytes for x in (self.state or {}).values())
 
     def reset(self) -> "Session":
         """Return the session before its first turn. Its next one is stored in place of this."""
@@ -124,14 +130,20 @@ class Sessions:
     """All sessions; each answers one turn at a time. Safe to use from several threads.
 
     Named sessions are in `store`, at most `max_named`. Those without a name are in `unnamed`, at
-    most `max_unnamed`. Neither kind displaces the other.
+    most `max_unnamed`. Neither kind displaces the other, but for room: of all states in memory,
+    beyond `max_bytes`, those without a name go first.
     """
 
     def __init__(
-        self, store: SessionStore, max_named: int, unnamed: SessionStore, max_unnamed: int
+        self,
+        store: SessionStore,
+        unnamed: SessionStore,
+        max_named: int,
+        max_unnamed: int,
+        max_bytes: float,
     ):
         self.store, self._unnamed = store, unnamed
-        self.max_named, self.max_unnamed = max_named, max_unnamed
+        self.max_named, self.max_unnamed, self.max_bytes = max_named, max_unnamed, max_bytes
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._by_id: dict[str, Session] = {}  # the least recently used first
@@ -163,7 +175,8 @@ class Sessions:
             self._check_idle(name)
             if name in self._dropped and not has_answers:
                 what = (
-                    f"session {name} was dropped, since at most {self.max_named} are kept: send "
+                    f"session {name} was dropped, since at most {self.max_named} are kept, and as "
+                    f"many as memory has room for: send "
                     f"all its messages, or start it again after {_forget(name)}"
                 )
                 raise RequestError(what, 410, param="session", code="session_dropped")
@@ -227,11 +240,19 @@ class Sessions:
         self._dropped.pop(session.id, None)
         num = sum(one.is_named is session.is_named for one in self._by_id.values())
         for old in self._idle(session.is_named)[: max(0, num - self._most(session.is_named))]:
-            self._store_of(old).drop(self._by_id.pop(old.id).id)
-            if old.is_named:
-                self._dropped[old.id] = None
+            self._drop(old)
+        num_bytes = sum(one.num_bytes for one in self._by_id.values())
+        for old in (*self._idle(is_named=False), *self._idle(is_named=True)):
+            if old.num_bytes and num_bytes > self.max_bytes:
+                num_bytes -= old.num_bytes
+                self._drop(old)
         while len(self._dropped) > _MOST_DROPPED:
             del self._dropped[next(iter(self._dropped))]
+
+    def _drop(self, old: Session) -> None:
+        self._store_of(old).drop(self._by_id.pop(old.id).id)
+        if old.is_named:
+            self._dropped[old.id] = None
 
     def _check_idle(self, name: str) -> None:
         if name in self._busy:

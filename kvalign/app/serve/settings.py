@@ -1,5 +1,6 @@
 """Settings of `kvalign serve`."""
 
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -75,6 +76,20 @@ class ServeSettings(TalkSettings):
             raise UserError("--edit and --evict turns contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")
+
+    def as_kept(self) -> Self:
+        """The same with the sizes of the sessions in its folder, where no flag says them: the
+        default ones are as large as the free memory allows, and a restart goes on with the old.
+        """
+        from kvalign.streaming import stream_file
+
+        for path in self.sessions.glob("*.safetensors") if self.sessions else ():
+            with suppress(UserError):
+                saved = stream_file.about(path).model_extra or {}
+                sizes = {name: getattr(self, name) for name in ("cache_size", "memory")}
+                kept = {name: saved.get(name, 0) for name, size in sizes.items() if size is None}
+                return replace(self, **kept)
+        return self
 
     def of_beside(self) -> Self:
         """Settings of what streams beside, without those that its method does not take; UserError

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvalign import checkpoints
 from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of, sinks_of
+from kvalign.cache.memory_sizes import MOST_RECALLED
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.files import check_not_locked
@@ -24,15 +25,28 @@ from kvalign.streaming.sampling import MAX_NEW_TOKENS, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvalign.methods.base import Method
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
+
+
+LARGEST_MEASURED = 500_000_000
+"""Weights of a model that is measured as a conversation begins."""
+NUM_MEASURED = 1200  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class TalkSettings(StreamSettings):
     """Base of the settings of conversations, with a kept opening and answers that end."""
 
+    most_recalled: ClassVar[int] = MOST_RECALLED
     model: str = option("", help="shipped name, hub id or folder of a causal LM (default: fetched)")
+    memory: int | None = like(
+        CacheSizes,
+        "memory",
+        more=f" (default: {chat.OFFERED}, as far as half of the free memory has room, where the "
+        "model's plan says that it helps)",
+    )
     num_sinks: str = option(
         "auto",
         help="first entries that are never evicted; system: all before the user's first word; "
@@ -61,6 +75,43 @@ class TalkSettings(StreamSettings):
     def sinks(self) -> int | None:
         """Number that `--num-sinks` gives; None: auto or system."""
         return sinks_of(self.num_sinks, "auto", "system")
+
+    def stream(self, loaded: LoadedModel, *args: Any, **how: Any) -> TextStream:
+        """A new stream as of `StreamSettings`, with the memory that it has where no flag says."""
+        stream = super().stream(loaded, *args, **how)
+        if self.memory is not None or self.evict == "turns" or self.lookup:
+            return stream
+        method = stream.method
+        try:
+            if chat.may_remember(method):
+                self._measure(loaded, method)
+            of = how.get("num_streams", 1), self.most_recalled
+            stream.method = chat.remembering(method, *of)
+        except (UserError, OSError) as error:
+            print(f"no memory: {error} (--memory 0 does without)", file=sys.stderr)
+        if num := stream.method.sizes.memory:
+            num_kb = chat.bytes_of_a_token(method) / 1000
+            print(
+                f"a memory keeps up to {num} evicted tokens, {num_kb:.0f} kB each, and steps get "
+                "slower as it fills (--memory 0: none)",
+                file=sys.stderr,
+            )
+        return stream
+
+    def _measure(self, loaded: LoadedModel, method: Method) -> None:
+        """Measure a model that has no plan, once; one that would take minutes has none."""
+        from kvalign.memory.plan import find_plan
+        from kvalign.models.model_folder import num_weights
+
+        aligner = getattr(method, "aligner", None)
+        if find_plan(loaded.model, aligner) or num_weights(method.model.config) > LARGEST_MEASURED:
+            return
+        from kvalign.training import tune_memory
+
+        name = loaded.spec.name
+        print(f"measuring once what a memory gives {name} (--memory 0: none)", file=sys.stderr)
+        of = dict(method=method.name, aligner=None if aligner is None else aligner.source)
+        tune_memory(model=name, num_tokens=NUM_MEASURED, quick=True, loaded=loaded, **of)
 
     def resolved(self) -> Self:
         """These settings with a model: the named one, or one that was fetched, which is printed.
@@ -91,13 +142,14 @@ class ConversationSettings(TalkSettings):
     does, else --temperature 0.3 --top-p 0.9 --repetition-penalty 1.1; in a conversation that goes
     on, what is saved with it.
 
-    What is out of the cache is forgotten, which is said; --memory 100000 keeps it, and takes back
-    what is asked for, which is slower.
+    What is out of the cache goes to a memory, which takes back what is asked for; without one it
+    is forgotten, which is said. The first start with a model measures whether a memory helps.
 
     Example:
         kvalign chat --model gpt2-mini --say "Who lived on the island?" --state talk.safetensors
     """
 
+    most_recalled: ClassVar[int] = chat.MOST_RECALLED
     system: str | None = option(None, help="instructions before the first turn, never evicted")
     max_new_tokens: int | None = like(
         Sampling,
