@@ -5,5 +5,5 @@ from .base import new_config as new_config
 from .kinds import KINDS as KINDS
 from .network import NetworkAligner as NetworkAligner
 from .network import RealignNet as RealignNet
-from .network import TableNetworkAligner as TableNetworkAligner
 from .table import TableAligner as TableAligner
+from .table import TableNetworkAligner as TableNetworkAligner

@@ -14,7 +14,7 @@ KINDS: Registry[Any] = Registry(
     {
         "network": "kvalign.aligners.network:NetworkAligner",
         "table": "kvalign.aligners.table:TableAligner",
-        "table-network": "kvalign.aligners.network:TableNetworkAligner",
+        "table-network": "kvalign.aligners.table:TableNetworkAligner",
     },
 )
 """Classes under `Aligner` by the names in `AlignerConfig.kind`."""

@@ -1,29 +1,21 @@
-"""Aligners with networks: the paper's own, and one that corrects what position tables give.
+"""The paper's aligner (Aldea, Hwang, Kim, Liang 2024): one small residual network for keys and one
+for values, shared by all layers and heads, applied at each eviction.
 
-- `network`: one small residual network for keys and one for values, applied at each eviction.
-  out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang
-  2024). It is trained on entries of a clean cache, but applied to its own output at each move. So
-  errors accumulate.
-- `table-network`: position tables, and a network that corrects an entry once, when it is written:
-  x <- table.anchor(entry) + f(x); then the table alone places x, wherever it goes. Once entries are
-  evicted, new ones are written at the last position of a full cache. A table knows what entries
-  look like there on average; the network sees the entry, keys and values of all heads of its layer.
-  Its output is stored with the entry, so a step costs one row of a small network a layer, however
-  many entries move. What is written before the first eviction is not corrected: until then the
-  model is unchanged.
+    out = x + f(x, position, layer, head)
+
+It is trained on entries of a clean cache, but applied to its own output at each move. So errors
+accumulate.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Birth, Flags, Move
+from kvalign.aligners.base import Aligner, AlignerConfig, Move
 from kvalign.aligners.entries import KV
 from kvalign.aligners.kinds import NETWORK_SIZES, SHARED_SIZES, TARGETS
-from kvalign.aligners.table import TableAligner
 from kvalign.foundation.errors import UserError
 
 if TYPE_CHECKING:
@@ -155,64 +147,3 @@ def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:
     hidden1, hidden2 = (config.sizes[f"{kv}_hidden{i}"] for i in (1, 2))
     shape = (config.head_dim, num_positions, config.num_layers, config.num_kv_heads)
     return RealignNet(*shape, hidden1=hidden1, hidden2=hidden2, **shared)
-
-
-class EntryNetwork(nn.Module):
-    """Corrections of the keys and values of all heads of a layer, with one hidden ReLU layer."""
-
-    def __init__(self, num_numbers: int, num_hidden: int):
-        super().__init__()
-        dtype = torch.float32  # whatever the process has as its default
-        self.hidden = nn.Linear(2 * num_numbers, num_hidden, dtype=dtype)
-        self.key, self.value = (nn.Linear(num_hidden, num_numbers, dtype=dtype) for _ in range(2))
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset the outputs to 0, as before training."""
-        for output in (self.key, self.value):
-            nn.init.zeros_(output.weight)
-            nn.init.zeros_(output.bias)
-
-    def forward(self, entries: KV) -> KV:
-        """Corrections of entries [B, H, S, D]."""
-        hidden = self.hidden(torch.cat(entries, 1).transpose(1, 2).flatten(2)).relu()
-        shape = -1, entries.keys.shape[3]
-        outputs = self.key(hidden), self.value(hidden)
-        return KV(*(x.unflatten(2, shape).transpose(1, 2) for x in outputs))
-
-
-class TableNetworkAligner(TableAligner):
-    """Tables, and an `EntryNetwork` for each layer."""
-
-    kind = "table-network"
-    corrects = True
-    default_sizes: ClassVar[Mapping[str, int]] = {"hidden": 64}
-
-    def __init__(self, config: AlignerConfig):
-        super().__init__(config)
-        num_numbers = config.num_kv_heads * config.head_dim
-        self.network = nn.ModuleList(
-            EntryNetwork(num_numbers, config.sizes["hidden"]) for _ in range(config.num_layers)
-        )
-
-    def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
-        if self.config.family != "learned":
-            raise UserError(f"{self.kind} is for learned positions, not {self.config.family} ones")
-        super().check(model, sizes)
-
-    def network_of(self, layer: int) -> Sequence[Tensor] | None:
-        if self.config.sizes["hidden"] % 16 or self.config.head_dim % 16:
-            return None
-        network: Any = self.network[layer]
-        layers = network.hidden, network.key, network.value
-        return [x for one in layers for x in (one.weight, one.bias)]
-
-    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
-        x = super().anchor(layer, entries, birth)
-        if evicting is False:
-            return x
-        change: KV = self.network[layer](x)
-        if isinstance(evicting, Tensor):
-            mask = evicting.to(x.keys.device)[:, None, :, None]
-            change = change.map(lambda y: y * mask)
-        return KV(x.keys + change.keys, x.values + change.values)

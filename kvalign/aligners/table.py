@@ -11,17 +11,29 @@ positions.
 
 The scale is needed because a layer norm divides the sum of token and position by its size. Where
 the position embedding is large (the first positions), the token's part becomes small.
+
+`table-network` has a network beside them, which corrects an entry once, when it is written: x <-
+table.anchor(entry) + f(x); then the table alone places x, wherever it goes. Once entries are
+evicted, new ones are written at the last position of a full cache. A table knows what entries look
+like there on average; the network sees the entry, keys and values of all heads of its layer. So a
+step costs one row of a small network a layer, however many entries move. What is written before the
+first eviction is not corrected: until then the model is unchanged.
 """
 
 import copy
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Birth, Flags, Move
 from kvalign.aligners.entries import KV
+from kvalign.foundation.errors import UserError
+
+if TYPE_CHECKING:
+    from kvalign.cache.sizes import CacheSizes
 
 TABLES = ("key", "value", "key_scale", "value_scale")
 
@@ -116,3 +128,64 @@ def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KV:
         (keys - tables.key_means) / tables.key_scales[..., None],
         (values - tables.value_means) / tables.value_scales[..., None],
     )
+
+
+class EntryNetwork(nn.Module):
+    """Corrections of the keys and values of all heads of a layer, with one hidden ReLU layer."""
+
+    def __init__(self, num_numbers: int, num_hidden: int):
+        super().__init__()
+        dtype = torch.float32  # whatever the process has as its default
+        self.hidden = nn.Linear(2 * num_numbers, num_hidden, dtype=dtype)
+        self.key, self.value = (nn.Linear(num_hidden, num_numbers, dtype=dtype) for _ in range(2))
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset the outputs to 0, as before training."""
+        for output in (self.key, self.value):
+            nn.init.zeros_(output.weight)
+            nn.init.zeros_(output.bias)
+
+    def forward(self, entries: KV) -> KV:
+        """Corrections of entries [B, H, S, D]."""
+        hidden = self.hidden(torch.cat(entries, 1).transpose(1, 2).flatten(2)).relu()
+        shape = -1, entries.keys.shape[3]
+        outputs = self.key(hidden), self.value(hidden)
+        return KV(*(x.unflatten(2, shape).transpose(1, 2) for x in outputs))
+
+
+class TableNetworkAligner(TableAligner):
+    """Tables, and an `EntryNetwork` for each layer."""
+
+    kind = "table-network"
+    corrects = True
+    default_sizes: ClassVar[Mapping[str, int]] = {"hidden": 64}
+
+    def __init__(self, config: AlignerConfig):
+        super().__init__(config)
+        num_numbers = config.num_kv_heads * config.head_dim
+        self.network = nn.ModuleList(
+            EntryNetwork(num_numbers, config.sizes["hidden"]) for _ in range(config.num_layers)
+        )
+
+    def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
+        if self.config.family != "learned":
+            raise UserError(f"{self.kind} is for learned positions, not {self.config.family} ones")
+        super().check(model, sizes)
+
+    def network_of(self, layer: int) -> Sequence[Tensor] | None:
+        if self.config.sizes["hidden"] % 16 or self.config.head_dim % 16:
+            return None
+        network: Any = self.network[layer]
+        layers = network.hidden, network.key, network.value
+        return [x for one in layers for x in (one.weight, one.bias)]
+
+    def anchor(self, layer: int, entries: KV, birth: Birth, evicting: Flags = False) -> KV:
+        x = super().anchor(layer, entries, birth)
+        if evicting is False:
+            return x
+        change: KV = self.network[layer](x)
+        if isinstance(evicting, Tensor):
+            mask = evicting.to(x.keys.device)[:, None, :, None]
+            change = change.map(lambda y: y * mask)
+        return KV(x.keys + change.keys, x.values + change.values)

@@ -13,11 +13,8 @@ kernels (many tokens, in half precision on CUDA). No code here is for a single a
 (`kvalign.models.attention`).
 """
 
-import functools
-import os
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +22,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvalign.aligners.table import Tables
 from kvalign.cache.passes import Pass, Sight
-from kvalign.foundation.progress import warn_once
 from kvalign.models import kernel
 from kvalign.models.rope import Rotation
 
@@ -80,11 +76,11 @@ def attend(
     # The keys of a step run on, those of its sinks, too; the means of tables do not.
     rotation, tables, recall, recalled = reader.rotation, reader.tables, reader.recall, None
     sight = step.sight_of_one if recall is None else step.sights(step.sizes.num_recalled or 0)[0]
-    num_sinks, at_means = min(step.sizes.num_sinks, keys.shape[2]), query
+    num_sinks, asking = min(step.sizes.num_sinks, keys.shape[2]), None
     if recall is not None and sight.has_lost:
         recalled = recall(sight, query.unflatten(1, (keys.shape[1], -1)) * scale)
     if rotation is not None and tables is not None:
-        at_means = rotation.shift(query, step.behind_rows.to(query.device))
+        asking = rotation.shift(query, step.behind_rows.to(query.device))
     beside = None
     if recalled is not None:
         beside = recalled.output.flatten(1, 3), recalled.log_sum.flatten(1)
@@ -100,7 +96,7 @@ def attend(
             angles=reader.angles,
             bases=reader.bases,
             tables=tables,
-            asking=at_means,
+            asking=asking,
             num_sinks=num_sinks,
             beside=beside,
             new=reader.new,
@@ -109,74 +105,57 @@ def attend(
         return output
     if tables is None and recalled is None:
         return as_they_lie(sight, query, keys, values, scale)
-    if takes_triton(query):
-        of_slots = sight.places_of_one.to(query.device), query, keys, values, scale
-        of_tables = tables, at_means, num_sinks, beside
-        if (found := _by_triton(*of_slots, *of_tables)) is not None:
+    if kernel.takes_triton(query):
+        found = kernel.attend_by_triton(
+            sight.places_of_one.to(query.device),
+            query,
+            keys,
+            values,
+            scale,
+            tables=tables,
+            asking=asking,
+            num_sinks=num_sinks,
+            beside=beside,
+        )
+        if found is not None:
             return found.to(query.dtype)
-    placed = tables and tables.first(step.num_places).of_entries(sight.places, num_sinks)
-    of_keys = keys, values, scale, num_sinks, sight.places, placed, recalled
-    return placed_attention(query, query, at_means, *of_keys)[0].to(query.dtype)
-
-
-_unfit = set[torch.device]()
-"""Devices on which our Triton kernel has failed."""
-
-
-def takes_triton(query: Tensor) -> bool:
-    """Return whether our Triton kernel attends for queries [B, H, 1, D]: on CUDA, without a slope,
-    where Triton is. `KVALIGN_TRITON=0` turns it off.
-    """
-    is_free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return query.is_cuda and is_free and query.device not in _unfit and _triton_kernel() is not None
-
-
-@functools.cache
-def _triton_kernel() -> ModuleType | None:
-    if os.environ.get("KVALIGN_TRITON") == "0":
-        return None
-    try:
-        from kvalign.models import triton_kernel
-    except ImportError:
-        return None
-    return triton_kernel
-
-
-def _by_triton(places: Tensor, query: Tensor, *args: Any) -> Tensor | None:
-    """Output [B, 1, H, D] of our Triton kernel; None, and a line once, where it fails."""
-    triton_kernel = _triton_kernel()
-    assert triton_kernel is not None
-    try:
-        output, _ = triton_kernel.attend(places, query, *args)
-    except Exception as error:  # of any compiler, on any card
-        _unfit.add(query.device)
-        first = str(error).strip().partition("\n")[0]
-        warn_once(f"tables and memories are read by PyTorch's kernels: our own failed: {first}")
-        return None
-    return output
+    output, _ = placed_attention(
+        sight.places,
+        query,
+        keys,
+        values,
+        scale,
+        tables=tables and tables.first(step.num_places).of_entries(sight.places, num_sinks),
+        asking=asking,
+        num_sinks=num_sinks,
+        recalled=recalled,
+    )
+    return output.to(query.dtype)
 
 
 def placed_attention(
+    places: Tensor,
     query: Tensor,
-    of_window: Tensor,
-    at_means: Tensor,
     keys: Tensor,
     values: Tensor,
     scale: float,
-    num_sinks: int,
-    places: Tensor,
+    *,
     tables: Tables | None = None,
+    asking: Tensor | None = None,
+    num_sinks: int = 0,
+    window_query: Tensor | None = None,
     recalled: Recalled | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over entries that are placed for each query, in float32: the reference.
 
     Args:
-        query, of_window, at_means: [B, H, T, D], as it meets sinks, the entries behind them, and
-            the means of tables.
+        places: [B or 1, T, S] int64, as of `Sight`.
+        query: [B, H, T, D], as it meets sinks.
         keys, values: [B, H_kv, S, D], sinks first, without their mean and scale if there are
             tables.
-        places: [B or 1, T, S] int64, as of `Sight`.
         tables: means of P places, and scales of the entries (`Tables.of_entries`).
+        asking, window_query: the query as it meets the means of tables, and the entries behind the
+            sinks; None: as it is.
         recalled: what the queries take back, as if it were one more entry.
 
     Returns:
@@ -188,12 +167,12 @@ def placed_attention(
         return x.float().unflatten(1, (num_heads, -1)) * scale  # [B, H_kv, G, T, D]
 
     own, keys, values = grouped(query), keys.float(), values.float()
-    window = own if of_window is query else grouped(of_window)
+    window = own if window_query is None else grouped(window_query)
     of_sinks, of_others = keys.tensor_split([num_sinks], 2)
     sinks, others = _by_head(own, of_sinks.mT), _by_head(window, of_others.mT)
     if tables is not None:
         at = places[..., num_sinks:].clamp_min(0)  # [B or 1, T, W]
-        means = _by_head(own if at_means is query else grouped(at_means), tables.key_means.mT)
+        means = _by_head(own if asking is None else grouped(asking), tables.key_means.mT)
         at_all = at[:, None, None].expand_as(others)
         others = others * tables.key_scales + means.gather(-1, at_all)
     of_recalled = () if recalled is None else (recalled.log_sum[..., None],)

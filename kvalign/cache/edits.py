@@ -72,17 +72,17 @@ class CachePart(EntryPart):
     Attributes:
         layers: of the cache.
         behind: as of its `Pass`.
-        before: number of entries that were written before the one of place 0, had all been.
+        offset: number of entries that were written before the one of place 0, had all been.
     """
 
     layers: Sequence[WindowLayer]
     behind: int
-    before: int
+    offset: int
 
     @property
     def written(self) -> int:
         """Number of entries that had been written before the first, which is not a sink."""
-        return self.before + self.first
+        return self.offset + self.first
 
     @property
     def num_rows(self) -> int:

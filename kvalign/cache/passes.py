@@ -99,7 +99,7 @@ class Pass:
         hides: whether some of these are not of its row.
         is_even: whether rows have equally many entries.
         is_alike: whether the entries of rows have equal positions, too.
-        is_decode: whether it is of one token in rows that have their sinks.
+        is_decode: whether it is of one token in rows that have entries, and all their sinks.
         position: position of the longest row's first new token.
     """
 
@@ -140,7 +140,7 @@ class Pass:
         self.hides = min(self.stored) + num_new < self.length
         self.is_even = len(set(self.stored)) == 1
         self.is_alike = self.is_even and len(set(self.births)) == 1
-        self.is_decode = self.is_single and min(self.seen) >= sizes.num_sinks
+        self.is_decode = self.is_single and self.end > 0 and min(self.seen) >= sizes.num_sinks
         self._sights: dict[int, list[Sight]] = {}
 
     def of_rows(self, name: str) -> Tensor:

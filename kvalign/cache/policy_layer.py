@@ -86,7 +86,7 @@ class PolicyLayer(StreamingLayer):
     ) -> Tensor:
         """Attention of queries [B, H, T, D], with weights for the policy: [B, T, H, D]."""
         places = step.sights()[0].places.to(keys.device)
-        out, weights = placed_attention(query, query, query, keys, values, scale, 0, places)
+        out, weights = placed_attention(places, query, keys, values, scale)
         self._score(step, KV(keys, values), weights.mean(2))
         return out
 

@@ -61,7 +61,7 @@ class Realigner:
     place_positions: Tensor | None = None
     lift = 0
     version: tuple[tuple[int, int], ...] = ()
-    """Of what `prepare` computes: place and number of changes of each tensor that it is made of."""
+    """Of what `refresh` computes: place and number of changes of each tensor that it is made of."""
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation
@@ -91,8 +91,8 @@ class Realigner:
         lift = min(self.lift, num_rows - 1 - sizes.last_position)
         return Frame(**asdict(sizes), lift=lift) if lift > 0 and lifts(sizes) else sizes
 
-    def prepare(self) -> None:
-        """Prepare what attention reads before a pass begins."""
+    def refresh(self) -> None:
+        """Take what attention reads of the aligner as it is now, before a pass begins."""
 
     def anchor(
         self, layer: int, new: KV, birth: Birth, written: Birth, evicting: Flags = False
@@ -222,7 +222,7 @@ class OnRead(Realigner):
             return running(sizes, self.rotation, context_len)
         return self.lifted(sizes, context_len, self.table)
 
-    def prepare(self) -> None:
+    def refresh(self) -> None:
         """Take the tables of all layers as they are now."""
         install(self.config)
         version: tuple[tuple[int, int], ...] = ()
@@ -260,7 +260,7 @@ class OnRead(Realigner):
         )
 
     def reader(self, layer: int) -> Reader:
-        """Tables as `prepare` found them, mean keys rotated to their places; or as they are now, if
+        """Tables as `refresh` found them, mean keys rotated to their places; or as they are now, if
         gradients are recorded.
         """
         return self._reader_of(layer) if torch.is_grad_enabled() else self._readers[layer]

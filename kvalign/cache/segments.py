@@ -192,9 +192,9 @@ def attend_segment(
     if is_plain and step.sizes.num_evicted == 1 and takes_bands(query):
         from kvalign.cache.band import band_and_sinks
 
-        of_sinks = num_sinks, max(step.sizes.num_sinks - step.seen[0], 0), step.tokens
+        num_first, window_size = max(step.sizes.num_sinks - step.seen[0], 0), step.sizes.window_size
         return band_and_sinks(
-            query, rotated, keys, values, *of_sinks, step.sizes.window_size, scale
+            query, rotated, keys, values, num_sinks, num_first, step.tokens, window_size, scale
         )
     # A CPU is faster without its kernel than with one of twice the size (`both_forms`).
     lies = is_plain and (rotated is query or not num_sinks or not on_cpu)
@@ -215,8 +215,18 @@ def attend_segment(
         if places is not sight.places:
             places = sight.places
             placed = tables and tables.of_entries(places, num_sinks)
-        of_block = own, window, own, k, v, scale, num_sinks, places, placed, recalled
-        outputs.append(placed_attention(*of_block)[0])
+        output, _ = placed_attention(
+            places,
+            own,
+            k,
+            v,
+            scale,
+            tables=placed,
+            num_sinks=num_sinks,
+            window_query=None if window is own else window,
+            recalled=recalled,
+        )
+        outputs.append(output)
     return torch.cat(outputs, 1).to(query.dtype)
 
 

@@ -38,7 +38,6 @@ from kvalign.foundation.whole import NotPickled, Whole
 from kvalign.models import kernel
 from kvalign.models.architectures import FAMILIES, REGISTERED, ModelSpec, window_of
 from kvalign.models.attention import install
-from kvalign.models.input_ids import rows_of
 from kvalign.models.wrapped import no_autograd_modes
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ class StreamingCache(NotPickled, Cache):
     def _hold(self, seen: list[int], num_gone: list[int] | None = None) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen, self.num_gone = seen, num_gone or [0] * len(seen)
-        self._next: Pass | None = None  # pass of one token a row, as `prepare` made it
+        self._next: Pass | None = None  # pass of one token a row, as `begin_next` made it
         self.ahead = None
         # Places by which the entries of each row have been moved.
         self._num_moved = [*map(self.frame.num_moved, seen)]
@@ -204,11 +203,6 @@ class StreamingCache(NotPickled, Cache):
     def num_evictions(self) -> int:
         """Number of evictions of the longest row."""
         return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
-
-    @property
-    def is_filled(self) -> bool:
-        """Return whether layers have received entries."""
-        return self.end > 0 and self.attention[0].is_initialized
 
     @property
     def room(self) -> int:
@@ -331,8 +325,8 @@ class StreamingCache(NotPickled, Cache):
         with self.changing():
             return self._begin(len(self.seen), 0) if self.step is None else None
 
-    def prepare(self) -> Pass:
-        """Prepare a pass of one token a row, which the next one will be if it has as many, while a
+    def begin_next(self) -> Pass:
+        """Begin a pass of one token a row, which the next one will be if it has as many, while a
         device is busy with the last.
         """
         with self.changing():
@@ -376,7 +370,7 @@ class StreamingCache(NotPickled, Cache):
             sizes=self.sizes,
             frame=self.frame,
             num_new=num_new,
-            device=self.attention[0].device if self.is_filled else HOST,
+            device=self.attention[0].device if self.end else HOST,
             seen=self.seen,
             positions=self.positions(),
             end=self.end,
@@ -386,7 +380,7 @@ class StreamingCache(NotPickled, Cache):
             place_positions=self.realigner.place_positions,
             is_static=self.is_static and num_new == 1,
         )
-        self._prepare_entries(step)
+        self._move_entries(step)
         return step
 
     def _reads_in_order(self, num_new: int) -> bool:
@@ -401,7 +395,7 @@ class StreamingCache(NotPickled, Cache):
         install(self.config)
         return False
 
-    def _prepare_entries(self, step: Pass) -> None:
+    def _move_entries(self, step: Pass) -> None:
         """Evict entries, and move the others to where a pass finds them."""
         self.ahead = None
         if self.memory is not None:
@@ -413,23 +407,13 @@ class StreamingCache(NotPickled, Cache):
         shifts = [*map(sub, num_moved, self._num_moved)]
         self._num_moved = num_moved
         shifts = shifts if self._moves and any(shifts) else []
-        if shifts or step.grows or self.policy is not None:
-            self._begin_layers(step, shifts)
-        self.realigner.prepare()
-        if not self.is_decode(step):
-            self._rotate_sinks(step)
-
-    def _begin_layers(self, step: Pass, shifts: list[int]) -> None:
-        if self.is_filled:
+        if self.end and (shifts or step.grows or self.policy is not None):
             for layer in self.attention:
                 layer.begin(step, shifts)
             step.grows = False
-
-    def is_decode(self, step: Pass) -> bool:
-        """Return whether a pass of this cache is a usual one: one token in rows that have their
-        sinks.
-        """
-        return step.is_decode and self.is_filled
+        self.realigner.refresh()
+        if not step.is_decode:
+            self._rotate_sinks(step)
 
     def describe(self) -> Pass:
         """Describe to layers the pass that the cache is in, once a pass."""
@@ -442,26 +426,6 @@ class StreamingCache(NotPickled, Cache):
             # What needs no attention of ours asks for no kernel.
             if step.is_single and self.asks:
                 step.by_kernel = kernel.attends(self.head_dim, layer.device, layer.dtype)
-        return step
-
-    def describe_all(self) -> Pass:
-        """Same, with all that layers ask of it made beforehand: for steps that are compiled."""
-        step = self.describe()
-        # A value that is made at first use cannot be made in a trace.
-        _ = (
-            step.slot,
-            step.read_slots,
-            step.born,
-            step.evicting,
-            step.position_ids,
-            step.behind_rows,
-        )
-        if self.stores_bare:
-            _ = self.angles if step.by_kernel and self.reads_stored else step.read_positions
-        if self.realigner.strategy == "read" or step.hides or self.stores_bare:
-            _ = step.sight_of_one, step.births_of_rows
-        if self.memory is not None:
-            self.memory.prepare(step)
         return step
 
     def _rotate_sinks(self, step: Pass) -> None:
@@ -593,3 +557,11 @@ class StreamingCache(NotPickled, Cache):
             for numbers in ([sizes.num_stored(num) for num in seen], read)
         )
         return f"{type(self).__name__}({some}): {num_stored} entries in it, {num_fed} tokens seen"
+
+
+def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
+    """The numbers of rows [B'] of a batch, checked; UserError: one that it does not have."""
+    named = rows.tolist() if isinstance(rows, Tensor) else rows
+    if not all(type(row) is int and -num_rows <= row < num_rows for row in named):
+        raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")
+    return list(named)

@@ -36,7 +36,7 @@ class MethodConfig(SizesConfig, total=False):
 
 @spelled_out(MethodConfig)
 def make_method(
-    name: str,
+    name: str | Choice,
     model: PreTrainedModel,
     *,
     cache_size: int | None = None,
@@ -52,7 +52,7 @@ def make_method(
         name: key of `METHODS`, or `auto`. `auto` chooses `kvalign` if an aligner is given, ships or
             was trained here, and was not measured as worse than `discard-half`; else
             `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned ones
-            (`kvalign.methods.choice.choose`). The choice is logged.
+            (`kvalign.methods.choice.choose`). The choice is logged, unless it is given instead.
         model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
@@ -73,43 +73,28 @@ def make_method(
         TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
-    from kvalign.methods.choice import choose, needs_cache
+    from kvalign.methods.choice import Choice, choose, needs_cache, warn_if_stale
     from kvalign.models.wrapped import unwrapped
 
-    inner = unwrapped(model)
-
-    check_name(name)
+    inner, asked = unwrapped(model), dict[str, Any](config)
+    aligner = asked.pop("aligner", None)
     if cache_size is not None:
         cache_size = typed("cache_size", cache_size, int)
-    sizes: dict[str, Any] = {**config}
-    aligner, cached = sizes.pop("aligner", None), needs_cache(sizes)
-    choice = choose(inner, name, cache_size=cache_size, aligner=aligner, cached=cached)
-    if name == AUTO or choice.note:
-        how = "auto uses " if name == AUTO else ""
-        log.info("%s%s: %s", how, choice.method, choice.why or choice.note)
-    return make_chosen(choice, model, cache_size, compile, warn, num_streams, **sizes)
-
-
-def make_chosen(
-    choice: Choice,
-    model: PreTrainedModel,
-    cache_size: int | None = None,
-    compile: bool | None = False,
-    warn: bool = True,
-    num_streams: int = 1,
-    **sizes_asked: Any,
-) -> Method:
-    """The method that `kvalign.methods.choice.choose` has chosen; the rest as of `make_method`."""
-    from kvalign.methods.choice import warn_if_stale
-    from kvalign.models.wrapped import unwrapped
-
-    inner, name, aligner = unwrapped(model), choice.method, choice.aligner
-    if sizes_asked.get("num_sinks") is None:
-        sizes_asked["num_sinks"] = choice.num_sinks
-    cls = METHODS[name]
+    if isinstance(name, Choice):
+        choice = name
+    else:
+        check_name(name)
+        cached = needs_cache(asked)
+        choice = choose(inner, name, cache_size=cache_size, aligner=aligner, cached=cached)
+        if name == AUTO or choice.note:
+            how = "auto uses " if name == AUTO else ""
+            log.info("%s%s: %s", how, choice.method, choice.why or choice.note)
+    if asked.get("num_sinks") is None:
+        asked["num_sinks"] = choice.num_sinks
+    cls, aligner = METHODS[choice.method], choice.aligner
     for size in cls.ignored_settings():
-        if (value := sizes_asked.pop(size, None)) not in (None, 0):
-            log.warning("%s=%s has no effect on %s: it %s", size, value, name, cls.about)
+        if (value := asked.pop(size, None)) not in (None, 0):
+            log.warning("%s=%s has no effect on %s: it %s", size, value, choice.method, cls.about)
     loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
     why_size = ""
     if cache_size is None:
@@ -118,19 +103,19 @@ def make_chosen(
         cache_size, why_size = default_size(
             inner,
             longest=loaded.config.largest_cache if loaded else None,
-            realign_every=sizes_asked.get("realign_every"),
+            realign_every=asked.get("realign_every"),
             num_streams=num_streams,
-            cache_dtype=sizes_asked.get("cache_dtype"),
+            cache_dtype=asked.get("cache_dtype"),
         )
         log.info("cache_size %s: %s", cache_size, why_size)
     if aligner is not None and not loaded:
-        log.warning("%s uses no aligner: the given one has no effect", name)
+        log.warning("%s uses no aligner: the given one has no effect", choice.method)
     options: dict[str, Any] = {"aligner": loaded} if loaded else {}
-    sizes = cls.sizes_for(cache_size, **options, **sizes_asked)
+    sizes = cls.sizes_for(cache_size, **options, **asked)
     if sizes.memory:
         from kvalign.memory.plan import as_planned
 
-        sizes = as_planned(inner, loaded, sizes, sizes_asked, warn)
+        sizes = as_planned(inner, loaded, sizes, asked, warn)
     method = cls(model, sizes, **options)
     method.why_size, method.warns = why_size, warn
     if warn:

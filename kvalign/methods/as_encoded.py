@@ -14,10 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.cache.saving import expect_tensor
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.streaming_cache import StreamingCache, rows_of
 from kvalign.foundation.errors import UserError
-from kvalign.methods.base import Method
-from kvalign.models.input_ids import check_ids, rows_of
+from kvalign.methods.base import Method, check_ids
 
 
 class Dense(Method):

@@ -81,6 +81,23 @@ def last_logits(call: Any, ids: Tensor, cache: Any, **inputs: Any) -> Tensor:
     return out.logits[:, -1].float()
 
 
+def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
+    """Raise UserError unless ids are [B, T] int64 or int32, not empty, and below V if that is
+    given. Single tokens on a GPU are not checked, since that would wait for the device.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        kind = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {kind}")
+    if ids.numel() == 0:
+        raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
+    if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
+        low, high = map(int, torch.aminmax(ids))
+        if not 0 <= low <= high < vocab_size:
+            raise UserError(
+                f"token ids must be below {vocab_size} for this model, got {low} to {high}"
+            )
+
+
 class Method(NotPickled, ABC):
     """Way to stream; an instance is a batch of streams, its rows.
 

@@ -20,9 +20,8 @@ from kvalign.cache.realigner import Realigner, is_exact, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods.base import STEPPERS, Method
+from kvalign.methods.base import STEPPERS, Method, check_ids
 from kvalign.models.attention import install
-from kvalign.models.input_ids import check_ids
 
 if TYPE_CHECKING:
     from kvalign.cache.edits import EncodedPart
@@ -185,12 +184,12 @@ class Cached(Method):
             while True:
                 num_now = self._chunk_len(ids.shape[1])
                 now, ids = ids[:, :num_now], ids[:, num_now:]
-                logits = self._take(now)
+                logits = self._read(now)
                 self.on_tokens(now.shape[1])
                 if ids.shape[1] == 0:
                     return logits
 
-    def _take(self, ids: Tensor) -> Tensor:
+    def _read(self, ids: Tensor) -> Tensor:
         if self._fits_at_once(ids.shape[1]):
             return self.step(ids, self.cache)
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()

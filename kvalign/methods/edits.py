@@ -19,8 +19,8 @@ from kvalign.cache.edits import (
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
+from kvalign.methods.base import check_ids
 from kvalign.methods.cached import Cached
-from kvalign.models.input_ids import check_ids
 
 
 def edited_cache(

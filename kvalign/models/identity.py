@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.models import loading
-from kvalign.models.packed import embedded
 
 FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
@@ -68,7 +67,9 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     ids = torch.linspace(
         0, model.config.vocab_size - 1, FINGERPRINT_LEN, dtype=torch.float32
     ).long()
-    rows = embedded(model, ids.to(model.device)).float()
+    embedding, ids = model.get_input_embeddings(), ids.to(model.device)
+    is_packed = embedding.weight.ndim < 2
+    rows = (embedding(ids) if is_packed else embedding.weight[ids]).float()
     columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN, dtype=torch.float32).long()
     samples = rows[range(FINGERPRINT_LEN), columns]
     if not samples.isfinite().all():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
-import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,31 +77,6 @@ def _unknown_ids(
     tokenizer: PreTrainedTokenizerBase, num_tokens: int, vocab_size: int
 ) -> Sequence[int]:
     return sorted({*range(vocab_size)} - {*tokenizer.get_vocab().values()})
-
-
-def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
-    """Raise UserError unless ids are [B, T] int64 or int32, not empty, and below V if that is
-    given. Single tokens on a GPU are not checked, since that would wait for the device.
-    """
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        kind = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {kind}")
-    if ids.numel() == 0:
-        raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
-    if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
-        low, high = map(int, torch.aminmax(ids))
-        if not 0 <= low <= high < vocab_size:
-            raise UserError(
-                f"token ids must be below {vocab_size} for this model, got {low} to {high}"
-            )
-
-
-def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
-    """The numbers of rows [B'] of a batch, checked; UserError: one that it does not have."""
-    named = rows.tolist() if isinstance(rows, Tensor) else rows
-    if not all(type(row) is int and -num_rows <= row < num_rows for row in named):
-        raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")
-    return list(named)
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:

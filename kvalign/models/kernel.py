@@ -1,26 +1,24 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
 the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
 as llama.cpp's does, attention of one query of each row, the search of a memory, and attention to
-what it finds. They need AVX2 and PyTorch 2.10, and are faster with AVX-512 VNNI.
-
-Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
-group are its q, by fours of inputs, then s and z in float16; those of 8 bits have no z. Of 4 bits,
-eight inputs are 64 bytes: the first four of each output in the low halves.
+what it finds. They need AVX2 and PyTorch 2.10, and are faster with AVX-512 VNNI. On CUDA we attend
+in Triton (`triton_kernel.py`).
 """
 
 import ctypes
 import functools
 import hashlib
 import logging
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvalign.foundation import files, progress
 from kvalign.foundation.progress import warn_once
@@ -55,7 +53,6 @@ _FITS = {
 }
 """What a CPU must have, by PyTorch's names; the first that fits is taken."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")  # rounds as PyTorch does
-_GROUP, _BLOCK = 32, 16
 _NONE = torch.empty(1, 2, 0, 0)
 
 
@@ -256,6 +253,45 @@ def attend(
     return output, log_sum
 
 
+_unfit = set[torch.device]()
+"""Devices on which our Triton kernel has failed."""
+
+
+def takes_triton(query: Tensor) -> bool:
+    """Return whether our Triton kernel attends for queries [B, H, 1, D]: on CUDA, without a slope,
+    where Triton is. `KVALIGN_TRITON=0` turns it off.
+    """
+    is_free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return query.is_cuda and is_free and query.device not in _unfit and _triton_kernel() is not None
+
+
+@functools.cache
+def _triton_kernel() -> ModuleType | None:
+    if os.environ.get("KVALIGN_TRITON") == "0":
+        return None
+    try:
+        from kvalign.models import triton_kernel
+    except ImportError:
+        return None
+    return triton_kernel
+
+
+def attend_by_triton(places: Tensor, query: Tensor, *args: Any, **by: Any) -> Tensor | None:
+    """Output [B, 1, H, D] of our Triton kernel (`kvalign.models.triton_kernel.attend`); None, and a
+    line once, where it fails.
+    """
+    triton_kernel = _triton_kernel()
+    assert triton_kernel is not None
+    try:
+        output, _ = triton_kernel.attend(places, query, *args, **by)
+    except Exception as error:  # of any compiler, on any card
+        _unfit.add(query.device)
+        first = str(error).strip().partition("\n")[0]
+        warn_once(f"tables and memories are read by PyTorch's kernels: our own failed: {first}")
+        return None
+    return output
+
+
 def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:
     """Places [..., R] int64 of what is taken back, as of `attend`: by age, as
     `kvalign.memory.recall_places` says.
@@ -312,44 +348,3 @@ def find(
     """
     tensors = [x.contiguous() for x in tensors]
     return torch.ops.kvalign.find(*tensors, near, num_scored, num_compared, num_recalled, alike)
-
-
-def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
-    """Rows [M, K] times packed weights: [M, num_out], float32; no row depends on the others."""
-    return torch.ops.kvalign.packed_product(rows.contiguous(), packed, num_out)
-
-
-def packed_of(q: Tensor, scales: Tensor) -> Tensor:
-    """Weights as they lie.
-
-    Args:
-        q: [N, K] uint8, of 0 to 15 or, where z is missing, of 0 to 255.
-        scales: [N, K / 32, 2 or 1] float16: s, and z.
-
-    Returns:
-        [blocks of 16 outputs, K / 32, bytes] uint8, filled up with zeros.
-    """
-    num_pad = -len(q) % _BLOCK
-    q, scales = pad(q, (0, 0, 0, num_pad)), pad(scales, (0, 0, 0, 0, 0, num_pad))
-    fours = q.view(-1, _BLOCK, q.shape[1] // _GROUP, 8, 4).permute(0, 2, 3, 1, 4)
-    if scales.shape[2] == 2:
-        fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
-    after = scales.unflatten(0, (-1, _BLOCK)).permute(0, 2, 3, 1).contiguous()
-    return torch.cat([fours.flatten(2), after.view(torch.uint8).flatten(2)], 2)
-
-
-def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The q [T, K] and scales [T, K / 32, 2 or 1] of outputs [T], as `packed_of` was given them."""
-    num_scales = 2 if packed.shape[2] == 320 else 1
-    num_fours = (packed.shape[2] - 32 * num_scales) // 64
-    block, index = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
-    # Where the bytes of an output lie in each group; a copy of all scales would take too long.
-    fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
-    after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
-    at = torch.cat([fours.flatten() + 4 * index, after.flatten() + 2 * index], 1)
-    codes = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
-    q, scales = codes.split([4 * num_fours, 2 * num_scales], 2)
-    if num_scales == 2:
-        q = q.unflatten(2, (-1, 4))
-        q = torch.stack([q & 15, q >> 4], 3).flatten(2)
-    return q.flatten(1), scales.clone(memory_format=torch.contiguous_format).view(torch.float16)

@@ -1,48 +1,32 @@
-"""Loading of a language model with its tokenizer: shipped, fetched, a folder, a file, the hub.
+"""Loading of a language model with its tokenizer: shipped, fetched, a folder, a file, the hub."""
 
-A model is packed at its first start, and read packed from then on. To pack takes all weights in the
-dtype of the model, and some seconds for each 100 M of them. What came of it lies in the user's
-cache folder (`kvalign.foundation.files`), one file for each model, device, dtype and form of
-weights, until another byte of the model's files, or other code, asks for another one.
-"""
+from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from dataclasses import dataclass
-from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from rich.filesize import decimal
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import cached_file
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import checkpoints
-from kvalign.foundation import files, progress
+from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import AUTO, has_room, resolved
-from kvalign.foundation.progress import warn_once
 from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
-from kvalign.models import fetched, kernel, model_folder, packed
+from kvalign.models import fetched, model_folder
 from kvalign.models.architectures import ModelSpec, spec_of
 from kvalign.models.rope import frequencies
-from kvalign.models.weights import check_finite, opened
+from kvalign.models.weights import check_finite
+
+if TYPE_CHECKING:
+    from kvalign.models.packed_file import PackedRequest
 
 log = logging.getLogger(__name__)
-
-LEAST = 2**25  # bytes of packed weights that are worth a file
-_CODE = [Path(packed.__file__), Path(kernel.__file__)]  # which says how weights lie
 
 
 @dataclass(frozen=True)
@@ -88,28 +72,38 @@ def load_model(
     check_device(device)
     config = model_folder.config_of(name, source)
     spec_of(config, name)  # refuse before the weights are read
-    request = PackedRequest(config, source, device, dtype, weights)
-    if (kept := request.read()) is not None:
+    request = None
+    if weights is not None and torch.device(device).type in ("cpu", "cuda"):
+        from kvalign.models.packed_file import PackedRequest
+
+        request = PackedRequest(config, source, device, dtype, weights)
+    if request is not None and (kept := request.read()) is not None:
         model, tokenizer = kept, model_folder.tokenizer_of(name, source)
     else:
-        model, tokenizer = _read(name, request, is_auto)
-        request.keep(model)
+        model, tokenizer = _read(name, source, config, device, dtype, is_auto, request)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
     tensors = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
     check_finite(tensors, f"the config of {name}")
     model.eval()
-    log.info("weights of %s: %s", name, packed.weights_of(model))
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
 
 
 def _read(
-    name: str, request: "PackedRequest", is_auto: bool
+    name: str,
+    source: str,
+    config: PretrainedConfig,
+    device: str,
+    dtype: str | None,
+    is_auto: bool,
+    request: PackedRequest | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that is read from its files, on its device and packed, and its tokenizer."""
-    config, source, weights = request.config, request.source, request.weights
-    device, dtype = request.device, request.dtype
+    """A model that is read from its files, on its device, and packed as requested; its tokenizer.
+
+    Args:
+        is_auto: the device may be another one, if it has no room.
+    """
     is_gguf = model_folder.gguf_file(source) is not None
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     of_file = dtype or (stored if stored in DTYPES and not is_gguf else DTYPES[0])
@@ -118,19 +112,16 @@ def _read(
         num_bytes = model_folder.num_weights(config) * getattr(torch, of_file).itemsize
         device_map = device_map_for(name, device, num_bytes, is_auto)
     model, tokenizer = model_folder.read(name, source, config, of_file, device_map)
-    if request.is_for_packed():
-        request.is_of_4_bits = packed.is_of_4_bits(model)
-    if weights == "auto":
-        weights = "int4" if request.is_of_4_bits else None
+    form = None if request is None else request.form_of(model)
     if is_gguf and dtype is None:
         model.to(torch.bfloat16)
     if device_map is None:
-        if is_auto and not has_room(device, num_bytes := packed.num_bytes(model)):
+        if is_auto and not has_room(device, num_bytes := model_folder.num_bytes(model)):
             log.warning("%s goes to the cpu: the GPU has no %s free", name, decimal(num_bytes))
             device = "cpu"
         model.to(device)
-    if weights is not None:
-        packed.pack(model, weights)
+    if request is not None and form is not None:
+        request.pack(model, form)
     return model, tokenizer
 
 
@@ -199,131 +190,3 @@ def check_device(device: str) -> None:
             known = "known: cpu, cuda, cuda:1, mps, ..."
             reason = "did you mean cuda?" if device == "gpu" else known
         raise UserError(f"device {device!r} is not available here: {reason}") from error
-
-
-@dataclass
-class PackedRequest:
-    """Call of `load_model` that may ask for packed weights.
-
-    Attributes:
-        source: the model's folder, GGUF file or hub id.
-        dtype, weights: None as in `precision_of`; weights may be `auto`.
-        is_of_4_bits: whether `auto` packs the model; known once it was read from its files.
-    """
-
-    config: PretrainedConfig
-    source: str
-    device: str
-    dtype: str | None
-    weights: str | None
-    is_of_4_bits: bool = False
-    _asked_for: Path | None = None
-
-    def read(self) -> PreTrainedModel | None:
-        """The packed model that is kept; None if none of the same files is, where it has no room,
-        or if it has more than its config says, as with an adapter.
-        """
-        if not self.is_for_packed():
-            return None
-        self._asked_for = path = self._file()
-        if not path.is_file() or not has_room(self.device, path.stat().st_size):
-            return None
-        if not files.is_whole(path):
-            return None
-        device = torch.device(self.device)
-        try:
-            with opened(path, path.name) as file:
-                about = file.metadata()
-                if self.weights == "auto" and not json.loads(about["auto"]):
-                    return None
-                # Copied: what is mapped lies as in the file, and is read more slowly.
-                stored = {x: file.get_tensor(x).clone().to(device) for x in file.keys()}  # noqa: SIM118
-            stored |= {name: stored[one] for name, one in json.loads(about["shared"]).items()}
-            dtype = getattr(torch, about["dtype"])
-            with model_folder.quiet(), torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-            packed.pack(model, about["weights"], device, stored)
-            _fill(model, stored)
-        except (UserError, KeyError):
-            return None
-        model.generation_config = GenerationConfig.from_dict(json.loads(about["generation"]))
-        return model if _tensors(model).keys() == stored.keys() else None
-
-    def keep(self, model: PreTrainedModel) -> None:
-        """Keep what was loaded if it is packed, on the device that was asked for, and large."""
-        own = _tensors(model)
-        is_there = model.device.type == torch.device(self.device).type and self.is_for_packed()
-        weights = packed.weights_of(model)
-        if not is_there or weights not in packed.PACKED or packed.num_bytes(model) < LEAST:
-            return
-        path = self._file()  # a model from the hub has all its files by now
-        if Path(self.source).exists() and self._asked_for not in (None, path):
-            warn_once(f"{self.source} was changed while it was read: what was packed is not kept")
-            return
-        firsts = {id(x): name for name, x in reversed(own.items())}  # by which it is stored
-        shared = {name: firsts[id(x)] for name, x in own.items() if firsts[id(x)] != name}
-        about = {
-            "shared": json.dumps(shared),
-            "weights": weights,
-            "auto": json.dumps(self.is_of_4_bits),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "generation": model.generation_config.to_json_string(),
-        }
-        tensors = {x: own[x].detach().contiguous() for x in firsts.values()}
-        try:
-            files.keep(path, lambda partial: save_file(tensors, partial, about))
-            for other in path.parent.glob(f"{escape(path.stem.rpartition('-')[0])}*.safetensors"):
-                if other != path:  # of other files, or by other code
-                    files.forget(other)
-        except OSError as error:
-            warn_once(f"packed weights are not kept, and are packed at each start: {error}")
-
-    def is_for_packed(self) -> bool:
-        """Return whether its weights may be packed."""
-        return self.weights is not None and torch.device(self.device).type in ("cpu", "cuda")
-
-    def _file(self) -> Path:
-        """File of the packed weights: its name has digests of the model's files and our code."""
-        path = model_folder.gguf_file(self.source) or Path(self.source)
-        if not path.exists():
-            commit = getattr(self.config, "_commit_hash", None)
-            file = cached_file(self.source, "config.json", revision=commit, local_files_only=True)
-            path = Path(file).parent
-        path = path.absolute()
-        paths = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path]
-        content = [(x.name, files.checksum(x)) for x in [*paths, *_CODE]]
-        versions = torch.__version__, transformers.__version__, torch.cpu.get_capabilities()
-        kind = packed.kind_for(torch.device(self.device)).__name__
-        form = "int4" if self.weights == "auto" else self.weights
-        owner = _digest(str(path), kind, self.dtype, form)
-        name = f"{path.stem}-{form}-{owner}-{_digest(content, versions)}.safetensors"
-        return fetched.cache_dir() / "packed" / name
-
-
-def _digest(*about: object) -> str:
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a model, under each of their names."""
-    parameters = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
-    return parameters | dict(model.named_buffers(remove_duplicate=False))
-
-
-def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Give a model without numbers the tensors of these names; KeyError if there is none for
-    one.
-    """
-    there: dict[int, Tensor] = {}  # by what it takes the place of, which modules may share
-    for path, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, x in tensors.items():
-                if x is None or not x.is_meta:
-                    continue
-                if id(x) not in there:
-                    value = stored[f"{path}.{name}"]
-                    there[id(x)] = nn.Parameter(value) if isinstance(x, nn.Parameter) else value
-                tensors[name] = there[id(x)]
-        for name, x in vars(module).items():
-            if isinstance(x, Tensor) and x.is_meta:
-                raise KeyError(name)  # it was computed, and is not in the file

@@ -1,9 +1,5 @@
 """Model folders, hub ids and GGUF files, as transformers reads them. Errors are one line, before
 memory is taken, and transformers prints nothing itself.
-
-A GGUF file, the format of llama.cpp, has a model's weights, usually quantised, its sizes and its
-tokenizer (`gguf_tokenizer.py`). transformers reads it with the packages of `kvalign[gguf]`.
-Quantised weights are unpacked, so the model works like any other.
 """
 
 import os
@@ -17,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
@@ -36,20 +31,16 @@ _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _ROUNDED = 0.05  # of the logits' deviation, by which bfloat16 may round a merged model's
 _LONGEST = 300  # characters of a reason
 GGUF = ".gguf"
-_READERS = ("gguf", "accelerate")  # what transformers' reader imports
-_SINCE = "5.18"  # of transformers; before, it made other tokenizers of some files
-# Tensors and fields by which a file scales its RoPE.
-_SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-_SCALING = (".rope.scaling.type", ".rope.scale_linear")
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
     """The config of a model in a folder, a GGUF file or of a hub id; UserError if damaged."""
     if file := gguf_file(source):
-        check_gguf_readers()
+        from kvalign.models import gguf
+
+        gguf.check_readers()
         with _explain_errors(name, str(file)):
-            return _gguf_config(file)
+            return gguf.config_of(file)
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
@@ -74,22 +65,24 @@ def read(
     """
     how: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype)}
     if file := gguf_file(source):
+        from kvalign.models import gguf
+
         tokenizer = tokenizer_of(name, source)  # refused before the weights are read
         with _explain_errors(name, str(file)):
-            return _read_gguf(file, **how), tokenizer
+            return gguf.read(file, **how), tokenizer
     with _explain_errors(name, source):
         if os.path.isdir(source):
             _check_weights(Path(source), config)
             if Path(source, "adapter_config.json").is_file() and not find_spec("peft"):
                 raise UserError("it has an adapter, which is read with peft: pip install peft")
         how |= {"use_safetensors": True, "device_map": device_map}
-        model = _pretrained(source, **how, **_local(source))
+        model = pretrained(source, **how, **_local(source))
         if getattr(model, "_hf_peft_config_loaded", False):
             _merge(model)
     return model, tokenizer_of(name, source)
 
 
-def _pretrained(source: str | Path, **how: Any) -> PreTrainedModel:
+def pretrained(source: str | Path, **how: Any) -> PreTrainedModel:
     """A model of transformers; UserError if its files lack weights."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         source, output_loading_info=True, **how
@@ -134,7 +127,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def tokenizer_of(name: str, source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with its chat template; UserError if there is none."""
     if file := gguf_file(source):
-        from kvalign.models.gguf_tokenizer import tokenizer_of_gguf
+        from kvalign.models.gguf import tokenizer_of_gguf
 
         with _explain_errors(name, str(file)):
             return tokenizer_of_gguf(file)
@@ -200,6 +193,11 @@ def num_weights(config: PretrainedConfig) -> int:
     return sum(x.numel() for x in model.parameters())
 
 
+def num_bytes(model: PreTrainedModel) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+
+
 @contextmanager
 def _explain_errors(name: str, source: str) -> Iterator[None]:
     try:
@@ -252,58 +250,3 @@ def gguf_file(source: str) -> Path | None:
     if not path.is_file():
         raise NotFoundError(f"there is no file {source!r}")
     return path
-
-
-def check_gguf_readers() -> None:
-    """Raise UserError if a package for reading these files is missing or too old."""
-    needed = [name for name in _READERS if find_spec(name) is None]
-    if Version(transformers.__version__) < Version(_SINCE):
-        needed.append(f"transformers {_SINCE} or later")
-    if needed:
-        names = " and ".join(needed)
-        raise UserError(f"a GGUF file is read with {names}: pip install 'kvalign[gguf]'")
-
-
-def _gguf_config(path: Path) -> PretrainedConfig:
-    from gguf import GGUFReader
-
-    try:
-        file = GGUFReader(path)  # it goes to the end of the last weights
-    except Exception as error:
-        raise UserError(f"it was cut or damaged ({error})") from error
-    for name, field in file.fields.items():
-        if name.endswith(".block_count"):
-            check_layers(field.contents(), name)
-    scales = [name for name in file.fields if name.endswith(_SCALING)]
-    scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
-    scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
-    config = transformers.AutoConfig.from_pretrained(path.parent, **_in_gguf_folder(path))
-    ends = [file.fields[x].contents() for x in _ENDS if x in file.fields]
-    if len({*ends}) > 1:
-        config.eos_token_id = [*dict.fromkeys(ends)]
-    rope = getattr(config, "rope_parameters", None) or {}
-    if scaled and rope.get("rope_type", "default") == "default":
-        raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")
-    return config
-
-
-def _read_gguf(path: Path, **how: Any) -> PreTrainedModel:
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    bar = reader.tqdm
-    reader.tqdm = lambda items, **_: items  # which `quiet` does not know
-    try:
-        how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model = _pretrained(path.parent, **how, **_in_gguf_folder(path))
-    finally:
-        reader.tqdm = bar
-    # A plain model, which can be saved.
-    model.hf_quantizer = model.quantization_method = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model
-
-
-def _in_gguf_folder(path: Path) -> dict[str, Any]:
-    return {"gguf_file": path.name, "local_files_only": True}

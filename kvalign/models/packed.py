@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -31,7 +32,7 @@ from kvalign.models import kernel
 log = logging.getLogger(__name__)
 
 GROUP = 32  # inputs that share a scale
-_BLOCK = 64  # outputs that lie together
+_BLOCK, _TORCH_BLOCK = 16, 64  # outputs that lie together, for our kernel and PyTorch's
 _LEAST = 2**-24  # of a scale: the least number of float16
 _MOST = 0.9  # share of the bytes from which it is said to those alone who ask
 _CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
@@ -88,24 +89,63 @@ class RoundingLinear(PackedLinear):
     """Product with our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
 
     of_scales = torch.float16  # as in GGUF files
-    packed: Tensor  # as of `kernel.packed_of`
+    packed: Tensor  # as of `packed_of`
 
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        return {"packed": kernel.packed_of(q, scales)}
+        return {"packed": packed_of(q, scales)}
 
     def product(self, rows: Tensor) -> Tensor:
         if rows.requires_grad:
             return rows @ self.unpacked(rows.dtype)
-        return kernel.product(rows.float(), self.packed, self.out_features)
+        rows = rows.float().contiguous()
+        return torch.ops.kvalign.packed_product(rows, self.packed, self.out_features)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of outputs [T], unpacked, [T, K]."""
-        q, scales = (x.to(dtype) for x in kernel.rows_of(self.packed, outputs))
+        q, scales = (x.to(dtype) for x in codes_of(self.packed, outputs))
         groups = (q - 2 ** (self.bits - 1)).unflatten(1, (-1, GROUP)) * scales[..., :1]
         return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         return self.rows(torch.arange(self.out_features), dtype).T
+
+
+def packed_of(q: Tensor, scales: Tensor) -> Tensor:
+    """Weights as our kernel reads them. The bytes of a group are its q, by fours of inputs, then s
+    and z; those of 8 bits have no z. Of 4 bits, eight inputs are 64 bytes: the first four of each
+    output in the low halves.
+
+    Args:
+        q: [N, K] uint8, of 0 to 15 or, where z is missing, of 0 to 255.
+        scales: [N, K / GROUP, 2 or 1] float16: s, and z.
+
+    Returns:
+        [blocks of outputs, K / GROUP, bytes] uint8, filled up with zeros.
+    """
+    num_pad = -len(q) % _BLOCK
+    q, scales = pad(q, (0, 0, 0, num_pad)), pad(scales, (0, 0, 0, 0, 0, num_pad))
+    fours = q.view(-1, _BLOCK, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4)
+    if scales.shape[2] == 2:
+        fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
+    after = scales.unflatten(0, (-1, _BLOCK)).permute(0, 2, 3, 1).contiguous()
+    return torch.cat([fours.flatten(2), after.view(torch.uint8).flatten(2)], 2)
+
+
+def codes_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The q [T, K] and scales [T, K / GROUP, 2 or 1] of outputs [T], as `packed_of` got them."""
+    num_scales = 2 if packed.shape[2] == 320 else 1
+    num_fours = (packed.shape[2] - 32 * num_scales) // 64
+    block, index = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
+    # Where the bytes of an output lie in each group; a copy of all scales would take too long.
+    fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
+    after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
+    at = torch.cat([fours.flatten() + 4 * index, after.flatten() + 2 * index], 1)
+    codes = packed[block, :, at].transpose(1, 2)  # [T, K / GROUP, bytes]
+    q, scales = codes.split([4 * num_fours, 2 * num_scales], 2)
+    if num_scales == 2:
+        q = q.unflatten(2, (-1, 4))
+        q = torch.stack([q & 15, q >> 4], 3).flatten(2)
+    return q.flatten(1), scales.clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
 @final
@@ -168,7 +208,7 @@ def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Te
 
 
 def _pad_blocks(x: Tensor) -> Tensor:
-    num_pad = -len(x) % _BLOCK
+    num_pad = -len(x) % _TORCH_BLOCK
     return torch.cat([x, x.new_zeros(num_pad, *x.shape[1:])]) if num_pad else x
 
 
@@ -321,17 +361,6 @@ def _not_saved(*args: Any, **kwargs: Any) -> NoReturn:
     raise UserError(
         "packed weights cannot be saved as a model: load it with weights=float32 and save that"
     )
-
-
-def embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The embedding's weights of ids [T], before any scaling, [T, K]."""
-    embedding = model.get_input_embeddings()
-    return embedding(ids) if isinstance(embedding, PackedEmbedding) else embedding.weight[ids]
-
-
-def num_bytes(model: PreTrainedModel) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
 
 def weights_of(model: PreTrainedModel) -> str:

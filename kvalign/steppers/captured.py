@@ -31,6 +31,7 @@ from kvalign.models.wrapped import in_eval_mode
 from kvalign.steppers.compiled import (
     Compiled,
     Snapshot,
+    described,
     has_compiler,
     may_be_static,
     stays,
@@ -219,7 +220,7 @@ class Captured(Stepper):
         return graph.replay().clone()
 
     def prepare_next(self, cache: StreamingCache) -> None:
-        step = cache.prepare()
+        step = cache.begin_next()
         if (graph := self.graphs.get(_key_of(step, cache))) is not None:
             _copy_counts(step, graph)
             self._next = step, graph
@@ -231,7 +232,7 @@ class Captured(Stepper):
         if self.is_refused:
             return None
         # Where entries are not written as they come, rows must have the same positions.
-        if not (step.is_static and cache.is_decode(step) and (stays(cache) or step.is_alike)):
+        if not (step.is_static and step.is_decode and (stays(cache) or step.is_alike)):
             return None
         if (memory := cache.memory) is not None:
             if not (memory.is_on_card or self._is_on_host):
@@ -262,7 +263,7 @@ class Captured(Stepper):
         def run(buffers: Inputs) -> Tensor:
             cache.step = replace(step)
             cache.step.counts = buffers.counts
-            position_ids = cache.describe_all().position_ids
+            position_ids = described(cache).position_ids
             return last_logits(self.model, buffers.ids, cache, position_ids=position_ids)
 
         others = (graph.pool for graph in self.graphs.values() if graph is not None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 from transformers import PreTrainedModel
 
+from kvalign.cache.passes import Pass
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.progress import warn_once
 from kvalign.methods.base import Method, Stepper, last_logits
@@ -150,7 +151,7 @@ class Compiled(Stepper):
         sizes = cache.sizes
         if not is_usual(cache) or cache.num_stored + 1 <= sizes.cache_size - sizes.num_evicted:
             return None
-        position_ids = cache.describe_all().position_ids
+        position_ids = described(cache).position_ids
         with in_eval_mode(self._modules):
             return last_logits(self, ids, cache, position_ids=position_ids)
 
@@ -206,4 +207,19 @@ def is_usual(cache: StreamingCache) -> bool:
     if cache.policy is not None or cache.step is None:
         return False
     finds_all = cache.memory is None or cache.memory.finds_all(cache.step)
-    return cache.is_decode(cache.step) and cache.step.is_alike and finds_all
+    return cache.step.is_decode and cache.step.is_alike and finds_all
+
+
+def described(cache: StreamingCache) -> Pass:
+    """Return the pass that a cache is in, with all that layers ask of it: a value that is made at
+    first use cannot be made in a trace.
+    """
+    step = cache.describe()
+    _ = step.slot, step.read_slots, step.born, step.evicting, step.position_ids, step.behind_rows
+    if cache.stores_bare:
+        _ = cache.angles if step.by_kernel and cache.reads_stored else step.read_positions
+    if cache.realigner.strategy == "read" or step.hides or cache.stores_bare:
+        _ = step.sight_of_one, step.births_of_rows
+    if cache.memory is not None:
+        cache.memory.prepare(step)
+    return step

@@ -27,7 +27,6 @@ from torch.export import Dim
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
-from kvalign.aligners import network as aligner_network
 from kvalign.aligners import table as aligner_table
 from kvalign.aligners.table import TableAligner
 from kvalign.cache import int8
@@ -161,7 +160,7 @@ class Stored(Stepper):
         if not is_plain(cache) or len(cache.attention) < len(cache.layers):
             return None
         layer, step = cache.attention[0], cache.step
-        if step is None or not cache.is_decode(step) or step.in_order:
+        if step is None or not step.is_decode or step.in_order:
             return None
         if self.table is None:
             fits = stays(cache)
@@ -351,7 +350,7 @@ def _about(step: StepModule, inputs: list[Tensor], weights: dict[str, Tensor]) -
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = cache_layer, int8, rope, packed, kernel, aligner_table, aligner_network, step_module
+    modules = cache_layer, int8, rope, packed, kernel, aligner_table, step_module
     sources = (Path(__file__), *(Path(str(x.__file__)) for x in modules), *kernel.SOURCES)
     return {
         "config": config,

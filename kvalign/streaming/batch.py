@@ -106,7 +106,7 @@ def stream_batch(
             row = _AnswerRow(of_row, **sampling.of_row(of_row.device, number, unknown))
             row.number, row.answer = number, Answer(tokenizer, ids, sampling, ends)
             row.room = math.inf if alone.tokens_left is None else alone.tokens_left + 1
-            row.take(begin(alone, of_row), streaming)
+            row.choose(begin(alone, of_row), streaming)
             if row.piece:
                 yield number, row.piece
             if not row.has_ended():

@@ -30,9 +30,9 @@ from transformers.generation.streamers import BaseStreamer
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import nearest, spelled_out
 from kvalign.methods import MethodConfig, make_method
+from kvalign.methods.base import check_ids
 from kvalign.methods.choice import warn_if_too_long
 from kvalign.methods.registry import AUTO
-from kvalign.models.input_ids import check_ids
 from kvalign.models.wrapped import unwrapped
 from kvalign.streaming.loop import stream_tokens
 from kvalign.streaming.turns import ends_of

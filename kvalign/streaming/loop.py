@@ -14,8 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
-from kvalign.methods.base import Method
-from kvalign.models.input_ids import check_ids
+from kvalign.methods.base import Method, check_ids
 from kvalign.models.wrapped import no_autograd_modes
 
 if TYPE_CHECKING:
@@ -66,9 +65,9 @@ class Row:
         """Return whether the row has ended; asked once after each token."""
         return False
 
-    def take(self, logits: Tensor, method: Method) -> None:
+    def choose(self, logits: Tensor, method: Method) -> None:
         """Choose each text's next token from logits [B, V], and append it; RunError without one."""
-        take_all([self], logits, method)
+        choose_all([self], logits, method)
 
     def append(self, token: Tensor, token_ids: Sequence[int], logits: Tensor) -> None:
         """Append the next token of each text, [B] int64, which was chosen by these logits. The
@@ -89,7 +88,7 @@ class Row:
         raise error
 
 
-def take_all(rows: Sequence[Row], logits: Tensor, method: Method) -> None:
+def choose_all(rows: Sequence[Row], logits: Tensor, method: Method) -> None:
     """Let rows choose the next tokens of their texts from logits [B, V], and append them; RunError
     for one that has none. The device is asked for numbers once, however many rows there are, and
     rows that draw alike are computed together.
@@ -102,7 +101,7 @@ def take_all(rows: Sequence[Row], logits: Tensor, method: Method) -> None:
     for numbers in alike.values():
         try:
             own = logits if len(numbers) == len(rows) else torch.cat([parts[i] for i in numbers])
-            found = _choose([rows[i] for i in numbers], own)
+            found = _choose_alike([rows[i] for i in numbers], own)
         except Exception as error:
             for i in numbers:
                 rows[i].fail(error)
@@ -125,7 +124,7 @@ def take_all(rows: Sequence[Row], logits: Tensor, method: Method) -> None:
             rows[i].fail(error)
 
 
-def _choose(rows: Sequence[Row], logits: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _choose_alike(rows: Sequence[Row], logits: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Next tokens and greatest scores of rows that choose alike: [B] each, by row."""
     first, sizes = rows[0], [len(row.token) for row in rows]
     scores = first.processors(first.ids, logits) if first.processors else logits
@@ -170,11 +169,11 @@ class Batch(Generic[R]):
         first, *others = self.rows
         if others:
             logits = self.method.feed(torch.cat([row.token for row in self.rows])[:, None])
-            take_all(self.rows, logits, self.method)
+            choose_all(self.rows, logits, self.method)
         elif first.lookup is not None:
-            first.take(first.lookup.feed(self.method), self.method)
+            first.choose(first.lookup.feed(self.method), self.method)
         else:
-            first.take(self.method.feed(first.token[:, None]), self.method)
+            first.choose(self.method.feed(first.token[:, None]), self.method)
         return self.rows
 
     def leave(self) -> None:
@@ -258,7 +257,7 @@ def stream_tokens(
         row.is_over = torch.zeros_like(row.token, dtype=torch.bool)
     if before is None:
         method.reset()
-    row.take(begin(method, prompt, mask), method)
+    row.choose(begin(method, prompt, mask), method)
     batch = Batch(method, [row])
     while True:
         yield row.token

@@ -20,9 +20,8 @@ from kvalign.cache import segments
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.as_encoded import Reencoding
-from kvalign.methods.base import Method
+from kvalign.methods.base import Method, check_ids
 from kvalign.methods.cached import Cached
-from kvalign.models.input_ids import check_ids
 from kvalign.models.weights import check_finite
 
 BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from kvalign import load_model
 from kvalign.foundation.errors import UserError
-from kvalign.models.gguf_tokenizer import SPLITS, tokenizer_of_gguf
+from kvalign.models.gguf import SPLITS, tokenizer_of_gguf
 from kvalign.models.input_ids import ids_of, prefix_ids, unknown_ids
 from kvalign.streaming.answer import special_names, token_bytes
 from kvalign.streaming.turns import end_ids

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables, standardised
-from kvalign.cache import attention
 from kvalign.cache.int8 import Int8
 from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import CacheSizes
@@ -255,10 +254,10 @@ def test_where_our_kernel_for_cuda_fails_pytorch_attends_and_a_line_says_so(monk
         asked.append(1)
         raise RuntimeError("no such card")
 
-    monkeypatch.setattr(attention, "_triton_kernel", lambda: SimpleNamespace(attend=fail))
-    monkeypatch.setattr(attention, "_unfit", set())
-    for takes in (lambda x: x.device not in attention._unfit, lambda x: False):
-        monkeypatch.setattr(attention, "takes_triton", takes)
+    monkeypatch.setattr(kernel, "_triton_kernel", lambda: SimpleNamespace(attend=fail))
+    monkeypatch.setattr(kernel, "_unfit", set())
+    for takes in (lambda x: x.device not in kernel._unfit, lambda x: False):
+        monkeypatch.setattr(kernel, "takes_triton", takes)
         monkeypatch.setattr(kernel, "attends", lambda *args: False)
         method = make_method("kvalign", model, cache_size=9, warn=False, aligner=tables(model, 0.3))
         logits.append([method.feed(torch.tensor([[i]])) for i in range(20)])

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from kvalign import load_model
 from kvalign.foundation import hub
-from kvalign.models import kernel, loading, model_folder, packed
+from kvalign.models import kernel, model_folder, packed, packed_file
 from kvalign.models.identity import identity
 
 
@@ -20,7 +20,7 @@ from kvalign.models.identity import identity
 def kept(tmp_path, monkeypatch):
     """The folder in which packed weights of any size are kept."""
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loading, "LEAST", 0)
+    monkeypatch.setattr(packed_file, "LEAST", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -66,9 +66,9 @@ def same(found, expected, ids):
 def test_every_architecture_is_read_as_it_was_packed(kind, tmp_path, ids):
     model = copy.deepcopy(tiny_model(kind)).requires_grad_()
     packed.pack(model, "int4")
-    request = loading.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request = packed_file.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
     assert request.read() is None
-    request.keep(model)
+    request.keep(model, "int4")
     same(request.read().eval(), model, ids)
 
 
@@ -80,8 +80,8 @@ def test_a_model_that_is_more_than_its_config_is_packed_each_time(change, tmp_pa
     else:
         model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
     packed.pack(model, "int4")
-    request = loading.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
-    request.keep(model)
+    request = packed_file.PackedRequest(model.config, str(tmp_path), "cpu", "float32", "int4")
+    request.keep(model, "int4")
     assert request.read() is None
 
 

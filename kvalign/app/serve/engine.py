@@ -169,7 +169,7 @@ class Engine(threading.Thread):
                     continue
                 rows = turn.begin()
                 for row in rows:
-                    row.take(logits, turn.method)
+                    row.choose(logits, turn.method)
                 self._report(rows, turn.method)
                 if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:

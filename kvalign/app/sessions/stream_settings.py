@@ -132,7 +132,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             num_streams: at once, for which a default --cache-size leaves memory.
             is_edited: `auto` chooses a method whose streams can be edited.
         """
-        from kvalign.methods import make_chosen
+        from kvalign.methods import make_method
         from kvalign.methods.choice import choose, needs_cache
         from kvalign.streaming.text_stream import TextStream
 
@@ -143,7 +143,9 @@ class StreamSettings(MethodSettings, ModelSettings):
             print(choice.note, file=sys.stderr)
         how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
         sizes |= {"num_sinks": num_sinks, "num_streams": num_streams}
-        streaming = make_chosen(choice, loaded.model, size, self.compile, **sizes)
+        streaming = make_method(
+            choice, loaded.model, cache_size=size, compile=self.compile, **sizes
+        )
         text_stream = TextStream(loaded.tokenizer, streaming, Sampling(**how))
         if prompt:
             text_stream.feed(prompt)

@@ -1,6 +1,9 @@
-"""Tokenizer of a GGUF file: the tokens that llama.cpp gives a text with special tokens.
+"""GGUF files, the format of llama.cpp: a model's weights, usually quantised, its sizes and its
+tokenizer. transformers reads the model with the packages of `kvalign[gguf]`. Quantised weights are
+unpacked, so it works like any other.
 
-A file has no tokenizer, only its kind, its tokens, and settings, whose meaning llama.cpp knows
+The tokenizer is ours: it gives a text with special tokens the tokens that llama.cpp gives it. A
+file has no tokenizer, only its kind, its tokens, and settings, whose meaning llama.cpp knows
 ([llama-vocab.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp)). Here
 each of them is read, or known to change no token of its kind, or refused by name.
 """
@@ -8,9 +11,12 @@ each of them is read, or known to change no token of its kind, or refused by nam
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import transformers
+from packaging.version import Version
 from tokenizers import (
     AddedToken,
     Regex,
@@ -21,13 +27,25 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from kvalign.foundation.errors import UserError
+from kvalign.models.model_folder import check_layers, pretrained
 
 log = logging.getLogger(__name__)
 
 _OURS = "tokenizer.ggml."
+_READERS = ("gguf", "accelerate")  # what transformers' reader imports
+_SINCE = "5.18"  # of transformers; before, it made other tokenizers of some files
+# Tensors and fields by which a file scales its RoPE.
+_SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_END_IDS = tuple(f"{_OURS}{name}_token_id" for name in ("eos", "eot", "eom"))
+_SCALING = (".rope.scaling.type", ".rope.scale_linear")
 _KINDS = ("llama", "gpt2")
 _READ = (
     *("model", "pre", "tokens", "token_type", "scores", "merges"),
@@ -146,6 +164,63 @@ class _Vocabulary(NamedTuple):
             for number, (token, kind) in typed_tokens
             if not (kind == _UNUSED and token == f"[PAD{number}]")
         }
+
+
+def check_readers() -> None:
+    """Raise UserError if a package for reading these files is missing or too old."""
+    needed = [name for name in _READERS if find_spec(name) is None]
+    if Version(transformers.__version__) < Version(_SINCE):
+        needed.append(f"transformers {_SINCE} or later")
+    if needed:
+        names = " and ".join(needed)
+        raise UserError(f"a GGUF file is read with {names}: pip install 'kvalign[gguf]'")
+
+
+def config_of(path: Path) -> PretrainedConfig:
+    """The config of the model in a file; UserError if it is damaged, or of a RoPE not read."""
+    from gguf import GGUFReader
+
+    try:
+        file = GGUFReader(path)  # it goes to the end of the last weights
+    except Exception as error:
+        raise UserError(f"it was cut or damaged ({error})") from error
+    for name, field in file.fields.items():
+        if name.endswith(".block_count"):
+            check_layers(field.contents(), name)
+    scales = [name for name in file.fields if name.endswith(_SCALING)]
+    scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
+    scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
+    config = transformers.AutoConfig.from_pretrained(path.parent, **_in_folder(path))
+    ends = [file.fields[x].contents() for x in _END_IDS if x in file.fields]
+    if len({*ends}) > 1:
+        config.eos_token_id = [*dict.fromkeys(ends)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        raise UserError(f"transformers does not read its RoPE scaling ({scaled[0]})")
+    return config
+
+
+def read(path: Path, **how: Any) -> PreTrainedModel:
+    """The model in a file, its weights unpacked; `how` as of transformers' `from_pretrained`."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = reader.tqdm
+    reader.tqdm = lambda items, **_: items  # which `quiet` does not know
+    try:
+        how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = pretrained(path.parent, **how, **_in_folder(path))
+    finally:
+        reader.tqdm = bar
+    # A plain model, which can be saved.
+    model.hf_quantizer = model.quantization_method = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _in_folder(path: Path) -> dict[str, Any]:
+    return {"gguf_file": path.name, "local_files_only": True}
 
 
 def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
