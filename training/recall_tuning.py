@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Aligner
-from kvalign.cache.memory_sizes import loudness_of, usual_places
+from kvalign.cache.memory_sizes import layer_bias_of, usual_places
 from kvalign.data_gen import facts
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.corpus import OWNERS
@@ -95,7 +95,7 @@ def tune_memory(
         text = first_ids(settings.corpus, loaded.tokenizer, settings.num_tokens, "--num-tokens")
         streams = {size: text_with_codes(size, text, loaded) for size in sizes}
     for one in settings.layers or ():
-        loudness_of(one, loaded.spec.attention)
+        layer_bias_of(one, loaded.spec.attention)
     plan = measured(settings, choice.method, loaded, aligner, streams)
     file = settings.out or default_file(loaded.spec.name, aligner)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,11 +208,11 @@ def helps(row: dict[str, Any]) -> bool:
     return row["by_none_high"] is not None and row["by_none_high"] < 1
 
 
-def named(layers: Sequence[int], loudness: str = "") -> str:
-    """Name layers as `recall_layers` does, all as loud."""
+def named(layers: Sequence[int], layer_bias: str = "") -> str:
+    """Name layers as `recall_layers` does, all with one bias."""
     is_range = layers[-1] - layers[0] == len(layers) - 1 > 0
     names = [f"{layers[0]}-{layers[-1]}"] if is_range else [*map(str, layers)]
-    return ",".join(f"{name}{loudness}" for name in names)
+    return ",".join(f"{name}{layer_bias}" for name in names)
 
 
 def weighted(methods: dict[int, Method], streams: dict[int, WeighedStreams]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Sizes of a memory: how many entries it gives back, in which layers, and how loud."""
+"""Sizes of a memory: how many entries it gives back, in which layers, and with which bias."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,7 +8,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
 
 NAME, ALL = "recall_layers", "all"
-MOST_LOUDNESS = 10.0
+MOST_BIAS = 10.0
 MOST_RECALLED = 32
 """Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
 
@@ -62,17 +62,17 @@ def usual_places(family: str) -> RecallBy:
     return "rank" if family == "learned" else "age"
 
 
-def loudness_of(text: str | None, attention: Sequence[int]) -> dict[int, float]:
-    """Return how loud entries are that are taken back, by layer, of the layers that are asked for;
+def layer_bias_of(text: str | None, attention: Sequence[int]) -> dict[int, float]:
+    """Return what is added to the scores of entries taken back, by layer that is asked for;
     None: all that have attention, as they are. UserError if one has none.
     """
-    loudness = dict.fromkeys(attention, 0.0) if text is None else by_layer(text)
-    if others := loudness.keys() - {*attention}:
+    layer_bias = dict.fromkeys(attention, 0.0) if text is None else by_layer(text)
+    if others := layer_bias.keys() - {*attention}:
         raise UserError(
             f"{NAME} must be among the {len(attention)} layers that have attention, up to "
             f"{attention[-1]}: {min(others)} has none"
         )
-    return loudness
+    return layer_bias
 
 
 def by_layer(text: str) -> dict[int, float]:
@@ -81,22 +81,22 @@ def by_layer(text: str) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     for part in typed(NAME, text, str).split(","):
-        layers, _, loudness = part.partition(":")
+        layers, _, layer_bias = part.partition(":")
         first, _, last = (x.strip() for x in layers.partition("-"))
         ends = (first, last or first)
         if not all(x.isascii() and x.isdigit() and len(x) < 6 for x in ends):
             raise UserError(f"{NAME} must be numbers and ranges as 7,15-29, got {text!r:.80}")
         if int(ends[0]) > int(ends[1]):
             raise UserError(f"{NAME} must have ranges that go up, as 15-29, got {text!r:.80}")
-        found |= dict.fromkeys(range(int(ends[0]), int(ends[1]) + 1), _number(loudness, text))
+        found |= dict.fromkeys(range(int(ends[0]), int(ends[1]) + 1), _number(layer_bias, text))
     return found
 
 
-def _number(loudness: str, text: str) -> float:
-    if not loudness:
+def _number(layer_bias: str, text: str) -> float:
+    if not layer_bias:
         return 0.0
     with suppress(ValueError):
-        if abs(number := float(loudness)) <= MOST_LOUDNESS:
+        if abs(number := float(layer_bias)) <= MOST_BIAS:
             return number
-    most = f"{MOST_LOUDNESS:g}"
+    most = f"{MOST_BIAS:g}"
     raise UserError(f"{NAME} must have a number from -{most} to {most} after :, got {text!r:.80}")

@@ -187,14 +187,9 @@ class Pass:
         return self.sizes.num_sinks + self.births[0] - self.stored[0]
 
     @cached_property
-    def births_of_rows(self) -> Tensor:
-        """`births`, [B] int64."""
-        return self.of_rows("births")
-
-    @cached_property
-    def positions_of_rows(self) -> Tensor:
-        """`positions`, [B] int64."""
-        return self.of_rows("positions")
+    def new_places(self) -> Tensor:
+        """Place of one new token of each row, or its position where keys rotate, [B] int64."""
+        return self.of_rows("positions" if self.rotates else "births")
 
     @cached_property
     def behind_rows(self) -> Tensor:
@@ -209,7 +204,7 @@ class Pass:
         if not self.is_alike:
             return None
         if self.is_static and self.hides:
-            return self.births_of_rows[:1]
+            return self.of_rows("births")[:1]
         return slice(self.births[0], self.births[0] + 1)
 
     @cached_property

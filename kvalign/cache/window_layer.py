@@ -105,8 +105,7 @@ class WindowLayer(StreamingLayer):
             reader = reader._replace(angles=self.cache.angles, bases=form.bases)
         if not self._writes_by_kernel(step, new, reader, is_raw):
             return reader
-        at = step.births_of_rows if reader.rotation is None else step.positions_of_rows
-        return reader._replace(new=(step.slot, *new, at))
+        return reader._replace(new=(step.slot, *new, step.new_places))
 
     def _writes_by_kernel(self, step: Pass, new: KV, reader: Reader, is_raw: bool) -> bool:
         """Return whether our kernel writes the entry of a token as it attends."""

@@ -99,7 +99,7 @@ def _record(cache: StreamingCache, memories: Memories) -> Iterator[dict[int, Att
 
     def listening(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         entries = update(keys, values, layer, *args, **kwargs)
-        if layer not in memories.recall.loudness:
+        if layer not in memories.recall.layer_bias:
             return entries
         read = getattr(entries[0], MARK, None)
         memory: Any = memories.of[layer]

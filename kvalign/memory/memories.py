@@ -21,7 +21,7 @@ from kvalign.aligners.entries import KV, cat
 from kvalign.cache.attention import Recalled, Recaller
 from kvalign.cache.edits import CachePart, EntryPart, as_sinks, bare, in_window
 from kvalign.cache.layer import Part, ReadTensor
-from kvalign.cache.memory_sizes import loudness_of
+from kvalign.cache.memory_sizes import layer_bias_of
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saving import read_kv
@@ -106,8 +106,8 @@ class Memories(Part):
             sizes, cache_size=sizes.num_sinks + sizes.num_in_sight + sizes.memory
         )
         self._attention, self._storing = spec.attention, {*spec.attention}
-        loudness = loudness_of(sizes.recall_layers, spec.attention)
-        self.recall = Recall(sizes, placer, places, loudness)
+        layer_bias = layer_bias_of(sizes.recall_layers, spec.attention)
+        self.recall = Recall(sizes, placer, places, layer_bias)
         self.of: dict[int, Memory] = {}
         self._is_beside: bool | None = None
         self.watched: list[Matches] | None = None
@@ -140,7 +140,7 @@ class Memories(Part):
             batch = self.recall.batch_of(step, sight)
             if self._first is not None and self._first.sketch is not None:
                 self.recall.prepare()
-            for i in self.of.keys() & self.recall.loudness.keys():
+            for i in self.of.keys() & self.recall.layer_bias.keys():
                 self.of[i].prepare(batch)
 
     def _sight_of(self, step: Pass) -> Sight:
@@ -175,7 +175,7 @@ class Memories(Part):
             memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
         # 2. The rest is for its queries to say, once anything is lost.
         is_asked = step.is_segment or (step.is_single and not self.finds_none(step))
-        if layer.layer_idx not in self.recall.loudness or not is_asked:
+        if layer.layer_idx not in self.recall.layer_bias or not is_asked:
             return None
         return partial(self._recall, layer.layer_idx, step)
 
@@ -189,7 +189,7 @@ class Memories(Part):
                 self._is_beside = is_on_card(layer.device) and has_room(layer.device, 2 * num_bytes)
             # What has found room on a card is allocated at once, so that it has it later, too.
             device = layer.device if self._is_beside else HOST
-            is_searched = layer.layer_idx in self.recall.loudness
+            is_searched = layer.layer_idx in self.recall.layer_bias
             grows = self.grows and not self._is_beside
             self.of[layer.layer_idx] = Memory(
                 like, form, self.recall.places, device, is_searched, grows
@@ -258,7 +258,7 @@ class Memories(Part):
     def begin_restore(self, state: Collection[str]) -> None:
         """A state with tensors of these names is about to be restored."""
         stored = {i for i in self._attention if f"{i}.memory.0" in state}
-        self._storing = stored | self.recall.loudness.keys()
+        self._storing = stored | self.recall.layer_bias.keys()
 
     def restore(self, layer: WindowLayer, read: ReadTensor, seen: list[int], head_dim: int) -> None:
         """Restore `state` of a layer, of rows that have been fed so many tokens."""

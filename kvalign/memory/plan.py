@@ -1,5 +1,5 @@
-"""Plan of a memory: which layers take entries back, how loud these are, and where they lie, as it
-was measured on a model (`kvalign tune-memory`).
+"""Plan of a memory: which layers take entries back, with which bias of their scores, and where
+these lie, as it was measured on a model (`kvalign tune-memory`).
 
 Models differ: recall-llama finds more facts if entries lie by rank, and the texts of others are
 better by age on the same positions (eval/results/memory.md). A plan is looked for in

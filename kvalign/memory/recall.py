@@ -161,7 +161,7 @@ class Recall:
     Args:
         placer: realigner that places entries by their original positions.
         places: places of the entries that are taken back.
-        loudness: by number of the layer, what is added to the scores of what is taken back, in
+        layer_bias: by number of the layer, what is added to the scores of what is taken back, in
             nats. Layers without a number take nothing back; they store entries, too, so that an
             edit can fill their windows.
     """
@@ -171,9 +171,9 @@ class Recall:
         sizes: CacheSizes,
         placer: Realigner,
         places: RecallPlaces,
-        loudness: Mapping[int, float],
+        layer_bias: Mapping[int, float],
     ):
-        self.sizes, self.placer, self.places, self.loudness = sizes, placer, places, loudness
+        self.sizes, self.placer, self.places, self.layer_bias = sizes, placer, places, layer_bias
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
@@ -317,7 +317,7 @@ class Recall:
 
     def _added(self, layer: int, ages: Tensor) -> Tensor | None:
         """Same for entries that are all visible."""
-        bias, loudness = self.places.age_bias(ages), self.loudness[layer]
-        if bias is None and loudness:
+        bias, layer_bias = self.places.age_bias(ages), self.layer_bias[layer]
+        if bias is None and layer_bias:
             bias = torch.zeros_like(ages, dtype=torch.float32)
-        return None if bias is None else bias + loudness
+        return None if bias is None else bias + layer_bias

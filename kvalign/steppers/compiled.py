@@ -219,7 +219,7 @@ def described(cache: StreamingCache) -> Pass:
     if cache.stores_bare:
         _ = cache.angles if step.by_kernel and cache.reads_stored else step.read_positions
     if cache.realigner.strategy == "read" or step.hides or cache.stores_bare:
-        _ = step.sight_of_one, step.births_of_rows
+        _ = step.sight_of_one, step.new_places
     if cache.memory is not None:
         cache.memory.prepare(step)
     return step
