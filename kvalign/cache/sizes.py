@@ -193,6 +193,13 @@ class CacheSizes:
         """Number of entries stored after so many tokens."""
         return num_seen - self.num_dropped(num_seen)
 
+    def num_forgotten(self, num_evicted: int) -> int:
+        """Return how many of so many evicted tokens are in no memory, with those that what is taken
+        back displaces from the window.
+        """
+        assert self.num_recalled is not None
+        return max(0, num_evicted + self.num_recalled - self.memory)
+
     def num_moved(self, num_entries: N) -> N:
         """Positions by which kept entries have been moved after so many tokens: all that were
         evicted, or those up to the last multiple of `realign_every`, less `lift`.

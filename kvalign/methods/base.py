@@ -202,7 +202,7 @@ class Method(NotPickled, ABC):
 
     def num_forgotten(self, num_tokens: int) -> int:
         """Return how many tokens of one input are forgotten once it has been read."""
-        return max(0, self.sizes.num_dropped(num_tokens) - self.sizes.memory)
+        return self.sizes.num_forgotten(self.sizes.num_dropped(num_tokens))
 
     @abstractmethod
     def reset(self) -> None:

@@ -203,8 +203,9 @@ class Chat:
         if not (num := self.num_forgotten):
             return ""
         what = "the first turn is" if num == 1 else f"the first {num} turns are"
-        kept = self.stream.num_evicted <= self.stream.method.sizes.memory and not self._num_gone
-        return f"{what} out of the cache" + ", in the memory" * kept
+        sizes = self.stream.method.sizes
+        is_lost = not sizes.memory or sizes.num_forgotten(self.stream.num_evicted) or self._num_gone
+        return f"{what} out of the cache" + ("" if is_lost else ", in the memory")
 
     def memory_offer(self) -> str:
         """Return what would keep the turns that go; "" where there is a memory, or none works."""
@@ -224,8 +225,10 @@ class Chat:
             f"out of the cache: {num_out} tokens" + (f" ({gone})" if gone else ""),
         ]
         if sizes.memory:
-            num = min(num_out, sizes.memory)
+            assert sizes.num_recalled is not None  # those give way in the window, too
+            num = min(num_out + sizes.num_recalled, sizes.memory) if num_out else 0
             lines.append(f"in the memory: {num} tokens, at most {sizes.memory}, to be taken back")
+            lines.append(f"forgotten: {sizes.num_forgotten(num_out)} tokens")
         elif offer := self.memory_offer():
             lines.append(f"in a memory: none; {offer}, which is slower")
         return "\n".join(lines)

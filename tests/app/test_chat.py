@@ -23,6 +23,7 @@ import kvalign
 from kvalign.app.cli.main import main
 from kvalign.app.sessions import conversation
 from kvalign.app.sessions.conversation import Conversation, ConversationSettings
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
 from kvalign.memory import plan
@@ -152,7 +153,13 @@ def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
     assert chat("--model", "llama-mini", "--memory", "100") == 0
     err = capsys.readouterr().err
     assert "[the first turn is out of the cache, in the memory]" in err
-    assert re.search(r"in the memory: \d+ tokens, at most 100", err)
+    assert re.search(r"in the memory: \d+ tokens, at most 100.*\nforgotten: 0 tokens", err)
+    stream = SimpleNamespace(ids=[0] * 200, num_fed=200, num_evicted=160, notes={})
+    stream.method = SimpleNamespace(sizes=CacheSizes(40, 4, memory=100, num_recalled=8))
+    talk = SimpleNamespace(stream=stream, begins=[0, 9], forgotten_in_words=lambda: "")
+    assert Chat.in_words(talk).endswith(
+        "in the memory: 100 tokens, at most 100, to be taken back\nforgotten: 68 tokens"
+    )
 
 
 @pytest.mark.slow

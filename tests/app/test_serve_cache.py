@@ -67,6 +67,7 @@ def test_spans_are_what_the_cache_holds(how, loaded):
             if how == MEMORY:
                 assert len(held) == (num_fed if num_fed <= 40 else 40 - 8), "8 are taken back"
                 assert len(aside) == min(30, num_fed - len(held))
+                assert method.num_forgotten(num_fed) == num_fed - len(held) - len(aside)
                 continue
             assert not aside
             if "turns" in how.values():

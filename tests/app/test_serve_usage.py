@@ -51,13 +51,13 @@ def test_a_session_is_the_stream_of_the_conversation(number, name, minis):
             at_first = stream.num_evicted
             assert reply.parse().choices[0].message.content == first + "".join(stream)
             usage = usage_of(reply)
-            memory = stream.method.sizes.memory
+            sizes = stream.method.sizes
             assert usage["prompt_tokens"] == num_prompt
             held = max(0, num_before - 1)  # without the answer's last token
             assert usage["prompt_tokens_details"]["cached_tokens"] == held
             assert usage["kvalign"] == {
                 "evicted_tokens": stream.num_evicted,
-                "forgotten_prompt_tokens": max(0, at_first - memory),
+                "forgotten_prompt_tokens": max(0, at_first + sizes.num_recalled - sizes.memory),
                 "reencoded_tokens": 0,
                 "edited_tokens": 0,
             }
