@@ -205,16 +205,18 @@ FAR_ABOVE = 1.12  # times the lowest perplexity: what is higher stands at the up
 
 
 def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None = None) -> Figure:
-    """Perplexity against the mean time of a token of rows of `eval frontier`, in panels by title.
-    What is on the frontier has a ring, a dotted one if it is perhaps, and is joined by a line. Bars
-    are of the time and of the ratio to the best that is not slower. What lies far above stands at
-    the upper edge with its figure, and `dense` is a line.
+    """Perplexity against the mean time of a token of rows of `eval frontier`, in panels by title,
+    three in a row at most. What is on the frontier has a ring, a dotted one if it is perhaps, and
+    is joined by a line. Bars are of the time and of the ratio to the best that is not slower. What
+    lies far above stands at the upper edge with its figure, and `dense` is a line.
     """
     styles = styles_of(row for rows in panels.values() for row in rows)
     with mpl.rc_context(THEME):
-        size = size or (max(6.4, 4.4 * len(panels)), 5.0)
+        num_rows = math.ceil(len(panels) / 3)
+        across = math.ceil(len(panels) / num_rows)
+        size = size or (max(6.4, 4.4 * across), 1.4 + 3.6 * num_rows)
         figure = Figure(figsize=size, layout="constrained")
-        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        all_axes = [figure.add_subplot(num_rows, across, i + 1) for i in range(len(panels))]
         for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
             top = FAR_ABOVE * min(row["perplexity"] for row in rows)
             for row in rows:
@@ -227,13 +229,13 @@ def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None
                 if y > top:
                     place: dict[str, Any] = dict(textcoords="offset points", xytext=(0, -14))
                     axes.annotate(f"{y:.0f} \u2191", (x, top), ha="center", fontsize=8, **place)
-                across = [[x - row["ms_low"]], [row["ms_high"] - x]]
+                beside = [[x - row["ms_low"]], [row["ms_high"] - x]]
                 up = None
                 if row["ratio_high"] and y <= top:
                     base = y / row["ratio"]
                     up = [[y - base * row["ratio_low"]], [base * row["ratio_high"] - y]]
                 how: dict[str, Any] = dict(color=color, marker=marker, elinewidth=1, linestyle="")
-                axes.errorbar(x, shown, up, across, label=label, **how)
+                axes.errorbar(x, shown, up, beside, label=label, **how)
                 if row["frontier"]:
                     ring: dict[str, Any] = dict(s=190, facecolors="none", edgecolors=INK)
                     axes.scatter(
@@ -246,7 +248,8 @@ def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None
             axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
             axes.set_xlabel("ms a token (log)")
             axes.grid(alpha=0.25)
-        all_axes[0].set_ylabel("perplexity (lower is better)")
+        for axes in all_axes[::across]:
+            axes.set_ylabel("perplexity (lower is better)")
         legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
         handles = {handle.get_label(): handle for handle in legends}
         columns = _columns(handles, size[0])
